@@ -1,0 +1,41 @@
+"""fxfuse: one kernel for every Linear or Conv2d and the pointwise work after it.
+
+Start with `optimize`; `explain`, `verify` and `benchmark` say what it did, how exact it is and how fast.
+"""
+
+from fxfuse.benchmark import Benchmark, benchmark
+from fxfuse.errors import (
+    BuildError,
+    CaptureError,
+    ExpressionError,
+    FxfuseError,
+    LaunchError,
+    ToolchainError,
+    UnsupportedError,
+)
+from fxfuse.functional import FxfuseWarning
+from fxfuse.ops import register_pointwise
+from fxfuse.optimize import optimize
+from fxfuse.report import Report, explain
+from fxfuse.verify import Verification, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Benchmark",
+    "BuildError",
+    "CaptureError",
+    "ExpressionError",
+    "FxfuseError",
+    "FxfuseWarning",
+    "LaunchError",
+    "Report",
+    "ToolchainError",
+    "UnsupportedError",
+    "Verification",
+    "benchmark",
+    "explain",
+    "optimize",
+    "register_pointwise",
+    "verify",
+]

@@ -1,0 +1,159 @@
+"""benchmark(): eager, torch.compile and fxfuse side by side, in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from fxfuse.errors import FxfuseError
+
+L2_FLUSH_BYTES: Final = 256 << 20
+"""Written between timed runs on a GPU, several times any L2, so that every run starts from memory."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant's times, in seconds."""
+
+    name: str
+    median: float
+    minimum: float
+    first_call: float
+    """The first call, compilation included."""
+    runs: int
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A table of timings; str() renders it."""
+
+    timings: tuple[Timing, ...]
+    device: str
+
+    def median(self, name: str) -> float:
+        """The median of the contestant of that name, in seconds."""
+        return next(timing.median for timing in self.timings if timing.name == name)
+
+    def __str__(self) -> str:
+        base = self.timings[-1].median  # fxfuse comes last
+        rows = [
+            (
+                t.name,
+                f"{t.median * 1e3:.3f}",
+                f"{t.minimum * 1e3:.3f}",
+                f"{t.median / base:.2f}x",
+                f"{t.first_call:.2f}",
+                t.runs,
+            )
+            for t in self.timings
+        ]
+        headers = ("", "median ms", "min ms", "of fxfuse's", "first call s", "runs")
+        return f"{self.device}\n" + tabulate(rows, headers=headers, tablefmt="simple_outline", disable_numparse=True)
+
+
+def benchmark(
+    model: nn.Module,
+    fast: nn.Module,
+    inputs: Sequence[Any],
+    compare: Sequence[str] = ("eager", "torch.compile"),
+    *,
+    seconds: float = 2.0,
+) -> Benchmark:
+    """Times `fast` and its peers on the same inputs, interleaved, and reports medians.
+
+    Args:
+        inputs: positional arguments; they stay the same for every run.
+        compare: of "eager", "torch.compile" and "max-autotune" (torch.compile's mode of that name).
+        seconds: how long to measure all contestants together, first calls not counted.
+
+    On a GPU each run is timed with events after flushing the L2 cache. Runs under torch.no_grad(). Raises FxfuseError
+    for an unknown peer; a peer that fails to run is left out with a note in its name.
+    """
+    contestants: dict[str, Callable[..., Any]] = {}
+    for name in compare:
+        contestants[name] = _peer(model, name)
+    contestants["fxfuse"] = fast
+    device = _device_of(model, inputs)
+    time_once = _gpu_timer(device) if device.type == "cuda" else _cpu_time
+    with torch.no_grad():
+        first_calls = {name: _first_call(call, inputs, device) for name, call in contestants.items()}
+        failed = {name for name, (_, error) in first_calls.items() if error is not None}
+        if "fxfuse" in failed:
+            error = first_calls["fxfuse"][1]
+            assert error is not None
+            raise error
+        running = {name: call for name, call in contestants.items() if name not in failed}
+        times: dict[str, list[float]] = {name: [] for name in running}
+        for call in running.values():  # the second call still allocates and autotunes
+            time_once(call, inputs)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline or len(times["fxfuse"]) < 3:
+            for name, call in running.items():
+                times[name].append(time_once(call, inputs))
+    timings = tuple(
+        Timing(name, statistics.median(samples), min(samples), first_calls[name][0], len(samples))
+        for name, samples in times.items()
+    )
+    return Benchmark(timings, _describe(device))
+
+
+def _peer(model: nn.Module, name: str) -> Callable[..., Any]:
+    if name == "eager":
+        return model
+    if name in ("torch.compile", "max-autotune"):
+        mode = "default" if name == "torch.compile" else name
+        compiled: Callable[..., Any] = torch.compile(model, mode=mode)
+        return compiled
+    raise FxfuseError(f"benchmark cannot compare with {name!r}; choose from eager, torch.compile, max-autotune")
+
+
+def _device_of(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
+    tensors = [*model.parameters(), *(value for value in inputs if isinstance(value, torch.Tensor))]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"CPU ({torch.get_num_threads()} threads), torch {torch.__version__}"
+
+
+def _first_call(
+    call: Callable[..., Any], inputs: Sequence[Any], device: torch.device
+) -> tuple[float, Exception | None]:
+    started = time.perf_counter()
+    try:
+        call(*inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # a peer's compiler may fail in any way; the others are still worth measuring
+        return float("nan"), error
+    return time.perf_counter() - started, None
+
+
+def _cpu_time(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
+    started = time.perf_counter()
+    call(*inputs)
+    return time.perf_counter() - started
+
+
+def _gpu_timer(device: torch.device) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def time_once(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        start.record()
+        call(*inputs)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+    return time_once

@@ -1,0 +1,305 @@
+"""Generated source text in, a loaded kernel out; the only file that calls load_inline.
+
+`load(source)` returns a function launch(params, context, *pointers) (binding.h). Builds are cached on disk under a
+hash of everything that decides the machine code: the source, every header of the package, the flags, the compilers,
+torch and Python. The cache (FXFUSE_CACHE_DIR, else the user's cache folder) is private to the user. An entry is built
+in a temporary folder and renamed into place, so that neither a second process nor a kill can leave half an entry; its
+library is checked against a recorded hash before it is loaded, so a damaged one is rebuilt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fxfuse.errors import BuildError, ToolchainError
+
+logger = logging.getLogger("fxfuse")
+
+PACKAGE: Final = Path(__file__).parent
+Launch = Callable[..., None]
+"""launch(params: bytes, context: int, *pointers: int); raises RuntimeError with the device's message."""
+
+_MANIFEST: Final = "manifest.json"
+
+CPU_FLAGS: Final = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp",
+    # Both are safe for NaN and inf: errno is never read, and no floating-point trap handler is installed.
+    "-fno-math-errno", "-fno-trapping-math",
+    "-fvisibility=hidden",
+)  # fmt: skip
+CUDA_FLAGS: Final = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel's complete text: what the compiler sees but for the package's headers."""
+
+    text: str
+    architecture: tuple[int, int] | None = None
+    """Compute capability of the GPU to build for; None for CPU code."""
+    label: str = "kernel"
+    """What it is, for messages: "linear: relu(acc + o0)"."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.architecture is not None
+
+
+# ----------------------------------------------------------------------------------------------- cache
+
+
+def cache_directory() -> Path:
+    """Where builds are kept: FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
+    explicit = os.environ.get("FXFUSE_CACHE_DIR")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fxfuse"
+
+
+@functools.cache
+def _private(directory: Path) -> Path:
+    """`directory`, created if need be, if only this user can write there; else a temporary one, with a warning."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise PermissionError(f"{directory} belongs to or is writable by another user")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(f"{directory} is not writable")
+        return directory
+    except OSError as error:
+        fallback = Path(tempfile.mkdtemp(prefix="fxfuse-"))
+        logger.warning(
+            "fxfuse: the kernel cache cannot be used (%s); building in %s for this process only. "
+            "Set FXFUSE_CACHE_DIR to a folder of your own.", error, fallback,
+        )  # fmt: skip
+        return fallback
+
+
+@functools.cache
+def _package_digest() -> str:
+    """Hash of every header that generated sources include."""
+    digest = hashlib.sha256()
+    for header in sorted(PACKAGE.rglob("*.h")) + sorted(PACKAGE.rglob("*.cuh")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _machine() -> str:
+    """What -march=native means here."""
+    try:
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        )
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return platform.machine() + flags
+
+
+def _identity(program: str | None) -> str:
+    """A compiler's path, size and age: enough to notice that it was replaced, without running it."""
+    if program is None:
+        return "none"
+    status = os.stat(program)
+    return f"{os.path.realpath(program)}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def _key(source: Source) -> str:
+    compilers = [_identity(_cxx())]
+    if source.is_cuda:
+        compilers.append(_identity(_nvcc()))
+    parts = [
+        source.text, repr(source.architecture), _package_digest(), repr(_flags(source)), *compilers,
+        torch.__version__, sys.version, "" if source.is_cuda else _machine(),
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+# ------------------------------------------------------------------------------------------- toolchain
+
+
+def _cxx() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def _nvcc() -> str | None:
+    # torch decides which CUDA toolkit builds extensions (CUDA_HOME, then PATH, then the usual folders)
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    home = os.environ.get("CUDA_HOME") or CUDA_HOME
+    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+
+
+def _ninja_directory() -> str | None:
+    """Folder of the ninja that pip installed beside this Python, which PATH need not contain."""
+    try:
+        import ninja
+    except ImportError:
+        return None
+    return str(ninja.BIN_DIR)
+
+
+def check_toolchain(cuda: bool) -> None:
+    """Raises ToolchainError naming what is missing and how to get it."""
+    if _cxx() is None:
+        raise ToolchainError("no C++ compiler found: install one (Debian, Ubuntu: apt install g++) or set CXX")
+    if shutil.which("ninja") is None and _ninja_directory() is None:
+        raise ToolchainError("no ninja found: pip install ninja")
+    if cuda and _nvcc() is None:
+        raise ToolchainError(
+            "no nvcc found: install the CUDA toolkit that matches torch.version.cuda, or set CUDA_HOME"
+        )
+
+
+def _flags(source: Source) -> tuple[str, ...]:
+    if source.architecture is None:
+        return CPU_FLAGS
+    major, minor = source.architecture
+    return (*CUDA_FLAGS, f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}")
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+_loaded: dict[str, Launch] = {}
+_locks: dict[str, threading.Lock] = {}
+_locks_lock = threading.Lock()
+
+
+def is_loaded(source: Source) -> bool:
+    """Whether `load` would return at once."""
+    return _key(source) in _loaded
+
+
+def load(source: Source) -> Launch:
+    """The compiled kernel: from this process, from the cache, or built now (seconds).
+
+    Safe to call from several threads and processes. Raises ToolchainError or BuildError.
+    """
+    key = _key(source)
+    with _locks_lock:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _loaded:
+            _loaded[key] = _load_cached(key) or _build(source, key)
+        return _loaded[key]
+
+
+def _load_cached(key: str) -> Launch | None:
+    entry = _private(cache_directory()) / key
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text())
+        library = entry / manifest["library"]
+        if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
+            raise ValueError("its library is damaged")
+        return _import(library)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        logger.info("fxfuse: rebuilding a cached kernel: %s", error)
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def _import(library: Path) -> Launch:
+    name = library.name.split(".")[0]
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    launch: Launch = module.launch
+    return launch
+
+
+def _build(source: Source, key: str) -> Launch:
+    check_toolchain(source.is_cuda)
+    cache = _private(cache_directory())
+    name = f"fxfuse_{key}"
+    started = time.monotonic()
+    logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
+    building = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache))
+    try:
+        with _build_environment():
+            _load_inline(source, name, building)
+    except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
+        kept = cache / f"failed-{key}"
+        shutil.rmtree(kept, ignore_errors=True)
+        building.rename(kept)
+        raise BuildError(
+            f"{source.label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
+        ) from error
+    library = building / f"{name}.so"
+    launch = _import(library)
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    (building / _MANIFEST).write_text(json.dumps({"library": library.name, "sha256": digest, "label": source.label}))
+    try:
+        building.rename(cache / key)
+    except OSError:  # another process finished the same entry first; ours is loaded and no longer needed on disk
+        shutil.rmtree(building, ignore_errors=True)
+    logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
+    return launch
+
+
+_environment_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _build_environment() -> Iterator[None]:
+    """PATH with ninja on it."""
+    with _environment_lock:
+        directory = _ninja_directory()
+        if shutil.which("ninja") is None and directory is not None:
+            os.environ["PATH"] = directory + os.pathsep + os.environ.get("PATH", "")
+    yield
+
+
+def _load_inline(source: Source, name: str, directory: Path) -> None:
+    from torch.utils import cpp_extension
+
+    arguments: dict[str, Any] = {}
+    # Without torch's headers a kernel takes 3 s to compile instead of 60; torch before 2.6 always adds them.
+    if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
+        arguments["no_implicit_headers"] = True
+    binding = '#include "binding.h"\n'
+    includes = [str(PACKAGE), str(PACKAGE / ("cuda" if source.is_cuda else "cpu") / "kernels")]
+    if source.is_cuda:
+        arguments |= {
+            "cpp_sources": [binding],
+            "cuda_sources": [source.text],
+            "extra_cuda_cflags": list(_flags(source)),
+        }
+    else:
+        arguments |= {"cpp_sources": [binding + source.text], "extra_cflags": list(_flags(source))}
+        if platform.system() != "Darwin":
+            arguments["extra_ldflags"] = ["-fopenmp"]
+    cpp_extension.load_inline(
+        name=name,
+        extra_include_paths=includes,
+        build_directory=str(directory),
+        with_cuda=source.is_cuda,
+        verbose=False,
+        **arguments,
+    )

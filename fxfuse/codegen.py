@@ -1,0 +1,69 @@
+"""Expression to C++: the part that the CUDA and the CPU code generators share."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse import ops
+from fxfuse.expression import Acc, Call, Const, Expr, Number, Operand, postorder
+
+
+def literal(value: Number) -> str:
+    """A Python number as C++: a float literal (rounded as torch rounds scalars), or true or false."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    try:
+        single = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        single = math.copysign(math.inf, value)
+    if math.isnan(single):
+        return "not_a_number()"
+    if math.isinf(single):
+        return "infinity()" if single > 0 else "(-infinity())"
+    text = f"{value!r}f" if isinstance(value, float) else f"{float(value)!r}f"
+    return f"({text})" if text.startswith("-") else text
+
+
+def statements(expression: Expr) -> list[str]:
+    """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
+
+    Every value is computed once, in single-assignment form; types are float, or bool for comparisons.
+    """
+    lines: list[str] = []
+    text: dict[Expr, str] = {}
+    for node in postorder(expression):
+        match node:
+            case Acc():
+                text[node] = "acc"
+            case Operand(index):
+                text[node] = f"o{index}"
+            case Const(value):
+                text[node] = literal(value)
+            case Call(op, args):
+                name = f"v{len(lines)}"
+                temporaries, code = ops.expand_code(ops.row(op), [text[arg] for arg in args], name)
+                lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
+                lines.append(f"const {'bool' if ops.row(op).boolean else 'float'} {name} = {code};")
+                text[node] = name
+    return [*lines, f"return {text[expression]};"]
+
+
+def function(expression: Expr, operand_count: int, qualifiers: str) -> str:
+    """`<qualifiers> float expression(float acc, float o0, …)`, indented as a struct's member."""
+    parameters = ", ".join(["float acc", *(f"float o{index}" for index in range(operand_count))])
+    body = "\n".join(f"        {line}" for line in statements(expression))
+    return f"    {qualifiers} float expression({parameters}) {{\n{body}\n    }}"
+
+
+@dataclass(frozen=True)
+class OperandKind:
+    """How an operand is read, as far as the machine code depends on it."""
+
+    dtype: torch.dtype | None
+    """None for a number that the host passes at each call (a 0-d CPU tensor)."""
+    varies: tuple[bool, bool, bool]
+    """Along which of (batch, row, col) it varies; it broadcasts along the others."""

@@ -1,0 +1,1 @@
+"""Regions on CUDA devices: one generated kernel each."""

@@ -1,0 +1,22 @@
+"""One compilable choice of CUDA kernel for a problem: what `gemm.candidates` and `conv2d.candidates` return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel template with its tile, and the run-time arguments that make it solve one problem.
+
+    `header` and `type` (with the epilogue) identify what must be compiled; `params` changes with shapes.
+    """
+
+    name: str
+    """For people: "gemm tf32x3 128x128x32, 4 stages"."""
+    header: str
+    """File in cuda/kernels that defines the template."""
+    type: str
+    """C++ type in namespace fxfuse, with {output} and {epilogue} to be filled in."""
+    params: bytes
+    """The kernel's `Problem` struct, packed."""

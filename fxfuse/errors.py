@@ -1,0 +1,31 @@
+"""The exceptions that fxfuse raises; all derive from FxfuseError."""
+
+from __future__ import annotations
+
+
+class FxfuseError(Exception):
+    """Base of every error that fxfuse raises on its own account."""
+
+
+class ExpressionError(FxfuseError):
+    """An epilogue's text does not follow the grammar, or names an operation that is not in the table."""
+
+
+class CaptureError(FxfuseError):
+    """A model, or a part of it, could not be traced (raised only with `strict=True`)."""
+
+
+class UnsupportedError(FxfuseError):
+    """A region cannot run as one kernel for these tensors (raised only with `strict=True`)."""
+
+
+class ToolchainError(FxfuseError):
+    """A compiler or build tool is missing; the message says what to install."""
+
+
+class BuildError(FxfuseError):
+    """A generated kernel did not compile; the message has the compiler's words and the source's path."""
+
+
+class LaunchError(FxfuseError):
+    """A kernel could not be launched; the message names the kernel and the device's error."""

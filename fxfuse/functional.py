@@ -1,0 +1,249 @@
+"""The fused operators: torch.ops.fxfuse.linear, .matmul and .conv2d.
+
+Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
+
+    torch.ops.fxfuse.linear(x, weight, bias, [operands], "relu(acc + o0)")
+
+They are ordinary torch operators: opaque to torch.compile and torch.export (with a meta kernel), differentiable (by
+running the region's torch reference when a gradient is needed), safe under autocast and inference mode. On CPU and
+CUDA tensors a plan is made at the first call for a problem and looked up afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import torch
+
+from fxfuse.errors import BuildError, FxfuseError, ToolchainError, UnsupportedError
+from fxfuse.problem import ANCHORS, Plan, Problem, TensorMeta, parsed, run_anchor
+from fxfuse.reference import evaluate
+
+logger = logging.getLogger("fxfuse")
+
+_LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
+_COMMON: Final = "Tensor x, Tensor weight, Tensor? bias, Tensor[] operands, str epilogue"
+_OPTIONS: Final = {
+    "linear": "",
+    "matmul": "",
+    "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
+}
+"""Options in each operator's schema, in the order in which its anchor takes them (problem.ANCHORS)."""
+_OPTION_NAMES: Final = {
+    kind: tuple(part.split()[-1] for part in text.split(",") if part.strip()) for kind, text in _OPTIONS.items()
+}
+
+Options = tuple[tuple[str, Any], ...]
+
+
+class FxfuseWarning(UserWarning):
+    """A region runs in torch although it was fused; the text says why and what helps."""
+
+
+# ----------------------------------------------------------------------------------------------- plans
+
+_plans: dict[Any, tuple[Problem, Plan]] = {}
+_plans_lock = threading.RLock()
+_pending = threading.local()
+
+
+def plans() -> list[tuple[Problem, Plan]]:
+    """Every problem met so far in this process, with how it is run."""
+    return list(_plans.values())
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    shape, strides, dtype, device, aligned = _state(tensor)
+    return TensorMeta(tuple(shape), tuple(strides), dtype, device, aligned)
+
+
+def _reference(
+    kind: str, options: Options, epilogue: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+
+
+def _reference_plan(problem: Problem, reason: str) -> Plan:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return _reference(problem.kind, problem.options, problem.epilogue, x, weight, bias, operands)
+
+    logger.info("fxfuse: %s runs in torch: %s", problem.label, reason)
+    return Plan(run, None, reason)
+
+
+def _device_plan(problem: Problem) -> Plan:
+    if problem.x.device.type == "cuda":
+        from fxfuse.cuda.plan import make_plan
+    else:
+        from fxfuse.cpu.plan import make_plan
+    return make_plan(problem)
+
+
+def _make_plan(problem: Problem, strict: bool) -> Plan:
+    """The plan for `problem`: a kernel, or the torch reference with the reason (an exception if `strict`)."""
+    try:
+        _check_tensors(problem)
+        return _device_plan(problem)
+    except UnsupportedError as error:
+        if strict:
+            raise UnsupportedError(f"{problem.label}: {error}") from None
+        return _reference_plan(problem, str(error))
+    except (ToolchainError, BuildError) as error:
+        if strict:
+            raise
+        _warn_once(error)
+        return _reference_plan(problem, str(error).partition("\n")[0])
+
+
+def _check_tensors(problem: Problem) -> None:
+    tensors = [problem.x, problem.weight, *([problem.bias] if problem.bias else [])]
+    for tensor in tensors:
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
+        if tensor.dtype != problem.x.dtype:
+            raise UnsupportedError(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
+        if tensor.device != problem.x.device:
+            raise UnsupportedError(f"tensors on {problem.x.device} and {tensor.device} meet in one {problem.kind}")
+    for operand in problem.operands:
+        if operand.device != problem.x.device and not (operand.device.type == "cpu" and operand.shape == ()):
+            raise UnsupportedError(f"an operand is on {operand.device}, the anchor on {problem.x.device}")
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(error: FxfuseError) -> None:
+    text = str(error)
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"fxfuse: {text}\nThe model runs as torch runs it.", FxfuseWarning, stacklevel=6)
+
+
+@contextlib.contextmanager
+def collect_problems() -> Iterator[list[Problem]]:
+    """Inside, operators compute with torch and only note the problems they meet that have no plan yet."""
+    _pending.problems = []
+    try:
+        yield _pending.problems
+    finally:
+        del _pending.problems
+
+
+def prepare(problems: Sequence[Problem], strict: bool, threads: int) -> None:
+    """Makes the plans for `problems`, compiling `threads` kernels at a time."""
+    unique = list(dict.fromkeys(problems))
+    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(unique)))) as pool:
+        for problem, plan in zip(unique, pool.map(lambda problem: _make_plan(problem, strict), unique), strict=True):
+            with _plans_lock:
+                _plans[_key_of(problem)] = (problem, plan)
+
+
+def _key_of(problem: Problem) -> Any:
+    """The key under which `_run` looks for the plan of `problem`."""
+
+    def state(meta: TensorMeta) -> tuple[Any, ...]:
+        return (torch.Size(meta.shape), meta.strides, meta.dtype, meta.device, meta.aligned)
+
+    tensors = (problem.x, problem.weight, *problem.operands)
+    bias = None if problem.bias is None else state(problem.bias)
+    return (problem.kind, problem.epilogue, problem.options, _switches(problem.x.device), bias, *map(state, tensors))
+
+
+def _switches(device: torch.device) -> Any:
+    """torch's precision switches where they matter."""
+    if device.type != "cuda":
+        return None
+    from fxfuse.cuda.precision import switches
+
+    return switches()
+
+
+def _run(
+    kind: str, options: Options, strict: bool, epilogue: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    key = (
+        kind, epilogue, options, _switches(x.device), None if bias is None else _state(bias),
+        _state(x), _state(weight), *(_state(operand) for operand in operands),
+    )  # fmt: skip
+    entry = _plans.get(key)
+    if entry is None:
+        problem = Problem(
+            kind, options, epilogue, _meta(x), _meta(weight), None if bias is None else _meta(bias),
+            tuple(_meta(operand) for operand in operands),
+        )  # fmt: skip
+        pending = getattr(_pending, "problems", None)
+        if pending is not None:
+            pending.append(problem)
+            return _reference(kind, options, epilogue, x, weight, bias, operands)
+        with _plans_lock:
+            entry = _plans.get(key)
+            if entry is None:
+                entry = _plans[key] = (problem, _make_plan(problem, strict))
+    return entry[1].run(x, weight, bias, operands)
+
+
+# ------------------------------------------------------------------------------------------- operators
+
+
+def operator(kind: str) -> torch._ops.OpOverload:
+    """The operator for regions with an anchor of this kind."""
+    overload: torch._ops.OpOverload = getattr(torch.ops.fxfuse, kind).default
+    return overload
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, int) else tuple(value)
+
+
+def options_of(kind: str, values: Sequence[Any]) -> Options:
+    """An operator's further arguments as (name, value) pairs, hashable."""
+    return tuple((name, _hashable(value)) for name, value in zip(_OPTION_NAMES[kind], values, strict=True))
+
+
+def _implement(kind: str) -> None:
+    overload = operator(kind)
+
+    def kernel(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
+        return _run(kind, options_of(kind, values), strict, epilogue, x, weight, bias, operands)
+
+    def reference(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
+        return _reference(kind, options_of(kind, values), epilogue, x, weight, bias, operands)
+
+    def autograd(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
+        tensors = (x, weight, bias, *operands)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return reference(x, weight, bias, operands, epilogue, *values)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(x, weight, bias, operands, epilogue, *values, strict=strict)
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(kind, kernel, key)
+    _LIBRARY.impl(kind, reference, "Meta")
+    _LIBRARY.impl(kind, autograd, "Autograd")
+    # Under autocast the region runs as eager would: its own operators are cast one by one.
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        _LIBRARY.impl(kind, reference, key)
+
+
+def option_values(kind: str, options: Any) -> tuple[Any, ...]:
+    """An anchor's options in the order in which its operator takes them."""
+    return tuple(options[name] for name in _OPTION_NAMES[kind])
+
+
+for _kind in ANCHORS:
+    _LIBRARY.define(f"{_kind}({_COMMON}{_OPTIONS[_kind]}, *, bool strict=False) -> Tensor")
+    _implement(_kind)

@@ -1,0 +1,85 @@
+"""How a result and its operands lie in memory, in the three dimensions (batch, row, col) that kernels work in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of (batch, row, col) and each tensor's strides along them, in elements; stride 0 broadcasts.
+
+    Tensor 0 is the result.
+    """
+
+    sizes: tuple[int, int, int]
+    strides: tuple[tuple[int, int, int], ...]
+
+
+def broadcast_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> Strides:
+    """Strides of a tensor of `shape` seen at `target`'s shape; zero along broadcast dimensions.
+
+    The caller knows that it broadcasts without enlarging `target`.
+    """
+    missing = len(target) - len(shape)
+    return (0,) * missing + tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+
+
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """Dimension indices from the slowest varying to the fastest."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def collapse(sizes: Sequence[int], tensors: Sequence[Strides]) -> tuple[list[int], list[list[int]]]:
+    """Merges adjacent dimensions that every tensor walks with one stride; drops dimensions of size 1.
+
+    Returns the merged sizes and, for each tensor, the merged strides.
+    """
+    merged_sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in tensors]
+    for dim, size in enumerate(sizes):
+        if size == 1:
+            continue
+        if merged_sizes and all(
+            strides[-1] == tensor[dim] * size for strides, tensor in zip(merged, tensors, strict=True)
+        ):
+            merged_sizes[-1] *= size
+            for strides, tensor in zip(merged, tensors, strict=True):
+                strides[-1] = tensor[dim]
+        else:
+            merged_sizes.append(size)
+            for strides, tensor in zip(merged, tensors, strict=True):
+                strides.append(tensor[dim])
+    return merged_sizes, merged
+
+
+def group(sizes: Sequence[int], tensors: Sequence[Strides], groups: Sequence[Sequence[int]]) -> Layout | None:
+    """The layout whose batch, row and col are the given groups of dimensions, each merged into one.
+
+    None if some tensor does not walk a group with a single stride.
+    """
+    result_sizes: list[int] = []
+    result: list[list[int]] = [[] for _ in tensors]
+    for dims in groups:
+        merged_sizes, merged = collapse([sizes[dim] for dim in dims], [tuple(t[dim] for dim in dims) for t in tensors])
+        if len(merged_sizes) > 1:
+            return None
+        result_sizes.append(merged_sizes[0] if merged_sizes else 1)
+        for strides, tensor_merged in zip(result, merged, strict=True):
+            strides.append(tensor_merged[0] if tensor_merged else 0)
+    batch, row, col = result_sizes
+    return Layout((batch, row, col), tuple((s[0], s[1], s[2]) for s in result))
+
+
+def flatten(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
+    """The layout with as few, as long dimensions as the tensors allow; None if three do not suffice."""
+    order = memory_order(tensors[0])
+    merged_sizes, merged = collapse([sizes[dim] for dim in order], [tuple(t[dim] for dim in order) for t in tensors])
+    if len(merged_sizes) > 3:
+        return None
+    padding = 3 - len(merged_sizes)
+    batch, row, col = [1] * padding + merged_sizes
+    return Layout((batch, row, col), tuple((*([0] * padding), *strides) for strides in merged))  # type: ignore[misc]

@@ -1,0 +1,530 @@
+"""The op table: one row per pointwise operation, and everything about it in that row.
+
+A `PointwiseOp` row has its torch reference (fallback, test oracle, source of gradients), its C++ text (used by the
+CUDA and the CPU code generators alike), its interval rule, and all its spellings in torch. A `Composite` row is a
+spelling whose meaning is an expression of other rows (relu6 is a clamp). `find` goes from what a traced graph
+contains to a row; `row` from a name in an epilogue's text. Adding an operation is adding a row; users add theirs
+with `register_pointwise`.
+
+C++ text: `{0}`, `{1}`, … stand for the arguments (variables or literals, type float, or bool for comparisons);
+`{name} = …;` before the final expression introduces a float. Functions are those of cuda/kernels/math.cuh and
+cpu/kernels/math.h: float to float, NaN and infinities as torch has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxfuse import interval
+from fxfuse.errors import ExpressionError, FxfuseError
+from fxfuse.expression import Call, Const, Expr, call
+
+REQUIRED: Final = object()
+"""Default of a parameter that has none."""
+
+UNARY: Final[Mapping[str, Any]] = {"input": REQUIRED}
+BINARY: Final[Mapping[str, Any]] = {"input": REQUIRED, "other": REQUIRED}
+
+
+class Rejected(Exception):
+    """A spelling's arguments ask for something its row does not do; str() is the reason for the report."""
+
+
+@dataclass(frozen=True)
+class PointwiseOp:
+    """One operation of the expression language."""
+
+    name: str
+    reference: Callable[..., Any]
+    """Computes it on tensors and Python numbers, with torch's dtype promotion and broadcasting."""
+    code: str
+    """C++ text; see the module's docstring."""
+    interval: interval.Rule = interval.anything
+    params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
+    """Parameter names as torch has them (and as torch.nn modules name their attributes), with defaults."""
+    spellings: Sequence[Any] = ()
+    """Functions, module types and method names beside those found under `name` itself (see `_spellings_of`)."""
+    boolean: bool = False
+    """Whether the result is a truth value (C++ bool) rather than a number."""
+    commutative: bool = False
+
+    def build(self, *args: Any) -> Expr:
+        """The expression for bound arguments: expressions, or numbers that become constants."""
+        for name, arg in zip(self.params, args, strict=True):
+            if not isinstance(arg, Expr | bool | int | float):
+                raise Rejected(f"{self.name}'s argument {name}={arg!r} is neither a tensor nor a number")
+        if self.commutative and not isinstance(args[0], Expr):
+            args = args[::-1]
+        return call(self.name, *args)
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A spelling that means an expression of other rows."""
+
+    name: str
+    expand: Callable[..., Expr]
+    """Takes the bound arguments (expressions, numbers, None, strings); returns the expression or raises Rejected."""
+    params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
+    spellings: Sequence[Any] = ()
+
+    def build(self, *args: Any) -> Expr:
+        return self.expand(*args)
+
+
+Row = PointwiseOp | Composite
+
+
+class Callee(Protocol):
+    """Whatever has a name and parameters: a row of this table, or an anchor."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+
+# ----------------------------------------------------------------------------------------- references
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return torch.minimum(a, b) if isinstance(b, torch.Tensor) else torch.clamp_max(a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return torch.maximum(a, b) if isinstance(b, torch.Tensor) else torch.clamp_min(a, b)
+
+
+def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------- composites
+
+
+def _add(a: Any, b: Any, alpha: Any) -> Expr:
+    return call("add", a, b if alpha == 1 else call("mul", b, alpha))
+
+
+def _sub(a: Any, b: Any, alpha: Any) -> Expr:
+    return call("sub", a, b if alpha == 1 else call("mul", b, alpha))
+
+
+def _rsub(a: Any, b: Any, alpha: Any) -> Expr:
+    return _sub(b, a, alpha)
+
+
+def _div(a: Any, b: Any, rounding_mode: Any) -> Expr:
+    if rounding_mode is not None:
+        raise Rejected(f"division with rounding_mode={rounding_mode!r}")
+    return call("div", a, b)
+
+
+def _pow(base: Any, exponent: Any) -> Expr:
+    """torch itself computes these exponents by multiplication and square roots, with their NaN and inf."""
+    if isinstance(base, Expr) and not isinstance(exponent, Expr):
+        special: dict[float, Callable[[Expr], Expr]] = {
+            1.0: lambda x: x,
+            2.0: lambda x: call("square", x),
+            3.0: lambda x: call("mul", call("square", x), x),
+            0.5: lambda x: call("sqrt", x),
+            -0.5: lambda x: call("rsqrt", x),
+            -1.0: lambda x: call("reciprocal", x),
+            -2.0: lambda x: call("reciprocal", call("square", x)),
+        }
+        if float(exponent) in special:
+            return special[float(exponent)](base)
+    return call("pow", base, exponent)
+
+
+def _clamp(x: Any, lo: Any, hi: Any) -> Expr:
+    if lo is None and hi is None:
+        raise Rejected("clamp without bounds")
+    if isinstance(lo, Expr) or isinstance(hi, Expr) or lo is None or hi is None:
+        x = x if lo is None else call("maximum", x, lo)
+        return x if hi is None else call("minimum", x, hi)
+    return call("clamp", x, lo, hi)
+
+
+def _gelu(x: Any, approximate: Any) -> Expr:
+    rows = {"none": "gelu", "tanh": "gelu_tanh"}
+    if approximate not in rows:
+        raise Rejected(f"gelu with approximate={approximate!r}")
+    return call(rows[approximate], x)
+
+
+def _elu(x: Any, alpha: Any, scale: Any, input_scale: Any) -> Expr:
+    if (scale, input_scale) != (1, 1):
+        raise Rejected("elu with scale or input_scale")
+    return call("elu", x, alpha)
+
+
+def _prelu(x: Any, weight: Any) -> Expr:
+    return call("where", call("gt", x, 0), x, call("mul", weight, x))
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Expr:
+    return call("where", mask, value, x)
+
+
+def _addcmul(x: Any, a: Any, b: Any, value: Any) -> Expr:
+    product = call("mul", a, b)
+    return call("add", x, product if value == 1 else call("mul", product, value))
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> Expr:
+    return call("add", start, call("mul", weight, call("sub", end, start)))
+
+
+def _where_method(x: Any, condition: Any, other: Any) -> Expr:
+    return call("where", condition, x, other)
+
+
+_CAST_ROWS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def _to(x: Any, dtype: Any) -> Expr:
+    if dtype not in _CAST_ROWS:
+        raise Rejected(f"cast to {dtype}")
+    return call(_CAST_ROWS[dtype], x)
+
+
+# ------------------------------------------------------------------------------------------- the table
+
+_SIXTH: Final = "0.16666667f"
+_unit = interval.increasing(-1.0, 1.0)
+_truth = interval.always(0.0, 1.0)
+_positive = interval.increasing(0.0)
+_nonnegative_parameter = interval.increasing(sign=lambda parameter: parameter >= 0)
+
+_ROWS: Final[list[Row]] = [
+    # arithmetic
+    PointwiseOp("add", operator.add, "{0} + {1}", interval.add, BINARY, commutative=True),
+    PointwiseOp("sub", operator.sub, "{0} - {1}", interval.subtract, BINARY),
+    PointwiseOp("mul", operator.mul, "{0} * {1}", interval.multiply, BINARY,
+                ("multiply", operator.mul, operator.imul), commutative=True),
+    PointwiseOp("div", operator.truediv, "{0} / {1}", interval.divide, BINARY, (operator.truediv, operator.itruediv)),
+    PointwiseOp("neg", operator.neg, "-{0}", interval.negate, UNARY, ("negative", operator.neg)),
+    PointwiseOp("abs", torch.abs, "abs({0})", interval.valley(0.0, 0.0), UNARY, ("absolute", operator.abs)),
+    PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0)),
+    PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}),
+    PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive),
+    PointwiseOp("rsqrt", torch.rsqrt, "rsqrt({0})"),
+    PointwiseOp("reciprocal", torch.reciprocal, "1.0f / {0}"),
+    Composite("add", _add, {**BINARY, "alpha": 1}, (operator.add, operator.iadd)),
+    Composite("sub", _sub, {**BINARY, "alpha": 1}, ("subtract", operator.sub, operator.isub)),
+    Composite("rsub", _rsub, {**BINARY, "alpha": 1}),
+    Composite("div", _div, {**BINARY, "rounding_mode": None}, ("divide", "true_divide")),
+    Composite("pow", _pow, {"input": REQUIRED, "exponent": REQUIRED}, (operator.pow, operator.ipow)),
+    Composite("addcmul", _addcmul, {"input": REQUIRED, "tensor1": REQUIRED, "tensor2": REQUIRED, "value": 1}),
+    Composite("lerp", _lerp, {"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
+    # special functions
+    PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY),
+    PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,)),
+    PointwiseOp("log", torch.log, "log({0})", interval.increasing()),
+    PointwiseOp("log1p", torch.log1p, "log1p({0})", interval.increasing(), UNARY, (torch.special.log1p,)),
+    PointwiseOp("sin", torch.sin, "sin({0})", interval.always(-1.0, 1.0)),
+    PointwiseOp("cos", torch.cos, "cos({0})", interval.always(-1.0, 1.0)),
+    PointwiseOp("tanh", torch.tanh, "tanh({0})", _unit, UNARY, (nn.Tanh,)),
+    PointwiseOp("sigmoid", torch.sigmoid, "sigmoid({0})", interval.increasing(0.0, 1.0), UNARY,
+                (nn.Sigmoid, torch.special.expit)),
+    PointwiseOp("erf", torch.erf, "erf({0})", _unit, UNARY, (torch.special.erf,)),
+    # comparison and choice
+    PointwiseOp("lt", operator.lt, "{0} < {1}", _truth, BINARY, ("less", operator.lt), boolean=True),
+    PointwiseOp("le", operator.le, "{0} <= {1}", _truth, BINARY, ("less_equal", operator.le), boolean=True),
+    PointwiseOp("gt", operator.gt, "{0} > {1}", _truth, BINARY, ("greater", operator.gt), boolean=True),
+    PointwiseOp("ge", operator.ge, "{0} >= {1}", _truth, BINARY, ("greater_equal", operator.ge), boolean=True),
+    PointwiseOp("eq", operator.eq, "{0} == {1}", _truth, BINARY, (operator.eq,), boolean=True),
+    PointwiseOp("ne", operator.ne, "{0} != {1}", _truth, BINARY, ("not_equal", operator.ne), boolean=True),
+    PointwiseOp("logical_and", torch.logical_and, "{0} && {1}", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_or", torch.logical_or, "{0} || {1}", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
+    PointwiseOp("where", torch.where, "{0} ? {1} : {2}", interval.either,
+                {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where,)),
+    Composite("where", _where_method, {"input": REQUIRED, "condition": REQUIRED, "other": REQUIRED}, ("where",)),
+    Composite("masked_fill", _masked_fill, {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}),
+    PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True),
+    PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True),
+    PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
+                {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}),
+    Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
+    Composite("clamp_min", lambda x, lo: _clamp(x, lo, None), {"input": REQUIRED, "min": REQUIRED}),
+    Composite("clamp_max", lambda x, hi: _clamp(x, None, hi), {"input": REQUIRED, "max": REQUIRED}),
+    Composite("hardtanh", _clamp, {"input": REQUIRED, "min_val": -1.0, "max_val": 1.0}, (nn.Hardtanh,)),
+    Composite("relu6", lambda x: call("clamp", x, 0.0, 6.0), UNARY, (nn.ReLU6,)),
+    # activations
+    PointwiseOp("relu", torch.relu, "maximum({0}, 0.0f)", interval.increasing(0.0), UNARY, (nn.ReLU,)),
+    PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,
+                {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,)),
+    Composite("prelu", _prelu, {"input": REQUIRED, "weight": REQUIRED}, (nn.PReLU,)),
+    PointwiseOp("elu", F.elu, "{0} > 0.0f ? {0} : {1} * expm1({0})", _nonnegative_parameter,
+                {"input": REQUIRED, "alpha": 1.0}, (nn.ELU,)),
+    Composite("elu", _elu, {"input": REQUIRED, "alpha": 1.0, "scale": 1, "input_scale": 1}),
+    PointwiseOp("selu", torch.selu, "1.05070099f * ({0} > 0.0f ? {0} : 1.67326324f * expm1({0}))",
+                interval.increasing(-1.7581), UNARY, (nn.SELU,)),
+    PointwiseOp("celu", torch.celu, "{0} > 0.0f ? {0} : {1} * expm1({0} / {1})",
+                interval.increasing(sign=lambda alpha: alpha > 0), {"input": REQUIRED, "alpha": 1.0}, (nn.CELU,)),
+    PointwiseOp("gelu", F.gelu, "0.5f * {0} * (1.0f + erf({0} * 0.70710678f))",
+                interval.valley(-0.75179, -0.16998, left_limit=0.0), spellings=()),
+    PointwiseOp("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"),
+                "0.5f * {0} * (1.0f + tanh(0.79788456f * ({0} + 0.044715f * ({0} * {0} * {0}))))",
+                interval.valley(-0.75246, -0.17005, left_limit=0.0)),
+    Composite("gelu", _gelu, {"input": REQUIRED, "approximate": "none"}, (nn.GELU,)),
+    PointwiseOp("silu", F.silu, "{0} / (1.0f + exp(-{0}))",
+                interval.valley(-1.27847, -0.27847, left_limit=0.0), UNARY, (nn.SiLU,)),
+    # x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2), n = e * (e + 2); at 20 the quotient is 1 in float32.
+    PointwiseOp("mish", F.mish,
+                "{e} = exp(minimum({0}, 20.0f)); {n} = {e} * ({e} + 2.0f); {0} * ({n} / ({n} + 2.0f))",
+                interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,)),
+    PointwiseOp("softplus", F.softplus, "{0} * {1} > {2} ? {0} : log1p(exp({0} * {1})) / {1}",
+                interval.increasing(0.0, sign=lambda beta, threshold: beta > 0),
+                {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,)),
+    PointwiseOp("softsign", F.softsign, "{0} / (1.0f + abs({0}))", interval.always(-1.0, 1.0), UNARY, (nn.Softsign,)),
+    PointwiseOp("hardswish", F.hardswish, f"{{0}} * minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
+                interval.valley(-1.5, -0.375, left_limit=0.0), UNARY, (nn.Hardswish,)),
+    PointwiseOp("hardsigmoid", F.hardsigmoid, f"minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
+                interval.increasing(0.0, 1.0), UNARY, (nn.Hardsigmoid,)),
+    PointwiseOp("hardshrink", F.hardshrink, "({0} >= -{1} && {0} <= {1}) ? 0.0f : {0}", interval.anything,
+                {"input": REQUIRED, "lambd": 0.5}, (nn.Hardshrink,)),
+    # the last branch also hands NaN through: NaN * 0 is NaN
+    PointwiseOp("softshrink", F.softshrink, "{0} > {1} ? {0} - {1} : ({0} < -{1} ? {0} + {1} : {0} * 0.0f)",
+                _nonnegative_parameter, {"input": REQUIRED, "lambd": 0.5}, (nn.Softshrink,)),
+    PointwiseOp("tanhshrink", F.tanhshrink, "{0} - tanh({0})", interval.increasing(), UNARY, (nn.Tanhshrink,)),
+    PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
+                {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,)),
+    PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
+                interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid,)),
+    # no arithmetic: kept because gradients and strides depend on them. `channel` makes a (C,) operand one value per
+    # channel of a convolution's result, as batch normalisation and prelu read theirs.
+    PointwiseOp("detach", torch.detach, "{0}", interval.same),
+    PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same),
+    PointwiseOp("channel", lambda x: x.reshape(-1, 1, 1), "{0}", interval.same),
+    Composite("clone", lambda x: x),
+    # casts; type_as changes no value here because every intermediate is float32 and the store rounds once
+    PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same),
+    PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
+    PointwiseOp("bfloat16", _cast(torch.bfloat16), "round_to_bfloat16({0})", interval.same),
+    PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),
+    Composite("to", _to, {"input": REQUIRED, "dtype": REQUIRED}, ("to", "type")),
+    Composite("float", lambda x: _to(x, torch.float32), UNARY, ("float",)),
+    Composite("half", lambda x: _to(x, torch.float16), UNARY, ("half",)),
+    Composite("bfloat16", lambda x: _to(x, torch.bfloat16), UNARY, ("bfloat16",)),
+]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- look-up
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a graph node's target means: a row, and whether it overwrites its first argument."""
+
+    row: Row
+    in_place: bool
+
+
+_by_name: dict[str, PointwiseOp] = {}
+_by_spelling: dict[Any, Spelling] = {}
+
+_IN_PLACE_OPERATORS: Final = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
+_NAMESPACES: Final = (torch, F)
+
+
+def _method(name: str) -> tuple[str, str]:
+    return ("method", name)
+
+
+def _spellings_of(row: Row) -> dict[Any, Spelling]:
+    """Every function, method name and module type that means `row`.
+
+    A name (the row's own, and each string in `spellings`) stands for the functions of that name in torch and
+    torch.nn.functional and the Tensor method, each with its in-place twin; other spellings stand for themselves.
+    """
+    found: dict[Any, Spelling] = {}
+    names = [item for item in row.spellings if isinstance(item, str)]
+    # torch.where and Tensor.where order their arguments differently, so each has a row: no names in common.
+    if row.name != "where":
+        names.append(row.name)
+    for name in names:
+        for suffix, in_place in (("", False), ("_", True)):
+            spelled = name + suffix
+            if hasattr(torch.Tensor, spelled):
+                found[_method(spelled)] = Spelling(row, in_place)
+            if name != "where":
+                for namespace in _NAMESPACES:
+                    function = getattr(namespace, spelled, None)
+                    if callable(function):
+                        found[function] = Spelling(row, in_place)
+    for item in row.spellings:
+        if not isinstance(item, str):
+            found[item] = Spelling(row, item in _IN_PLACE_OPERATORS)
+    return found
+
+
+def _insert(row: Row) -> None:
+    if isinstance(row, PointwiseOp):
+        _by_name[row.name] = row
+    _by_spelling.update(_spellings_of(row))
+
+
+for _row in _ROWS:
+    _insert(_row)
+
+
+def row(name: str) -> PointwiseOp:
+    """The row that an epilogue's text calls `name`. Raises ExpressionError if there is none."""
+    try:
+        return _by_name[name]
+    except KeyError:
+        raise ExpressionError(
+            f"operation {name!r} is not in the table; add it with fxfuse.register_pointwise({name!r}, …) "
+            "before running a model that uses it"
+        ) from None
+
+
+def names() -> tuple[str, ...]:
+    """The names of all operations of the expression language."""
+    return tuple(_by_name)
+
+
+def find_function(target: Any) -> Spelling | None:
+    """The row that a call_function target spells."""
+    try:
+        return _by_spelling.get(target)
+    except TypeError:  # an unhashable callable is nobody's spelling
+        return None
+
+
+def find_method(name: str) -> Spelling | None:
+    """The row that a Tensor method spells."""
+    return _by_spelling.get(_method(name))
+
+
+def find_module(module: nn.Module) -> Spelling | None:
+    """The row that a module computes; exact types only, since a subclass may compute anything."""
+    spelling = _by_spelling.get(type(module))
+    if spelling is None:
+        return None
+    return Spelling(spelling.row, bool(getattr(module, "inplace", False)))
+
+
+def split_in_place(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any], bool]:
+    """Takes the flag `inplace` that torch.nn.functional's Python functions have out of a call's arguments."""
+    remaining, named = list(args), dict(kwargs)
+    flag = named.pop("inplace", False)
+    if inspect.isfunction(target):
+        names = list(inspect.signature(target).parameters)
+        if "inplace" in names and names.index("inplace") < len(remaining):
+            flag = remaining.pop(names.index("inplace"))
+    return remaining, named, bool(flag)
+
+
+def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments of a call in the order of row.params, defaults filled in. Raises Rejected with the reason."""
+    params = row.params
+    bound: dict[str, Any] = {}
+    if len(args) > len(params):
+        raise Rejected(f"{row.name} with {len(args)} arguments")
+    for name, arg in zip(params, args, strict=False):
+        bound[name] = arg
+    for name, arg in kwargs.items():
+        name = "input" if name == "self" else name
+        if name not in params or name in bound:
+            raise Rejected(f"{row.name} with argument {name}={arg!r}")
+        bound[name] = arg
+    for name, default in params.items():
+        if name not in bound:
+            if default is REQUIRED:
+                raise Rejected(f"{row.name} without argument {name}")
+            bound[name] = default
+    return tuple(bound[name] for name in params)
+
+
+def module_arguments(row: Row, module: nn.Module) -> dict[str, Any]:
+    """A module's parameters of the operation, read from its attributes (nn.ELU has .alpha). Tensors included."""
+    return {name: getattr(module, name) for name in list(row.params)[1:] if hasattr(module, name)}
+
+
+def register_pointwise(
+    name: str,
+    *,
+    reference: Callable[..., torch.Tensor],
+    code: str,
+    spellings: Sequence[Any] = (),
+    params: Mapping[str, Any] | None = None,
+    interval: interval.Rule = interval.anything,
+) -> PointwiseOp:
+    """Teach fxfuse an operation of your own: one row of the op table.
+
+        def cubed(x):
+            return x * x * x
+
+        torch.fx.wrap(cubed)     # so that tracing keeps it as one node; at module level
+        fxfuse.register_pointwise("cubed", reference=cubed, code="{0} * {0} * {0}", spellings=(cubed,))
+
+    Args:
+        name: how the operation is called in an epilogue's text; an identifier that is not taken.
+        reference: the operation in torch, on tensors of any shape and dtype, elementwise in its first argument.
+            Used as fallback, for gradients and for dtype promotion.
+        code: C++ expression with {0}, {1}, … for the arguments (float); the functions of the math headers
+            (exp, log1p, tanh, erf, minimum, …) may be called, and `{t} = …;` introduces a temporary.
+        spellings: what stands for it in a graph: functions (call_function targets), nn.Module types, or method names.
+        params: parameter names with defaults (`fxfuse.ops.REQUIRED` for none); one required argument if omitted.
+        interval: rule for the result's range (see fxfuse.interval); no knowledge if omitted.
+
+    Raises FxfuseError if the name is taken or not an identifier, or the code does not fit the parameters.
+    """
+    if not name.isidentifier() or name in ("acc", "inf", "nan") or (name[0] in "ot" and name[1:].isdigit()):
+        raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
+    if name in _by_name:
+        raise FxfuseError(f"register_pointwise: the operation {name!r} exists already")
+    new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings))
+    try:
+        expand_code(new, [f"x{i}" for i in range(len(new.params))], "t")
+    except (IndexError, KeyError, ValueError) as error:
+        raise FxfuseError(
+            f"register_pointwise: code {code!r} of {name!r} does not fit its parameters: {error}"
+        ) from None
+    taken = [item for item in spellings if item in _by_spelling or _method(str(item)) in _by_spelling]
+    if taken:
+        raise FxfuseError(f"register_pointwise: {taken[0]!r} already spells another operation")
+    _by_name[name] = new
+    for item in spellings:
+        _by_spelling[_method(item) if isinstance(item, str) else item] = Spelling(new, False)
+    return new
+
+
+def expand_code(op: PointwiseOp, args: Sequence[str], prefix: str) -> tuple[list[tuple[str, str]], str]:
+    """C++ for `op` applied to argument texts: (variable, text) pairs to compute first, then the value's text.
+
+    `prefix` makes the temporaries' names unique.
+    """
+    *definitions, value = [part.strip() for part in op.code.split(";")]
+    names: dict[str, str] = {}
+    temporaries: list[tuple[str, str]] = []
+    for definition in definitions:
+        name, _, text = definition.partition("=")
+        variable = name.strip().strip("{}")
+        text = text.strip().format(*args, **names)
+        names[variable] = f"{prefix}_{variable}"
+        temporaries.append((names[variable], text))
+    return temporaries, value.format(*args, **names)
+
+
+def is_boolean(expression: Expr) -> bool:
+    """Whether the value is a truth value (comparisons and what combines them)."""
+    if isinstance(expression, Const):
+        return isinstance(expression.value, bool)
+    return isinstance(expression, Call) and row(expression.op).boolean

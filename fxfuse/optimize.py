@@ -1,0 +1,268 @@
+"""optimize(): the pipeline, top to bottom: capture, match, simplify, replace; kernels are compiled at first use."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse import functional
+from fxfuse.capture import Captured, capture, trace
+from fxfuse.errors import FxfuseError
+from fxfuse.patterns import Attribute, Region, Skipped, find_regions
+from fxfuse.patterns.anchors import Source
+
+logger = logging.getLogger("fxfuse")
+
+
+def optimize(model: nn.Module, example_inputs: Sequence[Any] | None = None, *, strict: bool = False) -> fx.GraphModule:
+    """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
+
+        fast = fxfuse.optimize(model)
+        print(fxfuse.explain(fast))
+
+    Args:
+        model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device. It is not changed. Its
+            parameters and buffers are shared with the result, under the same names.
+        example_inputs: positional arguments for one call. If given, all kernels that it needs are compiled now (in
+            parallel) instead of at the first call.
+        strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
+            UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel.
+
+    Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
+    load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
+    traced model with nothing fused.
+    """
+    if not isinstance(model, nn.Module):
+        raise FxfuseError(f"optimize takes an nn.Module, not {type(model).__name__}; wrap a function in a module")
+    if isinstance(model, FusedModule):
+        model = model.captured.root
+    fast = FusedModule(_with_fused_children(capture(model, _is_fused, strict), strict), strict)
+    if example_inputs is not None:
+        compile_for(fast, example_inputs)
+    return fast
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return isinstance(module, FusedModule)
+
+
+def _with_fused_children(captured: Captured, strict: bool) -> Captured:
+    """`captured` with the children of what runs as Python replaced by their own fused graphs."""
+    for untraced in captured.untraced:
+        _fuse_children(captured.root.get_submodule(untraced.path), strict)
+    return captured
+
+
+def _fuse_children(module: nn.Module, strict: bool) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # no forward of their own
+            _fuse_children(child, strict)
+        elif _is_fused(child) or (type(child).__module__.startswith("torch.nn.") and not list(child.children())):
+            continue  # a single layer: nothing to fuse it with
+        else:
+            setattr(module, name, FusedModule(_with_fused_children(trace(child, _is_fused, strict), strict), strict))
+
+
+def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
+    with torch.no_grad():
+        with functional.collect_problems() as problems:
+            fast(*example_inputs)
+        strict = isinstance(fast, FusedModule) and fast.strict
+        functional.prepare(problems, strict, threads=os.cpu_count() or 1)
+        fast(*example_inputs)  # convolution results may have other strides than predicted; also warms up
+
+
+# ------------------------------------------------------------------------------------------ replacement
+
+
+def _fetch(graph: fx.Graph, source: Source | None) -> fx.Node | None:
+    return graph.get_attr(source.path) if isinstance(source, Attribute) else source
+
+
+def _replace(graph: fx.Graph, region: Region, strict: bool) -> fx.Node:
+    """One call of a fused operator in the place of the region's nodes."""
+    anchor, output = region.anchor, region.output
+    with graph.inserting_before(output):
+        tensors = [_fetch(graph, source) for source in (anchor.x, anchor.weight, anchor.bias)]
+        operands = [_fetch(graph, source) for source in region.operands]
+        options = functional.option_values(anchor.kind, anchor.options)
+        fused = graph.call_function(
+            functional.operator(anchor.kind),
+            (*tensors, operands, str(region.epilogue), *options),
+            {"strict": True} if strict else {},
+        )
+    fused.meta = dict(output.meta)
+    output.replace_all_uses_with(fused)
+    attributes = {arg for node in region.nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
+    for node in reversed(region.nodes):
+        graph.erase_node(node)
+    for attribute in attributes:
+        if not attribute.users:
+            graph.erase_node(attribute)
+    return fused
+
+
+@dataclass(frozen=True)
+class FusedRegion:
+    """What the report needs to know of one replacement."""
+
+    fused: str
+    """The name of the node that replaced the others."""
+    kind: str
+    nodes: tuple[str, ...]
+    epilogue: str
+
+
+class FusedModule(fx.GraphModule):
+    """The graph module that optimize() returns.
+
+    Its graph is derived from the captured model. `train()` and `eval()` trace and derive it anew, since what a model
+    does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
+    """
+
+    captured: Captured
+    strict: bool
+    regions: tuple[FusedRegion, ...]
+    skipped: tuple[Skipped, ...]
+
+    def __init__(self, captured: Captured, strict: bool) -> None:
+        root = captured.root
+        super().__init__(root, fx.Graph(), type(root).__name__)
+        # The same dictionaries, so that whatever replaces a parameter or a module here replaces it there too.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = root.__dict__[name]
+        self.__dict__["strict"] = strict
+        self.training = root.training
+        self._derive(captured)
+
+    def _derive(self, captured: Captured) -> None:
+        """Makes the graph, and what the report says about it, from the captured model in its present mode."""
+        self.__dict__["captured"] = captured
+        regions: list[FusedRegion] = []
+        skipped: list[Skipped] = []
+        if captured.graph is None:
+            self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
+            graph = _python_graph()
+        else:
+            graph = copy.deepcopy(captured.graph)
+            if not _disabled():
+                found, skipped = find_regions(captured.root, graph)
+                for region in found:
+                    nodes = tuple(node.name for node in region.nodes)
+                    fused = _replace(graph, region, self.strict)
+                    regions.append(FusedRegion(fused.name, region.anchor.kind, nodes, str(region.epilogue)))
+            graph.lint()
+        self.__dict__["regions"] = tuple(regions)
+        self.__dict__["skipped"] = tuple(skipped)
+        self.graph = graph
+
+    def recompile(self) -> Any:
+        """As GraphModule.recompile; a forward traced for default arguments hands other ones to the model's own."""
+        code = super().recompile()
+        specialised = self.captured.specialised if "captured" in self.__dict__ else {}
+        if specialised:
+            type(self).forward = _guarded(type(self).forward, specialised)
+        return code
+
+    def train(self, mode: bool = True) -> FusedModule:
+        """As nn.Module.train; the graph is traced and fused anew if any module's mode changes."""
+        if any(module.training != mode for module in self.modules()):
+            super().train(mode)
+            root = self.captured.root
+            root.training = mode
+            self._derive(_with_fused_children(trace(root, _is_fused, self.strict), self.strict))
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "captured" not in self.__dict__ or name.startswith("__"):
+                raise
+            return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.captured.root)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.captured.root)  # type: ignore[call-overload, no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.captured.root[index]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
+        return _rebuild(copy.deepcopy(self.captured.root, memo), self.strict)
+
+    def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
+        return _rebuild, (self.captured.root, self.strict)
+
+
+def _rebuild(root: nn.Module, strict: bool) -> FusedModule:
+    """A fused module of its own captured model (whose children that run as Python have fused children already)."""
+    return FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
+
+
+def _guarded(forward: Callable[..., Any], specialised: Mapping[str, Any]) -> Callable[..., Any]:
+    """`forward`, but calls with other than the specialised arguments run the captured model's own."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    positions = {names.index(name): value for name, value in specialised.items() if name in names}
+
+    def is_default(given: Any, value: Any) -> bool:
+        return given is value or (
+            isinstance(value, bool | int | float | str) and type(given) is type(value) and given == value
+        )
+
+    @functools.wraps(forward)
+    def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        same = all(is_default(args[i], value) for i, value in positions.items() if i < len(args)) and all(
+            is_default(kwargs[name], value) for name, value in specialised.items() if name in kwargs
+        )
+        if same:
+            return forward(self, *args, **kwargs)
+        root = self.captured.root
+        logger.info("fxfuse: %s runs as Python for arguments other than its defaults", type(root).__name__)
+        return type(root).forward(root, *args, **kwargs)
+
+    return guarded
+
+
+def _disabled() -> bool:
+    return os.environ.get("FXFUSE_DISABLE", "") not in ("", "0")
+
+
+# ------------------------------------------------------------------------------ models that run as Python
+
+_PYTHON_FORWARD: Final = "_python_forward"
+
+
+@dataclass(frozen=True)
+class _PythonForward:
+    """The forward of a model that cannot be traced; not a Module, so that it adds no names to state_dict()."""
+
+    root: nn.Module
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return type(self.root).forward(self.root, *args, **kwargs)
+
+
+def _python_graph() -> fx.Graph:
+    """A graph that hands whatever it is given to the model's own forward."""
+    graph = fx.Graph()
+    args = graph.placeholder("*args")
+    kwargs = graph.placeholder("**kwargs")
+    forward = graph.create_node("get_attr", _PYTHON_FORWARD)
+    graph.output(graph.call_method("run", (forward, args, kwargs)))
+    return graph

@@ -1,0 +1,7 @@
+"""What may be fused: anchors (anchors.py), how a region grows from one (region.py), and when overwritten values
+forbid it (mutation.py)."""
+
+from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
+from fxfuse.patterns.region import Region, Skipped, find_regions
+
+__all__ = ["Anchor", "Attribute", "Region", "Skipped", "find_anchor", "find_regions"]

@@ -1,0 +1,247 @@
+"""Anchors: the GEMMs and convolutions that a region starts from.
+
+`find_anchor` looks at one node of a traced graph and says what it computes in the terms of the fused operators
+(functional.py): which tensors, which convolution parameters, and what is already an epilogue (addmm's alpha and beta).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxfuse import ops
+from fxfuse.expression import Acc, Expr, Operand, call
+from fxfuse.ops import REQUIRED, Rejected
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A parameter or buffer by its path in the model, read anew at every call."""
+
+    path: str
+
+
+Source: TypeAlias = fx.Node | Attribute
+"""Where a tensor of a region comes from."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What an anchor node computes: `kind`(x, weight, bias, **options), then `epilogue`."""
+
+    kind: str
+    """The fused operator's name: "linear" (weight (N, K)), "matmul" (weight (K, N)) or "conv2d"."""
+    x: Source
+    weight: Source
+    bias: Source | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    operands: tuple[Source, ...] = ()
+    epilogue: Expr = field(default_factory=Acc)
+
+
+def tensor_at(root: nn.Module, path: str) -> Any:
+    """The attribute of `root` at a dotted path; raises AttributeError if there is none."""
+    return operator.attrgetter(path)(root)
+
+
+def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
+    """The parameter or buffer behind `source`, if it is one."""
+    path = source.path if isinstance(source, Attribute) else None
+    if isinstance(source, fx.Node) and source.op == "get_attr":
+        path = str(source.target)
+    if path is None:
+        return None
+    tensor = tensor_at(root, path)
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+# -------------------------------------------------------------------------------------------- modules
+
+
+def _module_bias(node: fx.Node, module: nn.Module) -> Attribute | None:
+    return None if module.bias is None else Attribute(f"{node.target}.bias")
+
+
+def _input(node: fx.Node) -> fx.Node:
+    args = [*node.args, *node.kwargs.values()]
+    if len(args) != 1 or not isinstance(args[0], fx.Node):
+        raise Rejected("its input is not one tensor")
+    return args[0]
+
+
+def _linear_module(node: fx.Node, module: nn.Linear) -> Anchor:
+    return Anchor("linear", _input(node), Attribute(f"{node.target}.weight"), _module_bias(node, module))
+
+
+def _conv2d_module(node: fx.Node, module: nn.Conv2d) -> Anchor:
+    if module.padding_mode != "zeros":
+        raise Rejected(f"padding_mode={module.padding_mode!r} (only zeros)")
+    options = _conv2d_options(module.stride, module.padding, module.dilation, module.groups, module.kernel_size)
+    return Anchor("conv2d", _input(node), Attribute(f"{node.target}.weight"), _module_bias(node, module), options)
+
+
+_MODULES: Final[Mapping[type[nn.Module], Callable[[fx.Node, Any], Anchor]]] = {
+    nn.Linear: _linear_module,
+    nn.Conv2d: _conv2d_module,
+}
+
+
+# ------------------------------------------------------------------------------------------ functions
+
+
+def _pair(value: Any, name: str) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else value
+    if isinstance(pair, Sequence) and len(pair) == 1:
+        pair = (pair[0], pair[0])
+    if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(item, int) for item in pair)):
+        raise Rejected(f"{name}={value!r} is not known before the model runs")
+    return pair[0], pair[1]
+
+
+def _conv2d_options(
+    stride: Any, padding: Any, dilation: Any, groups: Any, kernel: Sequence[int] | None
+) -> dict[str, Any]:
+    """The fused operator's options: padding as (vertical, horizontal), or (top, bottom, left, right) if uneven."""
+    if not isinstance(groups, int):
+        raise Rejected(f"groups={groups!r} is not known before the model runs")
+    stride, dilation = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding == "valid":
+        sides: tuple[int, ...] = (0, 0)
+    elif padding == "same":
+        if kernel is None:
+            raise Rejected("padding='same' with a weight whose size is not known before the model runs")
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        halves = [total // 2 for total in totals]
+        even = all(total % 2 == 0 for total in totals)
+        # torch puts the odd one at the bottom and the right
+        sides = (halves[0], halves[1]) if even else (
+            halves[0], totals[0] - halves[0], halves[1], totals[1] - halves[1],
+        )  # fmt: skip
+    else:
+        sides = _pair(padding, "padding")
+    return {"stride": list(stride), "padding": list(sides), "dilation": list(dilation), "groups": groups}
+
+
+def _tensor(value: Any, what: str) -> fx.Node:
+    if not isinstance(value, fx.Node):
+        raise Rejected(f"its {what} is not a tensor of the graph")
+    return value
+
+
+def _optional_tensor(value: Any, what: str) -> fx.Node | None:
+    return None if value is None else _tensor(value, what)
+
+
+def _weight_matrix(root: nn.Module, source: fx.Node) -> tuple[str, fx.Node]:
+    """The parameter on a product's right and the operator that takes it as it lies: w.t() makes it a linear."""
+    transposed = (
+        (source.op == "call_method" and source.target == "t" and len(source.args) == 1)
+        or (source.op == "call_function" and source.target is torch.t and len(source.args) == 1)
+        or (source.op == "call_function" and source.target is getattr and source.args[1:] in (("T",), ("mT",)))
+    )
+    base = source.args[0] if transposed else source
+    tensor = known_tensor(root, base)
+    if tensor is None or not isinstance(base, fx.Node):
+        raise Rejected("its right side is not a parameter or buffer")
+    if tensor.dim() != 2:
+        raise Rejected(f"its right side has {tensor.dim()} dimensions, not 2")
+    return ("linear" if transposed else "matmul"), base
+
+
+def _linear(root: nn.Module, x: Any, weight: Any, bias: Any) -> Anchor:
+    return Anchor("linear", _tensor(x, "input"), _tensor(weight, "weight"), _optional_tensor(bias, "bias"))
+
+
+def _matmul(root: nn.Module, x: Any, weight: Any) -> Anchor:
+    kind, base = _weight_matrix(root, _tensor(weight, "right side"))
+    return Anchor(kind, _tensor(x, "left side"), base)
+
+
+def _addmm(root: nn.Module, bias: Any, x: Any, weight: Any, beta: Any, alpha: Any) -> Anchor:
+    if not all(isinstance(value, int | float) for value in (beta, alpha)):
+        raise Rejected("alpha or beta is not known before the model runs")
+    kind, base = _weight_matrix(root, _tensor(weight, "right side"))
+    product: Expr = Acc() if alpha == 1 else call("mul", Acc(), alpha)
+    if beta == 0:  # torch then ignores the bias, NaN included
+        return Anchor(kind, _tensor(x, "left side"), base, epilogue=product)
+    term: Expr = Operand(0) if beta == 1 else call("mul", Operand(0), beta)
+    operands = (_tensor(bias, "bias"),)
+    return Anchor(kind, _tensor(x, "left side"), base, operands=operands, epilogue=call("add", product, term))
+
+
+def _conv2d(
+    root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> Anchor:
+    weight = _tensor(weight, "weight")
+    tensor = known_tensor(root, weight)
+    options = _conv2d_options(stride, padding, dilation, groups, None if tensor is None else tensor.shape[-2:])
+    return Anchor("conv2d", _tensor(x, "input"), weight, _optional_tensor(bias, "bias"), options)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A call that is an anchor: its parameters as torch names them, and what to make of them."""
+
+    name: str
+    params: Mapping[str, Any]
+    build: Callable[..., Anchor]
+
+
+_LINEAR: Final = _Function("linear", {"input": REQUIRED, "weight": REQUIRED, "bias": None}, _linear)
+_MATMUL: Final = _Function("matmul", {"input": REQUIRED, "other": REQUIRED}, _matmul)
+_MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _matmul)
+_ADDMM: Final = _Function(
+    "addmm", {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}, _addmm
+)
+_CONV2D: Final = _Function(
+    "conv2d",
+    {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
+    _conv2d,
+)
+_FUNCTIONS: Final[Mapping[Any, _Function]] = {
+    F.linear: _LINEAR,
+    torch.matmul: _MATMUL,
+    operator.matmul: _MATMUL,
+    torch.mm: _MM,
+    torch.addmm: _ADDMM,
+    F.conv2d: _CONV2D,
+    torch.conv2d: _CONV2D,
+}
+_METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm": _ADDMM}
+
+
+# --------------------------------------------------------------------------------------------- finding
+
+
+def find_anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
+    """What `node` computes, if it is an anchor. Raises ops.Rejected if it is one that cannot be fused."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        build = _MODULES.get(type(module))
+        if build is None:
+            return None
+        if has_hooks(module):
+            raise Rejected("the module has hooks")
+        return build(node, module)
+    function = None
+    if node.op == "call_function":
+        function = _FUNCTIONS.get(node.target)
+    elif node.op == "call_method":
+        function = _METHODS.get(str(node.target))
+    if function is None:
+        return None
+    bound = ops.bind(function, node.args, node.kwargs)
+    return function.build(root, *bound)

@@ -1,0 +1,116 @@
+"""Overwritten values: which nodes write into a tensor they did not make, and which tensors may share memory.
+
+A fused node reads its inputs where the region ends, later than the nodes it replaces did. That is only right if
+nothing overwrites one of them in between; `Mutations.between` answers that, conservatively.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse import ops
+from fxfuse.patterns.anchors import Attribute, Source
+
+_CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach", "channel"})
+"""Rows whose result may be their argument itself."""
+
+_FRESH_MODULES: Final = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.MaxPool2d, nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Embedding,
+)  # fmt: skip
+_FRESH_FUNCTIONS: Final = frozenset(
+    {torch.cat, torch.stack, torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul}
+)
+_IN_PLACE_FUNCTIONS: Final = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.ifloordiv, operator.imod,
+     operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem}
+)  # fmt: skip
+
+
+def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
+    """The op table's row that `node` spells, with what its arguments say about overwriting."""
+    if node.op == "call_module":
+        return ops.find_module(root.get_submodule(str(node.target)))
+    if node.op == "call_method":
+        return ops.find_method(str(node.target))
+    if node.op != "call_function":
+        return None
+    found = ops.find_function(node.target)
+    if found is not None and ops.split_in_place(node.target, node.args, node.kwargs)[2]:
+        return ops.Spelling(found.row, True)
+    return found
+
+
+class Mutations:
+    """The overwriting nodes of one graph, and the memory that each node's result may live in."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        self._root = root
+        self.order: dict[fx.Node, int] = {}
+        self._roots: dict[fx.Node, frozenset[object]] = {}
+        self._writes: list[tuple[int, frozenset[object]]] = []
+        for index, node in enumerate(graph.nodes):
+            self.order[node] = index
+            written = self._written(node)
+            if written:
+                self._writes.append((index, frozenset().union(*(self.memory(arg) for arg in written))))
+            self._roots[node] = self._memory_of(node)
+
+    def memory(self, source: Source) -> frozenset[object]:
+        """What the tensor may share memory with: node identities, and paths of parameters and buffers."""
+        if isinstance(source, Attribute):
+            return frozenset({source.path})
+        assert isinstance(source, fx.Node)
+        return self._roots[source]
+
+    def between(self, read: int, moved_to: int, sources: Iterable[Source], skip: Iterable[fx.Node]) -> bool:
+        """Whether a node after position `read` and before `moved_to` may overwrite one of `sources`."""
+        skipped = {self.order[node] for node in skip}
+        memory = frozenset().union(*(self.memory(source) for source in sources))
+        return any(
+            read < index < moved_to and index not in skipped and written & memory for index, written in self._writes
+        )
+
+    def _written(self, node: fx.Node) -> list[fx.Node]:
+        """Arguments that `node` may overwrite."""
+        inputs = node.all_input_nodes
+        if node.op == "call_module":
+            module = self._root.get_submodule(str(node.target))
+            if getattr(module, "inplace", False):
+                return inputs[:1]
+            known = type(module).__module__.startswith("torch.nn")
+            return [] if known else inputs
+        if node.op == "call_method":
+            name = str(node.target)
+            in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+            return inputs[:1] if in_place else []
+        if node.op == "call_function":
+            if "out" in node.kwargs:
+                return inputs
+            in_place = ops.split_in_place(node.target, node.args, node.kwargs)[2]
+            name = getattr(node.target, "__name__", "")
+            if in_place or node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")):
+                return inputs[:1]
+        return []
+
+    def _memory_of(self, node: fx.Node) -> frozenset[object]:
+        if node.op == "get_attr":
+            return frozenset({str(node.target)})
+        if node.op == "placeholder" or self._is_fresh(node):
+            return frozenset({node})
+        return frozenset({node}).union(*(self._roots[arg] for arg in node.all_input_nodes))
+
+    def _is_fresh(self, node: fx.Node) -> bool:
+        """Whether the result surely lies in memory of its own."""
+        found = spelling(self._root, node)
+        if found is not None:
+            return not found.in_place and found.row.name not in _CASTS
+        if node.op == "call_module":
+            return isinstance(self._root.get_submodule(str(node.target)), _FRESH_MODULES)
+        return node.op == "call_function" and node.target in _FRESH_FUNCTIONS

@@ -1,0 +1,40 @@
+"""What a region means, in torch: its epilogue evaluated with the op table's references.
+
+This is the fallback when no kernel can run, the oracle of the tests, the source of gradients, and (on meta tensors)
+how a region's dtype, shape and strides are known to be eager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxfuse import ops
+from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder
+
+
+def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`expression` on tensors, one torch call per node, each value computed once.
+
+    Args:
+        acc: the anchor's result, any shape and floating dtype.
+        operands: tensors that broadcast with it, in the order of the expression's operand indices.
+    """
+    value: dict[Expr, Any] = {}
+    for node in postorder(expression):
+        match node:
+            case Acc():
+                value[node] = acc
+            case Operand(index):
+                value[node] = operands[index]
+            case Const(number):
+                value[node] = number
+            case Call(op, args):
+                value[node] = ops.row(op).reference(*(value[arg] for arg in args))
+            case _:
+                raise AssertionError(f"unknown expression node {type(node).__name__}")
+    result = value[expression]
+    assert isinstance(result, torch.Tensor), "an epilogue depends on acc, so it is a tensor"
+    return result

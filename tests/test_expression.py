@@ -1,0 +1,95 @@
+"""The expression language: text and value are the same thing."""
+
+import copy
+import pickle
+
+import pytest
+
+from fxfuse import ExpressionError
+from fxfuse.expression import Acc, Const, Operand, call, parse, postorder
+
+ACC = Acc()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "acc",
+        "tanh(clamp(silu(acc) * 0.5, -1, 1))",
+        "t0 = acc + o0; t0 * sigmoid(t0)",
+        "-acc - -1.5",
+        "-(acc + 1) * o1",
+        "1 - (acc - o0) - 2",
+        "acc / (o0 / o1)",
+        "acc - (o0 - o1)",
+        "where(acc > 0.0, acc, -inf)",
+        "clamp(acc, -0.0, nan)",
+        "where((acc < 1) == True, acc, 1e-05)",
+        "where(o3 != 0, acc, -(-acc))",
+    ],
+)
+def test_text_round_trips(text):
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("acc+o0*2", "acc + o0 * 2"), ("( acc )", "acc"), ("--acc", "-(-acc)"), ("relu( acc ,)", None), ("acc*-2", "acc * -2")],
+)
+def test_other_ways_to_write_it(text, same):
+    if same is None:
+        with pytest.raises(ExpressionError):
+            parse(text)
+    else:
+        assert parse(text) is parse(same)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "acc +", "acc acc", "relu(acc", "foo", "acc @ o0", "t0 * 2", "t0 = acc; t0 = acc; t0", "acc; acc", "x = 1; acc",
+     "__import__('os')", "acc.real", "acc[0]", "1 if acc else 2"],
+)  # fmt: skip
+def test_nothing_but_the_grammar_is_read(text):
+    with pytest.raises(ExpressionError):
+        parse(text)
+
+
+def test_errors_give_the_position():
+    with pytest.raises(ExpressionError, match=r"position 6"):
+        parse("acc + )")
+
+
+def test_equal_structure_is_the_same_object():
+    assert call("mul", ACC, Operand(0)) is call("mul", ACC, Operand(0))
+    assert call("mul", ACC, 2) is not call("mul", ACC, 2.0), "int and float promote differently"
+    assert Const(1) is not Const(True)
+    assert Const(0.0) is not Const(-0.0)
+    assert Const(float("nan")) is Const(float("nan"))
+
+
+def test_copies_and_pickles_are_the_same_object():
+    expression = parse("t0 = acc + o0; t0 * sigmoid(t0)")
+    assert copy.deepcopy(expression) is expression
+    assert pickle.loads(pickle.dumps(expression)) is expression
+
+
+def test_shared_values_do_not_blow_up():
+    expression = ACC
+    for _ in range(2000):  # 2^2000 nodes as a tree
+        expression = call("mul", expression, call("sigmoid", expression))
+    assert len(list(postorder(expression))) == 4001
+    assert parse(str(expression)) is expression
+
+
+def test_long_chains_do_not_exhaust_the_stack():
+    expression = ACC
+    for _ in range(5000):
+        expression = call("tanh", expression)
+    assert parse(str(expression)) is expression
+
+
+def test_postorder_yields_arguments_before_users():
+    seen = set()
+    for node in postorder(parse("t0 = acc + o0; t0 * sigmoid(t0) - relu(acc)")):
+        assert all(arg in seen for arg in getattr(node, "args", ()))
+        seen.add(node)
