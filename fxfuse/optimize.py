@@ -85,16 +85,21 @@ def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 # ------------------------------------------------------------------------------------------ replacement
 
 
-def _fetch(graph: fx.Graph, source: Source | None) -> fx.Node | None:
-    return graph.get_attr(source.path) if isinstance(source, Attribute) else source
+def _replace(graph: fx.Graph, region: Region, replaced: dict[fx.Node, fx.Node], strict: bool) -> fx.Node:
+    """One call of a fused operator in the place of the region's nodes.
 
-
-def _replace(graph: fx.Graph, region: Region, strict: bool) -> fx.Node:
-    """One call of a fused operator in the place of the region's nodes."""
+    `replaced` maps the outputs of regions that are replaced already to the nodes that stand for them now.
+    """
     anchor, output = region.anchor, region.output
+
+    def fetch(source: Source | None) -> fx.Node | None:
+        if isinstance(source, Attribute):
+            return graph.get_attr(source.path)
+        return None if source is None else replaced.get(source, source)
+
     with graph.inserting_before(output):
-        tensors = [_fetch(graph, source) for source in (anchor.x, anchor.weight, anchor.bias)]
-        operands = [_fetch(graph, source) for source in region.operands]
+        tensors = [fetch(source) for source in (anchor.x, anchor.weight, anchor.bias)]
+        operands = [fetch(source) for source in region.operands]
         options = functional.option_values(anchor.kind, anchor.options)
         fused = graph.call_function(
             functional.operator(anchor.kind),
@@ -103,6 +108,7 @@ def _replace(graph: fx.Graph, region: Region, strict: bool) -> fx.Node:
         )
     fused.meta = dict(output.meta)
     output.replace_all_uses_with(fused)
+    replaced[output] = fused
     attributes = {arg for node in region.nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
     for node in reversed(region.nodes):
         graph.erase_node(node)
@@ -157,9 +163,10 @@ class FusedModule(fx.GraphModule):
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
                 found, skipped = find_regions(captured.root, graph)
+                replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
-                    fused = _replace(graph, region, self.strict)
+                    fused = _replace(graph, region, replaced, self.strict)
                     regions.append(FusedRegion(fused.name, region.anchor.kind, nodes, str(region.epilogue)))
             graph.lint()
         self.__dict__["regions"] = tuple(regions)

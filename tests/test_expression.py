@@ -34,7 +34,13 @@ def test_text_round_trips(text):
 
 @pytest.mark.parametrize(
     ("text", "same"),
-    [("acc+o0*2", "acc + o0 * 2"), ("( acc )", "acc"), ("--acc", "-(-acc)"), ("relu( acc ,)", None), ("acc*-2", "acc * -2")],
+    [
+        ("acc+o0*2", "acc + o0 * 2"),
+        ("( acc )", "acc"),
+        ("--acc", "-(-acc)"),
+        ("relu( acc ,)", None),
+        ("acc*-2", "acc * -2"),
+    ],
 )
 def test_other_ways_to_write_it(text, same):
     if same is None:

@@ -73,7 +73,7 @@ def _operand_type(kind: OperandKind) -> str:
     return f"Operand<{CPP_TYPES[kind.dtype]}, {' | '.join(names) or '0'}>"
 
 
-def generate(expression: Expr, operands: Sequence[OperandKind], output: torch.dtype, kernel: Kernel) -> str:
+def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKind], kernel: Kernel) -> str:
     """The complete source for `expression` in `kernel`, writing `output`.
 
     Operand i of the expression is read as `operands[i]` says. The kernel's arguments are its Problem struct followed
