@@ -8,12 +8,13 @@ Python, as one node of its parent's graph, and its children are captured one by 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -21,6 +22,10 @@ from torch import fx, nn
 from fxfuse.errors import CaptureError
 
 logger = logging.getLogger("fxfuse")
+
+
+VARIABLE_KEYWORDS: Final = "**"
+"""The key in `Captured.specialised` that says: without further keyword arguments."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,21 @@ class _Tracer(fx.Tracer):
             if stars == "*":
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
-                keywords.update(value)
+                self.specialised[VARIABLE_KEYWORDS] = None  # traced without any
             elif parameter.kind is kinds.KEYWORD_ONLY:
                 keywords[parameter.name] = value
             else:
                 positional.append(value)
         return (lambda *args: root_fn(*args, **keywords)), [self.root, *positional]
+
+    def create_arg(self, a: Any) -> Any:
+        """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
+        if isinstance(a, dict) and type(a) is not dict:
+            if not dataclasses.is_dataclass(a):
+                raise fx.proxy.TraceError(f"a {type(a).__name__} is built, which a graph cannot hold")
+            values = {item.name: self.create_arg(getattr(a, item.name)) for item in dataclasses.fields(a)}
+            return self.create_node("call_function", type(a), (), values)
+        return super().create_arg(a)
 
 
 def _where(error: BaseException) -> tuple[nn.Module | None, str]:
@@ -112,8 +126,8 @@ def _where(error: BaseException) -> tuple[nn.Module | None, str]:
     for frame, number in traceback.walk_tb(error.__traceback__):
         name, variables = frame.f_code.co_name, frame.f_code.co_varnames
         owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount else None  # a method's self
-        torch_own = frame.f_globals.get("__name__", "").startswith(("torch.fx", "torch.nn.modules.module"))
-        if isinstance(owner, nn.Module) and not torch_own and name != "__call__":
+        tracing = frame.f_globals.get("__name__", "").startswith(("torch.fx", "torch.nn.modules.module", __name__))
+        if isinstance(owner, nn.Module) and not tracing:
             module = owner
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -58,13 +58,18 @@ def plans() -> list[tuple[Problem, Plan]]:
     return list(_plans.values())
 
 
+def _alignment(tensor: torch.Tensor) -> int:
+    address = tensor.data_ptr() | 16
+    return address & -address
+
+
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, _alignment(tensor))
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
-    shape, strides, dtype, device, aligned = _state(tensor)
-    return TensorMeta(tuple(shape), tuple(strides), dtype, device, aligned)
+    shape, strides, dtype, device, alignment = _state(tensor)
+    return TensorMeta(tuple(shape), tuple(strides), dtype, device, alignment)
 
 
 def _reference(
@@ -155,7 +160,7 @@ def _key_of(problem: Problem) -> Any:
     """The key under which `_run` looks for the plan of `problem`."""
 
     def state(meta: TensorMeta) -> tuple[Any, ...]:
-        return (torch.Size(meta.shape), meta.strides, meta.dtype, meta.device, meta.aligned)
+        return (torch.Size(meta.shape), meta.strides, meta.dtype, meta.device, meta.alignment)
 
     tensors = (problem.x, problem.weight, *problem.operands)
     bias = None if problem.bias is None else state(problem.bias)

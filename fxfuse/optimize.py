@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import functional
-from fxfuse.capture import Captured, capture, trace
+from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, find_regions
 from fxfuse.patterns.anchors import Source
@@ -101,10 +101,12 @@ def _replace(graph: fx.Graph, region: Region, replaced: dict[fx.Node, fx.Node], 
         tensors = [fetch(source) for source in (anchor.x, anchor.weight, anchor.bias)]
         operands = [fetch(source) for source in region.operands]
         options = functional.option_values(anchor.kind, anchor.options)
-        fused = graph.call_function(
+        fused = graph.create_node(
+            "call_function",
             functional.operator(anchor.kind),
             (*tensors, operands, str(region.epilogue), *options),
             {"strict": True} if strict else {},
+            name=f"{region.nodes[0].name}_fused",
         )
     fused.meta = dict(output.meta)
     output.replace_all_uses_with(fused)
@@ -226,6 +228,7 @@ def _guarded(forward: Callable[..., Any], specialised: Mapping[str, Any]) -> Cal
     """`forward`, but calls with other than the specialised arguments run the captured model's own."""
     names = list(inspect.signature(forward).parameters)[1:]
     positions = {names.index(name): value for name, value in specialised.items() if name in names}
+    closed = VARIABLE_KEYWORDS in specialised
 
     def is_default(given: Any, value: Any) -> bool:
         return given is value or (
@@ -237,6 +240,8 @@ def _guarded(forward: Callable[..., Any], specialised: Mapping[str, Any]) -> Cal
         same = all(is_default(args[i], value) for i, value in positions.items() if i < len(args)) and all(
             is_default(kwargs[name], value) for name, value in specialised.items() if name in kwargs
         )
+        if closed and same:
+            same = all(name in names for name in kwargs)
         if same:
             return forward(self, *args, **kwargs)
         root = self.captured.root

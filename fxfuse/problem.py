@@ -25,13 +25,14 @@ OPERAND_DTYPES: Final = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """All that a plan may depend on of a tensor. `alignment`: whether its data starts on 16 bytes."""
+    """All that a plan may depend on of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    aligned: bool
+    alignment: int
+    """Largest power of two, up to 16, that divides the data's address."""
 
     def empty(self) -> torch.Tensor:
         """A meta tensor like it."""
