@@ -46,6 +46,9 @@ def statements(expression: Expr) -> list[str]:
             case Call(op, args):
                 name = f"v{len(lines)}"
                 temporaries, code = ops.expand_code(ops.row(op), [text[arg] for arg in args], name)
+                if code in text.values():  # a row without arithmetic of its own
+                    text[node] = code
+                    continue
                 lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
                 lines.append(f"const {'bool' if ops.row(op).boolean else 'float'} {name} = {code};")
                 text[node] = name

@@ -1,0 +1,383 @@
+"""Regions on a CUDA device: one launch each, eager's answers on odd sizes, layouts and dtypes.
+
+Expected values come from torch in float64; the error may be 1.25 times eager's own (fxfuse.verify) unless a test says
+otherwise. Skipped without a GPU of compute capability 8.0.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxfuse
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
+    ),
+]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Net(nn.Module):
+    """A model from a function of (self, x, *others) and its members."""
+
+    def __init__(self, function, **members):
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, nn.Parameter(member) if isinstance(member, torch.Tensor) else member)
+        self._function = function
+
+    def forward(self, x):
+        return self._function(self, x)
+
+
+def kernels_launched(call):
+    """Names of the CUDA kernels that one call launches, memory operations included."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@torch.no_grad()
+def check(model, x, dtype=torch.float32, kernel=True):
+    """Optimises on the GPU and verifies; the region must run as a kernel. Returns the report's kernel name."""
+    torch.manual_seed(0)
+    model = model.eval().to("cuda", dtype)
+    fast = fxfuse.optimize(model, strict=True)
+    result = fxfuse.verify(model, fast, (x,))
+    assert result.ok, str(result)
+    want, have = model(x), fast(x)
+    assert have.stride() == want.stride() or 1 in have.shape
+    region = fxfuse.explain(fast).regions[0]
+    assert region.kernel is not None, region.fallback
+    return region.kernel
+
+
+def tensor(*shape, dtype=torch.float32):
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+# --------------------------------------------------------------------------------------- reference models
+
+
+def reference_models():
+    from examples.quickstart import ConvReLUBias, LinearBiasReLU, LinearSwishClamp, LinearSwishTanhGelu
+
+    return {
+        "a": (LinearBiasReLU(512), (192, 512)),
+        "b": (LinearSwishClamp(512), (192, 512)),
+        "c": (ConvReLUBias(64, 128), (4, 64, 60, 60)),
+        "d": (LinearSwishTanhGelu(512), (192, 512)),
+    }
+
+
+@pytest.mark.parametrize("name", "abcd")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_models_are_one_launch(name, dtype):
+    model, shape = reference_models()[name]
+    x = tensor(*shape, dtype=dtype)
+    check(model, x, dtype)
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        launched = kernels_launched(lambda: fast(x))
+    assert len(launched) == 1, launched
+
+
+def test_one_allocation_and_no_more_memory():
+    model, shape = reference_models()["d"]
+    model, x = model.cuda().eval(), tensor(*shape)
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        fast(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        y = fast(x)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 1
+        assert torch.cuda.max_memory_allocated() - base <= -(-y.nbytes // 512) * 512
+
+
+# ------------------------------------------------------------------------------------------------- linear
+
+GEMM_SIZES = [
+    (1, 1, 1), (1, 8, 8), (7, 33, 129), (33, 7, 1), (64, 64, 64), (100, 1000, 77), (128, 128, 16), (129, 257, 513),
+    (1000, 31, 1000), (5, 4096, 64), (257, 3, 4097), (16, 300, 2048),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), GEMM_SIZES)
+def test_linear_of_any_size(m, n, k, dtype):
+    model = Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(k, n), v=torch.randn(n))
+    check(model, tensor(m, k, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(7, 33, 129), (128, 128, 64), (65, 1000, 40), (1, 9, 3)])
+def test_matmul_with_weight_k_by_n(m, n, k, dtype):
+    check(
+        Net(lambda s, x: torch.addmm(s.b, x, s.w).relu(), w=torch.randn(k, n), b=torch.randn(n)),
+        tensor(m, k, dtype=dtype),
+        dtype,
+    )
+    check(Net(lambda s, x: (x @ s.w.t()).relu(), w=torch.randn(n, k)), tensor(m, k, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (2, 3, 5, 64), (1, 1, 1, 64)])
+def test_linear_with_any_leading_dimensions(shape):
+    check(Net(lambda s, x: s.fc(x).tanh(), fc=nn.Linear(64, 40)), tensor(*shape))
+
+
+LAYOUTS = {
+    "rows apart": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "rows apart, odd": lambda x: torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]],
+    "unaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_on_any_layout_of_x(layout, dtype):
+    x = LAYOUTS[layout](tensor(50, 72, dtype=dtype))
+    check(Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(72, 40)), x, dtype)
+
+
+OPERANDS = {
+    "scalar": lambda m, n: torch.randn(()),
+    "vector": lambda m, n: torch.randn(n),
+    "one": lambda m, n: torch.randn(1),
+    "column": lambda m, n: torch.randn(m, 1),
+    "full": lambda m, n: torch.randn(m, n),
+    "full, transposed": lambda m, n: torch.randn(n, m).t(),
+    "row of two dimensions": lambda m, n: torch.randn(1, n),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_linear_operands_broadcast(operand, dtype):
+    value = OPERANDS[operand](50, 41)
+    check(
+        Net(lambda s, x: torch.relu(s.fc(x) * s.v + s.v), fc=nn.Linear(72, 41), v=value),
+        tensor(50, 72, dtype=dtype),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("shape", [(7, 41), (3, 1, 41), (1, 7, 1), (3, 7, 41), (3, 1, 1), (3, 7, 1)])
+def test_linear_operands_over_batches(shape):
+    model = Net(lambda s, x: torch.relu(s.fc(x) + s.v), fc=nn.Linear(24, 41), v=torch.randn(shape))
+    check(model, tensor(3, 7, 24))
+
+
+def test_operands_of_other_dtypes():
+    mask, index = torch.rand(41, device="cuda") > 0.5, torch.arange(41, device="cuda")
+    half = torch.randn(41, device="cuda", dtype=torch.float16)
+    double = torch.tensor(0.1, dtype=torch.float64, device="cuda")
+    model = Net(lambda s, x: torch.where(mask, s.fc(x), 0.0) * index + half * double, fc=nn.Linear(24, 41)).cuda()
+    x = tensor(9, 24)
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_that_lives_on_the_cpu():
+    scale = torch.tensor(0.3)
+    model = Net(lambda s, x: s.fc(x) * scale, fc=nn.Linear(24, 41)).cuda()
+    fast = fxfuse.optimize(model, strict=True)
+    x = tensor(9, 24)
+    with torch.no_grad():
+        for value in (0.3, -2.0, float("inf")):
+            scale.fill_(value)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_precision_follows_torchs_switch(tf32):
+    model, x = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(512, 512)).cuda(), tensor(256, 512)
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        kernel = check(model, x)
+        result = fxfuse.verify(model, fxfuse.optimize(model), (x,))
+    finally:
+        torch.set_float32_matmul_precision(previous)
+    assert ("tf32x3" in kernel) is not tf32
+    assert (result.error > 1e-5) is tf32
+
+
+@pytest.mark.parametrize("k", [16, 64, 256, 1000, 4096, 16384])
+@pytest.mark.parametrize("data", ["normal", "uniform", "wide"])
+def test_float32_is_as_exact_as_eagers(k, data):
+    make = {
+        "normal": torch.randn,
+        "uniform": torch.rand,
+        "wide": lambda *shape, **options: (
+            torch.randn(*shape, **options) * torch.exp(4 * torch.randn(*shape, **options))
+        ),
+    }[data]
+    torch.manual_seed(k)
+    model = Net(lambda s, x: s.fc(x) * 1.5, fc=nn.Linear(k, 192, bias=False)).cuda()
+    with torch.no_grad():
+        model.fc.weight.copy_(make(192, k, device="cuda"))
+    result = fxfuse.verify(model, fxfuse.optimize(model, strict=True), (make(160, k, device="cuda"),))
+    assert result.error <= result.eager_error, str(result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_hands_on_nan_and_inf(dtype):
+    x = tensor(70, 96, dtype=dtype)
+    x[3, 5], x[10, 7], x[69, 95], x[30, :2] = float("nan"), float("inf"), -float("inf"), float("inf")
+    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(96, 130)).to("cuda", dtype)
+    with torch.no_grad():
+        want, have = model(x), fxfuse.optimize(model, strict=True)(x)
+    assert torch.equal(want.isnan(), have.isnan())
+    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+
+
+def test_the_output_of_another_dtype():
+    model = Net(lambda s, x: s.fc(x).float() * 1.5, fc=nn.Linear(96, 130)).to("cuda", torch.bfloat16)
+    x = tensor(33, 96, dtype=torch.bfloat16)
+    with torch.no_grad():
+        have = fxfuse.optimize(model, strict=True)(x)
+        want = F.linear(x.double(), model.fc.weight.double(), model.fc.bias.double()) * 1.5
+    assert have.dtype == torch.float32
+    torch.testing.assert_close(have, want.float(), rtol=1e-5, atol=1e-5)  # no rounding to bfloat16 on the way
+
+
+# ------------------------------------------------------------------------------------------------- conv2d
+
+CONVOLUTIONS = {
+    "3x3": (nn.Conv2d(16, 24, 3), (2, 16, 20, 21)),
+    "3x3 padded": (nn.Conv2d(64, 64, 3, padding=1), (2, 64, 28, 28)),
+    "1x1": (nn.Conv2d(32, 48, 1), (3, 32, 14, 14)),
+    "1x1 stride 2": (nn.Conv2d(32, 48, 1, stride=2), (3, 32, 15, 14)),
+    "stem": (nn.Conv2d(3, 32, 7, stride=2, padding=3), (2, 3, 65, 63)),
+    "1x7": (nn.Conv2d(5, 9, (1, 7), padding=(0, 3)), (2, 5, 11, 17)),
+    "dilated": (nn.Conv2d(8, 12, 3, dilation=(2, 3), padding=2), (2, 8, 19, 23)),
+    "same, even": (nn.Conv2d(8, 12, 4, padding="same"), (2, 8, 19, 23)),
+    "groups": (nn.Conv2d(24, 36, 3, groups=3, padding=1), (2, 24, 13, 13)),
+    "depthwise": (nn.Conv2d(40, 40, 3, groups=40, padding=1), (2, 40, 17, 19)),
+    "depthwise stride 2": (nn.Conv2d(40, 40, 5, groups=40, padding=2, stride=2), (2, 40, 17, 19)),
+    "depthwise multiplier": (nn.Conv2d(6, 18, 3, groups=6), (2, 6, 9, 33)),
+    "one pixel": (nn.Conv2d(16, 16, 3), (1, 16, 3, 3)),
+    "one channel": (nn.Conv2d(1, 1, 3, padding=1), (1, 1, 9, 9)),
+    "unbatched": (nn.Conv2d(8, 12, 3), (8, 19, 23)),
+    "wide": (nn.Conv2d(8, 64, 3), (2, 8, 40, 130)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_conv2d(name, channels_last, dtype):
+    conv, shape = CONVOLUTIONS[name]
+    x = tensor(*shape, dtype=dtype)
+    if channels_last:
+        if x.dim() == 3:
+            pytest.skip("channels_last needs four dimensions")
+        x = x.to(memory_format=torch.channels_last)
+    scale = torch.randn(conv.out_channels, 1, 1)
+    check(Net(lambda s, x: F.relu(s.conv(x)) * s.scale, conv=conv, scale=scale), x, dtype)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_conv2d_in_float32_accuracy(channels_last):
+    previous = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        x = tensor(2, 32, 20, 21)
+        x = x.to(memory_format=torch.channels_last) if channels_last else x
+        model = Net(lambda s, x: F.mish(s.conv(x)), conv=nn.Conv2d(32, 40, 3))
+        assert "tf32x3" in check(model, x)
+        assert fxfuse.verify(model, fxfuse.optimize(model), (x,)).error < 1e-6
+    finally:
+        torch.backends.cudnn.allow_tf32 = previous
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "operand", [(24, 1, 1), (1, 24, 1, 1), (2, 24, 18, 19), (1, 1, 18, 19), (2, 1, 1, 1), (2, 24, 1, 1), ()]
+)
+def test_conv2d_operands_broadcast(operand, channels_last):
+    x = tensor(2, 16, 20, 21)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    check(Net(lambda s, x: F.relu(s.conv(x) + s.v), conv=nn.Conv2d(16, 24, 3), v=torch.randn(operand)), x)
+
+
+def test_conv2d_with_batch_norm_and_residual():
+    bn = nn.BatchNorm2d(24)
+    nn.init.uniform_(bn.running_mean, -1, 1)
+    nn.init.uniform_(bn.running_var, 0.5, 2)
+    model = Net(lambda s, x: F.relu(s.bn(s.conv(x)) + x), conv=nn.Conv2d(24, 24, 3, padding=1, bias=False), bn=bn)
+    check(model, tensor(2, 24, 15, 15))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [lambda x: x[:, ::2], lambda x: x[..., 1:-1], lambda x: x.transpose(2, 3), lambda x: x.expand(3, -1, -1, -1)],
+)
+def test_conv2d_on_slices_and_views(layout):
+    x = layout(tensor(1, 32, 22, 22))
+    check(Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(x.shape[1], 24, 3)), x)
+
+
+# ------------------------------------------------------------------------------------------- the machine
+
+
+def test_streams_and_graphs():
+    model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(64, 64)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(32, 64)
+    with torch.no_grad():
+        fast(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fast(x)
+        x.copy_(tensor(33, 64)[:32])
+        graph.replay()
+        torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            other = fast(x)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(other, model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_new_shapes_do_not_compile():
+    from fxfuse import build
+
+    model = Net(lambda s, x: torch.sin(s.fc(x)), fc=nn.Linear(64, 64)).cuda().eval()
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        fast(tensor(256, 64))
+        compiled = len(build._loaded)
+        for rows in (255, 250, 200):
+            fast(tensor(rows, 64))
+    assert len(build._loaded) == compiled
+
+
+def test_gradients_are_eagers():
+    model = Net(lambda s, x: F.gelu(s.fc(x) + s.v), fc=nn.Linear(24, 24), v=torch.randn(24)).cuda()
+    fast, x = fxfuse.optimize(model), tensor(9, 24)
+    want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    have = torch.autograd.grad(fast(x).square().sum(), list(fast.parameters()))
+    for a, b in zip(want, have, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_runs_in_torch():
+    model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(24, 24)).to("cuda", torch.float64)
+    fast, x = fxfuse.optimize(model), tensor(9, 24).double()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert "float64" in fxfuse.explain(fast).regions[0].fallback
