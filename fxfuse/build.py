@@ -48,6 +48,8 @@ CPU_FLAGS: Final = (
     "-fno-math-errno", "-fno-trapping-math",
     # a * b + c is contracted where cpu/kernels/math.h says so and nowhere else: its error bounds depend on it
     "-ffp-contract=off",
+    # g++'s partial redundancy elimination shares truth values between branches, and the vectoriser then gives up
+    "-fno-tree-pre",
     "-fvisibility=hidden",
 )  # fmt: skip
 CUDA_FLAGS: Final = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden")
@@ -253,7 +255,7 @@ def _build(source: Source, key: str) -> Launch:
         raise BuildError(
             f"{source.label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
         ) from error
-    library = building / f"{name}.so"
+    library = next(building.glob("*.so"))  # load_inline adds a version to a name that it builds again
     launch = _import(library)
     digest = hashlib.sha256(library.read_bytes()).hexdigest()
     (building / _MANIFEST).write_text(json.dumps({"library": library.name, "sha256": digest, "label": source.label}))

@@ -18,14 +18,16 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
+from fxfuse.patterns.anchors import has_hooks
 
 logger = logging.getLogger("fxfuse")
 
 
 VARIABLE_KEYWORDS: Final = "**"
-"""The key in `Captured.specialised` that says: without further keyword arguments."""
+"""The key in `Captured.defaults` that stands for further keyword arguments; the default is none of them."""
 
 
 @dataclass(frozen=True)
@@ -48,32 +50,61 @@ class Captured:
     """None if the model's own forward cannot be traced."""
     untraced: tuple[Untraced, ...] = ()
     """What runs as Python: modules that are nodes of `graph`, or the model itself."""
-    specialised: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of forward for whose default values, and no others, `graph` is right."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of forward that have a default, with it."""
+    given: frozenset[str] = frozenset()
+    """Those of them that the graph takes as inputs; for the others it is right for the default and no other value."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """A deep copy of `model` whose tensors are the model's own: parameters, buffers, and tensors in attributes."""
+    """A copy of `model` whose tensors are the model's own: parameters, buffers, and tensors in attributes.
+
+    A deep copy but for the tensors; where something in the model cannot be copied (a lock, an open file), a copy of
+    the modules alone, which then share their other attributes with the model's.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = tensor
-    return copy.deepcopy(model, memo)
+        leaves = pytree.tree_leaves([module._parameters, module._buffers, dict(vars(module))])
+        memo.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        memo.update((id(hook), hook) for table in hooks for hook in table.values())
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever __deepcopy__ or __reduce__ of an attribute raises
+        logger.info("fxfuse: %s cannot be copied deeply (%s); its modules are copied", type(model).__name__, error)
+        return _copy_modules(model, {})
+
+
+def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A copy of a tree of modules with dictionaries of its own; everything that is no module is shared."""
+    if module not in done:
+        twin = done[module] = module.__class__.__new__(module.__class__)
+        twin.__dict__.update(module.__dict__)
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            twin.__dict__[name] = copy.copy(module.__dict__[name])
+        children = ((name, child) for name, child in module._modules.items())
+        twin.__dict__["_modules"] = {
+            name: None if child is None else _copy_modules(child, done) for name, child in children
+        }
+    return done[module]
 
 
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
-    Parameters of forward that have a default are traced with its value instead of a proxy: `if mask is not None` asks
-    a question that no proxy can answer. The graph keeps them as placeholders; `specialised` says what they must be.
+    Arguments of forward that have a default and are not `given` are traced with its value instead of a proxy:
+    `if mask is not None` asks a question that no proxy can answer. The graph keeps them as placeholders.
     """
 
-    def __init__(self, opaque: set[nn.Module], is_captured: Callable[[nn.Module], bool]) -> None:
+    def __init__(
+        self, opaque: set[nn.Module], is_captured: Callable[[nn.Module], bool], given: frozenset[str] | None
+    ) -> None:
         super().__init__()
         self._opaque = opaque
         self._is_captured = is_captured
-        self.specialised: dict[str, Any] = {}
+        self._asked = given
+        self.given: frozenset[str] = given or frozenset()
+        self.defaults: dict[str, Any] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -86,6 +117,8 @@ class _Tracer(fx.Tracer):
         prefixes: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
+        if self._asked is None and parameters and all(p.default is not kinds.empty for p in parameters):
+            self.given = frozenset({parameters[0].name})
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
@@ -93,16 +126,17 @@ class _Tracer(fx.Tracer):
             value: Any = self.create_proxy(
                 "placeholder",
                 stars + parameter.name,
-                (parameter.default,) if has_default else (),
+                ((parameter.default if _is_literal(parameter.default) else None),) if has_default else (),
                 {},
                 type_expr=annotation,
             )
             if has_default:
-                value = self.specialised[parameter.name] = parameter.default
+                self.defaults[parameter.name] = parameter.default
+                value = value if parameter.name in self.given else parameter.default
             if stars == "*":
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
-                self.specialised[VARIABLE_KEYWORDS] = None  # traced without any
+                self.defaults[VARIABLE_KEYWORDS] = None  # traced without any
             elif parameter.kind is kinds.KEYWORD_ONLY:
                 keywords[parameter.name] = value
             else:
@@ -117,6 +151,11 @@ class _Tracer(fx.Tracer):
             values = {item.name: self.create_arg(getattr(a, item.name)) for item in dataclasses.fields(a)}
             return self.create_node("call_function", type(a), (), values)
         return super().create_arg(a)
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether a default can stand in a graph's generated signature."""
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _where(error: BaseException) -> tuple[nn.Module | None, str]:
@@ -139,19 +178,26 @@ def capture(model: nn.Module, is_captured: Callable[[nn.Module], bool], strict: 
     return trace(copy_sharing_tensors(model), is_captured, strict)
 
 
-def trace(root: nn.Module, is_captured: Callable[[nn.Module], bool], strict: bool) -> Captured:
+def trace(
+    root: nn.Module, is_captured: Callable[[nn.Module], bool], strict: bool, given: frozenset[str] | None = None
+) -> Captured:
     """Traces `root` itself, in its present mode.
 
     Args:
+        given: the arguments of forward, of those with a default, that calls will give another value. If None: the
+            first argument if all of them have defaults, else none.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
     """
     if isinstance(root, fx.GraphModule):
         return Captured(root, copy.deepcopy(root.graph))
+    if "forward" in vars(root):
+        return Captured(root, None, (Untraced("", "its forward is an attribute of the instance"),))
     paths = {module: path for path, module in root.named_modules()}
-    opaque: dict[nn.Module, str] = {}
+    # hooks must run at every call, not once while tracing
+    opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
     while True:
-        tracer = _Tracer(set(opaque), is_captured)
+        tracer = _Tracer(set(opaque), is_captured, given)
         try:
             graph = tracer.trace(root)
             break
@@ -167,4 +213,4 @@ def trace(root: nn.Module, is_captured: Callable[[nn.Module], bool], strict: boo
                 return Captured(root, None, (Untraced("", reason),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
-    return Captured(root, graph, untraced, tracer.specialised)
+    return Captured(root, graph, untraced, tracer.defaults, tracer.given)

@@ -17,12 +17,14 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.autograd import forward_ad
 
 from fxfuse.errors import BuildError, FxfuseError, ToolchainError, UnsupportedError
-from fxfuse.problem import ANCHORS, Plan, Problem, TensorMeta, parsed, run_anchor
+from fxfuse.problem import ANCHORS, Plan, Problem, Refused, TensorMeta, anchor_meta, parsed, run_anchor
 from fxfuse.reference import evaluate
 
 logger = logging.getLogger("fxfuse")
@@ -32,6 +34,8 @@ _COMMON: Final = "Tensor x, Tensor weight, Tensor? bias, Tensor[] operands, str 
 _OPTIONS: Final = {
     "linear": "",
     "matmul": "",
+    "mm": "",
+    "addmm": ", float beta, float alpha",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
 }
 """Options in each operator's schema, in the order in which its anchor takes them (problem.ANCHORS)."""
@@ -48,14 +52,23 @@ class FxfuseWarning(UserWarning):
 
 # ----------------------------------------------------------------------------------------------- plans
 
-_plans: dict[Any, tuple[Problem, Plan]] = {}
+_plans: dict[Any, tuple[Caller, Plan]] = {}
 _plans_lock = threading.RLock()
 _pending = threading.local()
 
 
-def plans() -> list[tuple[Problem, Plan]]:
-    """Every problem met so far in this process, with how it is run."""
-    return list(_plans.values())
+def plans(region: int) -> list[Plan]:
+    """How the problems are run that a region met so far in this process."""
+    return [plan for caller, plan in list(_plans.values()) if caller.region == region]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who poses a problem: plans are kept for each."""
+
+    region: int
+    """A number of its own for each region of each optimised model (0 for a direct call)."""
+    strict: bool
 
 
 def _alignment(tensor: torch.Tensor) -> int:
@@ -66,12 +79,13 @@ def _alignment(tensor: torch.Tensor) -> int:
 
 
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, _alignment(tensor))
+    is_parameter = type(tensor) is torch.nn.Parameter
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, _alignment(tensor), is_parameter)
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
-    shape, strides, dtype, device, alignment = _state(tensor)
-    return TensorMeta(tuple(shape), tuple(strides), dtype, device, alignment)
+    shape, strides, *rest = _state(tensor)
+    return TensorMeta(tuple(shape), tuple(strides), *rest)
 
 
 def _reference(
@@ -101,11 +115,14 @@ def _device_plan(problem: Problem) -> Plan:
 
 def _make_plan(problem: Problem, strict: bool) -> Plan:
     """The plan for `problem`: a kernel, or the torch reference with the reason (an exception if `strict`)."""
+    if 0 in (*problem.x.shape, *problem.weight.shape):
+        return _reference_plan(problem, "a tensor is empty")
     try:
+        anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
         return _device_plan(problem)
     except UnsupportedError as error:
-        if strict:
+        if strict and not isinstance(error, Refused):
             raise UnsupportedError(f"{problem.label}: {error}") from None
         return _reference_plan(problem, str(error))
     except (ToolchainError, BuildError) as error:
@@ -121,7 +138,7 @@ def _check_tensors(problem: Problem) -> None:
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
         if tensor.dtype != problem.x.dtype:
-            raise UnsupportedError(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
+            raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
         if tensor.device != problem.x.device:
             raise UnsupportedError(f"tensors on {problem.x.device} and {tensor.device} meet in one {problem.kind}")
     for operand in problem.operands:
@@ -140,7 +157,7 @@ def _warn_once(error: FxfuseError) -> None:
 
 
 @contextlib.contextmanager
-def collect_problems() -> Iterator[list[Problem]]:
+def collect_problems() -> Iterator[list[tuple[Caller, Problem]]]:
     """Inside, operators compute with torch and only note the problems they meet that have no plan yet."""
     _pending.problems = []
     try:
@@ -149,41 +166,47 @@ def collect_problems() -> Iterator[list[Problem]]:
         del _pending.problems
 
 
-def prepare(problems: Sequence[Problem], strict: bool, threads: int) -> None:
+def prepare(problems: Sequence[tuple[Caller, Problem]], threads: int) -> None:
     """Makes the plans for `problems`, compiling `threads` kernels at a time."""
     unique = list(dict.fromkeys(problems))
+
+    def make(item: tuple[Caller, Problem]) -> Plan:
+        caller, problem = item
+        return _make_plan(problem, caller.strict)
+
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(unique)))) as pool:
-        for problem, plan in zip(unique, pool.map(lambda problem: _make_plan(problem, strict), unique), strict=True):
+        for (caller, problem), plan in zip(unique, pool.map(make, unique), strict=True):
             with _plans_lock:
-                _plans[_key_of(problem)] = (problem, plan)
+                _plans[_key_of(caller, problem)] = (caller, plan)
 
 
-def _key_of(problem: Problem) -> Any:
+def _key_of(caller: Caller, problem: Problem) -> Any:
     """The key under which `_run` looks for the plan of `problem`."""
 
     def state(meta: TensorMeta) -> tuple[Any, ...]:
-        return (torch.Size(meta.shape), meta.strides, meta.dtype, meta.device, meta.alignment)
+        return (torch.Size(meta.shape), meta.strides, meta.dtype, meta.device, meta.alignment, meta.is_parameter)
 
     tensors = (problem.x, problem.weight, *problem.operands)
     bias = None if problem.bias is None else state(problem.bias)
-    return (problem.kind, problem.epilogue, problem.options, _switches(problem.x.device), bias, *map(state, tensors))
+    switches = _switches(problem.x.device)
+    return (caller, problem.kind, problem.epilogue, problem.options, switches, bias, *map(state, tensors))
 
 
 def _switches(device: torch.device) -> Any:
     """torch's precision switches where they matter."""
     if device.type != "cuda":
         return None
-    from fxfuse.cuda.precision import switches
+    from fxfuse.cuda.precision import tf32_allowed
 
-    return switches()
+    return tf32_allowed()
 
 
 def _run(
-    kind: str, options: Options, strict: bool, epilogue: str,
+    caller: Caller, kind: str, options: Options, epilogue: str,
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     key = (
-        kind, epilogue, options, _switches(x.device), None if bias is None else _state(bias),
+        caller, kind, epilogue, options, _switches(x.device), None if bias is None else _state(bias),
         _state(x), _state(weight), *(_state(operand) for operand in operands),
     )  # fmt: skip
     entry = _plans.get(key)
@@ -194,12 +217,12 @@ def _run(
         )  # fmt: skip
         pending = getattr(_pending, "problems", None)
         if pending is not None:
-            pending.append(problem)
+            pending.append((caller, problem))
             return _reference(kind, options, epilogue, x, weight, bias, operands)
         with _plans_lock:
             entry = _plans.get(key)
             if entry is None:
-                entry = _plans[key] = (problem, _make_plan(problem, strict))
+                entry = _plans[key] = (caller, _make_plan(problem, caller.strict))
     return entry[1].run(x, weight, bias, operands)
 
 
@@ -213,7 +236,7 @@ def operator(kind: str) -> torch._ops.OpOverload:
 
 
 def _hashable(value: Any) -> Any:
-    return value if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def options_of(kind: str, values: Sequence[Any]) -> Options:
@@ -221,29 +244,48 @@ def options_of(kind: str, values: Sequence[Any]) -> Options:
     return tuple((name, _hashable(value)) for name, value in zip(_OPTION_NAMES[kind], values, strict=True))
 
 
+def takes_first(target: Any, args: Sequence[Any], value: Any) -> bool:
+    """Whether a call of a fused operator has `value` as its x, which only a tensor can be."""
+    return any(target is operator(kind) for kind in ANCHORS) and args[0] is value
+
+
+def as_operand(value: Any) -> torch.Tensor:
+    """An argument of the model that may be a number, as an operand: a tensor as it is, a number as a 0-d tensor."""
+    if isinstance(value, torch.Tensor):
+        return value
+    # float64 keeps the number's digits; without dimensions it promotes as the number itself would
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
 _DEVICES: Final = ("cpu", "cuda")
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Tensors that nobody intercepts: no subclass, no fake."""
 
 
+def _transformed(x: torch.Tensor) -> bool:
+    """Whether the region must run operation by operation: forward-mode derivatives, torch.func, nested tensors."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_nested
+
+
 def _implement(kind: str) -> None:
     overload = operator(kind)
 
-    def kernel(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
-        return _run(kind, options_of(kind, values), strict, epilogue, x, weight, bias, operands)
+    def kernel(x, weight, bias, operands, epilogue, *values, strict=False, region=0):  # type: ignore[no-untyped-def]
+        caller = Caller(region, strict)
+        return _run(caller, kind, options_of(kind, values), epilogue, x, weight, bias, operands)
 
-    def reference(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
+    def reference(x, weight, bias, operands, epilogue, *values, strict=False, region=0):  # type: ignore[no-untyped-def]
         return _reference(kind, options_of(kind, values), epilogue, x, weight, bias, operands)
 
-    def autograd(x, weight, bias, operands, epilogue, *values, strict=False):  # type: ignore[no-untyped-def]
+    def autograd(x, weight, bias, operands, epilogue, *values, strict=False, region=0):  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)) or _transformed(x):
             return reference(x, weight, bias, operands, epilogue, *values)
         if type(x) in _PLAIN and x.device.type in _DEVICES and torch._C._len_torch_dispatch_stack() == 0:
             # Dispatching again would arrive at the same kernel, 15 us later.
-            return _run(kind, options_of(kind, values), strict, epilogue, x, weight, bias, operands)
+            return kernel(x, weight, bias, operands, epilogue, *values, strict=strict, region=region)
         with torch._C._AutoDispatchBelowAutograd():
-            return overload(x, weight, bias, operands, epilogue, *values, strict=strict)
+            return overload(x, weight, bias, operands, epilogue, *values, strict=strict, region=region)
 
     for key in (device.upper() for device in _DEVICES):
         _LIBRARY.impl(kind, kernel, key)
@@ -260,5 +302,5 @@ def option_values(kind: str, options: Any) -> tuple[Any, ...]:
 
 
 for _kind in ANCHORS:
-    _LIBRARY.define(f"{_kind}({_COMMON}{_OPTIONS[_kind]}, *, bool strict=False) -> Tensor")
+    _LIBRARY.define(f"{_kind}({_COMMON}{_OPTIONS[_kind]}, *, bool strict=False, int region=0) -> Tensor")
     _implement(_kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,27 @@ class Layout:
 
     sizes: tuple[int, int, int]
     strides: tuple[tuple[int, int, int], ...]
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """torch's own test for suggesting channels_last of a 4-D tensor (c10/core/MemoryFormat.h)."""
+    least = 0
+    for dim in (1, 3, 2, 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+def channels_last_strides(shape: Sequence[int]) -> Strides:
+    """Strides of a 4-D tensor in channels_last."""
+    _, channels, height, width = shape
+    return (channels * height * width, 1, width * channels, channels)
 
 
 def broadcast_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> Strides:

@@ -61,6 +61,52 @@ def _materialised(
     return convert
 
 
+@dataclass(frozen=True)
+class _View:
+    """The result and its operands for the purpose of choosing a layout: a batch of one is taken for one of two.
+
+    So a kernel compiled for one batch size serves them all. An operand of size 1 where the result's batch has size 1
+    may broadcast or vary; parameters are taken to broadcast, activations to vary.
+    """
+
+    shape: tuple[int, ...]
+    result: Strides
+    grows: bool
+
+    @staticmethod
+    def of(shape: tuple[int, ...], strides: Strides) -> _View:
+        if len(shape) < 2 or shape[0] != 1:
+            return _View(shape, strides, False)
+        return _View((2, *shape[1:]), (_extent(shape[1:], strides[1:]), *strides[1:]), True)
+
+    def operand(self, operand: TensorMeta, channel: bool) -> Strides:
+        shape, strides = operand.shape, operand.strides
+        if channel and operand.shape not in ((), (1,)):
+            missing = len(self.shape) - 2
+            shape, strides = (*shape, *(1,) * missing), (*strides, *(0,) * missing)
+        elif self.grows and len(shape) == len(self.shape) and not operand.is_parameter:
+            shape, strides = (2, *shape[1:]), (_extent(shape[1:], strides[1:]), *strides[1:])
+        return broadcast_strides(shape, strides, self.shape)
+
+    def actual(self, layout: Layout) -> Layout:
+        """The layout with the batch's true size; it is the slowest dimension, so in the first that is not 1."""
+        if not self.grows:
+            return layout
+        batch, row, col = layout.sizes
+        if batch > 1:
+            batch //= 2
+        elif row > 1:
+            row //= 2
+        else:
+            col //= 2
+        return Layout((batch, row, col), layout.strides)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from one batch to the next, if they are as close as they can be."""
+    return max((size * stride for size, stride in zip(shape, strides, strict=True)), default=1)
+
+
 def plan_operands(
     result_shape: Sequence[int],
     result_strides: Sequence[int],
@@ -71,45 +117,41 @@ def plan_operands(
     """How a kernel reads `operands` beside a result of that shape and strides.
 
     Args:
-        channel: indices of operands that stand for one value per channel, (C,) meaning (C, 1, 1).
+        channel: indices of operands that are vectors along dimension 1 of the result.
         grouping: how the kernel sees the result's dimensions as (batch, row, col).
 
     An operand whose layout does not fit is copied into the result's own layout at every call. None if the result
     itself does not fit.
     """
-    shape, result = tuple(result_shape), tuple(result_strides)
-    accepted: list[Strides] = [result]
-    if grouping(shape, accepted) is None:
+    view = _View.of(tuple(result_shape), tuple(result_strides))
+    accepted: list[Strides] = [view.result]
+    if grouping(view.shape, accepted) is None:
         return None
+    everywhere = (0,) * len(view.shape)
     dtypes: list[torch.dtype | None] = []
     conversions: list[Callable[[torch.Tensor], torch.Tensor] | None] = []
     for index, operand in enumerate(operands):
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+        dtype: torch.dtype | None = operand.dtype
+        strides = view.operand(operand, index in channel)
         if operand.device.type == "cpu" and operand.shape == ():
-            accepted.append((0,) * len(shape))
-            dtypes.append(None)
-            conversions.append(None)
-            continue
-        own_shape, own_strides = operand.shape, operand.strides
-        if index in channel:
-            own_shape, own_strides = (operand.shape[0], 1, 1), (operand.strides[0], 0, 0)
-        strides = broadcast_strides(own_shape, own_strides, shape)
-        if operand.dtype not in OPERAND_DTYPES:
-            # a zero-dimensional float64 tensor: it does not promote the result, so float32 is what eager computes in
-            accepted.append((0,) * len(shape))
-            dtypes.append(torch.float32)
-            conversions.append(lambda tensor: tensor.to(torch.float32))
-        elif grouping(shape, [*accepted, strides]) is not None:
-            accepted.append(strides)
-            dtypes.append(operand.dtype)
-            conversions.append(None)
-        else:
-            accepted.append(result)
-            dtypes.append(operand.dtype)
-            conversions.append(_materialised(shape, result, operand.dtype))
-    layout = grouping(shape, accepted)
+            strides, dtype = everywhere, None
+        elif operand.dtype not in OPERAND_DTYPES:
+            # float64 without dimensions does not promote the result: eager computes in float32, too
+            strides, dtype, convert = everywhere, torch.float32, _to_float32
+        elif grouping(view.shape, [*accepted, strides]) is None:
+            strides, convert = view.result, _materialised(tuple(result_shape), tuple(result_strides), operand.dtype)
+        accepted.append(strides)
+        dtypes.append(dtype)
+        conversions.append(convert)
+    layout = grouping(view.shape, accepted)
     assert layout is not None, "every operand was accepted beside the others"
     kinds = tuple(
         OperandKind(dtype, (strides[0] != 0, strides[1] != 0, strides[2] != 0))
         for dtype, strides in zip(dtypes, layout.strides[1:], strict=True)
     )
-    return OperandPlan(layout, kinds, tuple(conversions))
+    return OperandPlan(view.actual(layout), kinds, tuple(conversions))
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32)

@@ -56,6 +56,8 @@ class PointwiseOp:
     boolean: bool = False
     """Whether the result is a truth value (C++ bool) rather than a number."""
     commutative: bool = False
+    channel_args: tuple[int, ...] = ()
+    """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
@@ -103,6 +105,20 @@ def _minimum(a: Any, b: Any) -> Any:
 
 def _maximum(a: Any, b: Any) -> Any:
     return torch.maximum(a, b) if isinstance(b, torch.Tensor) else torch.clamp_min(a, b)
+
+
+def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+    if x.dim() != 4:  # as nn.BatchNorm2d does
+        raise ValueError(f"expected 4D input (got {x.dim()}D input)")
+    affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
+    return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
+
+
+def _assign(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    if value.shape != old.shape:  # in torch's words
+        shapes = f"{list(old.shape)} doesn't match the broadcast shape {list(value.shape)}"
+        raise RuntimeError(f"output with shape {shapes}")
+    return value.to(old.dtype)
 
 
 def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -169,10 +185,6 @@ def _elu(x: Any, alpha: Any, scale: Any, input_scale: Any) -> Expr:
     return call("elu", x, alpha)
 
 
-def _prelu(x: Any, weight: Any) -> Expr:
-    return call("where", call("gt", x, 0), x, call("mul", weight, x))
-
-
 def _masked_fill(x: Any, mask: Any, value: Any) -> Expr:
     return call("where", mask, value, x)
 
@@ -180,10 +192,6 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Expr:
 def _addcmul(x: Any, a: Any, b: Any, value: Any) -> Expr:
     product = call("mul", a, b)
     return call("add", x, product if value == 1 else call("mul", product, value))
-
-
-def _lerp(start: Any, end: Any, weight: Any) -> Expr:
-    return call("add", start, call("mul", weight, call("sub", end, start)))
 
 
 def _where_method(x: Any, condition: Any, other: Any) -> Expr:
@@ -227,7 +235,9 @@ _ROWS: Final[list[Row]] = [
     Composite("div", _div, {**BINARY, "rounding_mode": None}, ("divide", "true_divide")),
     Composite("pow", _pow, {"input": REQUIRED, "exponent": REQUIRED}, (operator.pow, operator.ipow)),
     Composite("addcmul", _addcmul, {"input": REQUIRED, "tensor1": REQUIRED, "tensor2": REQUIRED, "value": 1}),
-    Composite("lerp", _lerp, {"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
+    PointwiseOp("lerp", torch.lerp,
+                "abs({2}) < 0.5f ? {0} + {2} * ({1} - {0}) : {1} - ({1} - {0}) * (1.0f - {2})",
+                params={"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
     # special functions
     PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY),
     PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,)),
@@ -246,8 +256,8 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("ge", operator.ge, "{0} >= {1}", _truth, BINARY, ("greater_equal", operator.ge), boolean=True),
     PointwiseOp("eq", operator.eq, "{0} == {1}", _truth, BINARY, (operator.eq,), boolean=True),
     PointwiseOp("ne", operator.ne, "{0} != {1}", _truth, BINARY, ("not_equal", operator.ne), boolean=True),
-    PointwiseOp("logical_and", torch.logical_and, "{0} && {1}", _truth, BINARY, boolean=True),
-    PointwiseOp("logical_or", torch.logical_or, "{0} || {1}", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_and", torch.logical_and, "({0} != 0) & ({1} != 0)", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_or", torch.logical_or, "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
     PointwiseOp("where", torch.where, "{0} ? {1} : {2}", interval.either,
                 {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where,)),
@@ -266,7 +276,12 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("relu", torch.relu, "maximum({0}, 0.0f)", interval.increasing(0.0), UNARY, (nn.ReLU,)),
     PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,)),
-    Composite("prelu", _prelu, {"input": REQUIRED, "weight": REQUIRED}, (nn.PReLU,)),
+    PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
+                spellings=(nn.PReLU,), channel_args=(1,)),
+    # nn.BatchNorm2d in evaluation mode; patterns/region.py finds it. A missing weight is 1, a missing bias 0.
+    PointwiseOp("batch_norm", _batch_norm, "({0} - {1}) * (rsqrt({2} + {5}) * {3}) + {4}",
+                params={"input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": 1.0,
+                        "bias": 0.0, "eps": REQUIRED}, channel_args=(1, 2, 3, 4)),
     PointwiseOp("elu", F.elu, "{0} > 0.0f ? {0} : {1} * expm1({0})", _nonnegative_parameter,
                 {"input": REQUIRED, "alpha": 1.0}, (nn.ELU,)),
     Composite("elu", _elu, {"input": REQUIRED, "alpha": 1.0, "scale": 1, "input_scale": 1}),
@@ -280,14 +295,14 @@ _ROWS: Final[list[Row]] = [
                 "0.5f * {0} * (1.0f + tanh(0.79788456f * ({0} + 0.044715f * ({0} * {0} * {0}))))",
                 interval.valley(-0.75246, -0.17005, left_limit=0.0)),
     Composite("gelu", _gelu, {"input": REQUIRED, "approximate": "none"}, (nn.GELU,)),
-    PointwiseOp("silu", F.silu, "{0} / (1.0f + exp(-{0}))",
+    PointwiseOp("silu", F.silu, "{0} * sigmoid({0})",
                 interval.valley(-1.27847, -0.27847, left_limit=0.0), UNARY, (nn.SiLU,)),
     # x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2), n = e * (e + 2); at 20 the quotient is 1 in float32.
     PointwiseOp("mish", F.mish,
                 "{e} = exp(minimum({0}, 20.0f)); {n} = {e} * ({e} + 2.0f); {0} * ({n} / ({n} + 2.0f))",
                 interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,)),
     PointwiseOp("softplus", F.softplus, "{0} * {1} > {2} ? {0} : log1p(exp({0} * {1})) / {1}",
-                interval.increasing(0.0, sign=lambda beta, threshold: beta > 0),
+                interval.increasing(0.0, sign=lambda beta, threshold: beta > 0 and threshold >= 10),
                 {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,)),
     PointwiseOp("softsign", F.softsign, "{0} / (1.0f + abs({0}))", interval.always(-1.0, 1.0), UNARY, (nn.Softsign,)),
     PointwiseOp("hardswish", F.hardswish, f"{{0}} * minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
@@ -304,17 +319,17 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,)),
     PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
                 interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid,)),
-    # no arithmetic: kept because gradients and strides depend on them. `channel` makes a (C,) operand one value per
-    # channel of a convolution's result, as batch normalisation and prelu read theirs.
+    # no arithmetic: kept because gradients and strides depend on them
     PointwiseOp("detach", torch.detach, "{0}", interval.same),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same),
-    PointwiseOp("channel", lambda x: x.reshape(-1, 1, 1), "{0}", interval.same),
     Composite("clone", lambda x: x),
-    # casts; type_as changes no value here because every intermediate is float32 and the store rounds once
+    # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
     PointwiseOp("bfloat16", _cast(torch.bfloat16), "round_to_bfloat16({0})", interval.same),
     PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),
+    # an in-place operation: its result, and the value whose dtype and shape it keeps
+    PointwiseOp("assign", _assign, "{0}", interval.same, BINARY),
     Composite("to", _to, {"input": REQUIRED, "dtype": REQUIRED}, ("to", "type")),
     Composite("float", lambda x: _to(x, torch.float32), UNARY, ("float",)),
     Composite("half", lambda x: _to(x, torch.float16), UNARY, ("half",)),
@@ -352,8 +367,8 @@ def _spellings_of(row: Row) -> dict[Any, Spelling]:
     """
     found: dict[Any, Spelling] = {}
     names = [item for item in row.spellings if isinstance(item, str)]
-    # torch.where and Tensor.where order their arguments differently, so each has a row: no names in common.
-    if row.name != "where":
+    # torch.where and Tensor.where order their arguments differently, so each has a row; batch_norm's functions train.
+    if row.name not in ("where", "batch_norm"):
         names.append(row.name)
     for name in names:
         for suffix, in_place in (("", False), ("_", True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ def optimize(model: nn.Module, example_inputs: Sequence[Any] | None = None, *, s
     """
     if not isinstance(model, nn.Module):
         raise FxfuseError(f"optimize takes an nn.Module, not {type(model).__name__}; wrap a function in a module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(model, FusedModule):
         model = model.captured.root
     fast = FusedModule(_with_fused_children(capture(model, _is_fused, strict), strict), strict)
@@ -66,7 +70,11 @@ def _fuse_children(module: nn.Module, strict: bool) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):  # no forward of their own
             _fuse_children(child, strict)
-        elif _is_fused(child) or (type(child).__module__.startswith("torch.nn.") and not list(child.children())):
+        elif (
+            isinstance(child, torch.jit.ScriptModule)
+            or _is_fused(child)
+            or (type(child).__module__.startswith("torch.nn.") and not list(child.children()))
+        ):
             continue  # a single layer: nothing to fuse it with
         else:
             setattr(module, name, FusedModule(_with_fused_children(trace(child, _is_fused, strict), strict), strict))
@@ -77,15 +85,14 @@ def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     with torch.no_grad():
         with functional.collect_problems() as problems:
             fast(*example_inputs)
-        strict = isinstance(fast, FusedModule) and fast.strict
-        functional.prepare(problems, strict, threads=os.cpu_count() or 1)
+        functional.prepare(problems, threads=os.cpu_count() or 1)
         fast(*example_inputs)  # convolution results may have other strides than predicted; also warms up
 
 
 # ------------------------------------------------------------------------------------------ replacement
 
 
-def _replace(graph: fx.Graph, region: Region, replaced: dict[fx.Node, fx.Node], strict: bool) -> fx.Node:
+def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], strict: bool) -> fx.Node:
     """One call of a fused operator in the place of the region's nodes.
 
     `replaced` maps the outputs of regions that are replaced already to the nodes that stand for them now.
@@ -99,13 +106,13 @@ def _replace(graph: fx.Graph, region: Region, replaced: dict[fx.Node, fx.Node], 
 
     with graph.inserting_before(output):
         tensors = [fetch(source) for source in (anchor.x, anchor.weight, anchor.bias)]
-        operands = [fetch(source) for source in region.operands]
+        operands = [_as_tensor(graph, fetch(source)) for source in region.operands]
         options = functional.option_values(anchor.kind, anchor.options)
         fused = graph.create_node(
             "call_function",
             functional.operator(anchor.kind),
             (*tensors, operands, str(region.epilogue), *options),
-            {"strict": True} if strict else {},
+            {"region": number, **({"strict": True} if strict else {})},
             name=f"{region.nodes[0].name}_fused",
         )
     fused.meta = dict(output.meta)
@@ -120,15 +127,39 @@ def _replace(graph: fx.Graph, region: Region, replaced: dict[fx.Node, fx.Node], 
     return fused
 
 
+def _as_tensor(graph: fx.Graph, operand: fx.Node | None) -> fx.Node:
+    """`operand`, through as_operand if it is an argument of the model that nothing shows to be a tensor."""
+    assert operand is not None
+    shown = operand.type is torch.Tensor or any(
+        user.op == "call_module" or functional.takes_first(user.target, user.args, operand) for user in operand.users
+    )
+    return operand if operand.op != "placeholder" or shown else graph.call_function(functional.as_operand, (operand,))
+
+
+_region_numbers: Final = itertools.count(1)
+
+
 @dataclass(frozen=True)
 class FusedRegion:
     """What the report needs to know of one replacement."""
 
     fused: str
     """The name of the node that replaced the others."""
+    number: int
+    """Unique in the process; the operator gets it, so that its plans can be told apart (functional.plans)."""
     kind: str
     nodes: tuple[str, ...]
     epilogue: str
+
+
+_SHARED: Final = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+"""nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
 class FusedModule(fx.GraphModule):
@@ -142,13 +173,16 @@ class FusedModule(fx.GraphModule):
     strict: bool
     regions: tuple[FusedRegion, ...]
     skipped: tuple[Skipped, ...]
+    variants: dict[frozenset[str], FusedModule]
+    """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
 
     def __init__(self, captured: Captured, strict: bool) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
-        # The same dictionaries, so that whatever replaces a parameter or a module here replaces it there too.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = root.__dict__[name]
+        # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
+        for name in _SHARED:
+            if name in root.__dict__:
+                self.__dict__[name] = root.__dict__[name]
         self.__dict__["strict"] = strict
         self.training = root.training
         self._derive(captured)
@@ -156,6 +190,7 @@ class FusedModule(fx.GraphModule):
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
         self.__dict__["captured"] = captured
+        self.__dict__["variants"] = {}
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         if captured.graph is None:
@@ -168,20 +203,28 @@ class FusedModule(fx.GraphModule):
                 replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
-                    fused = _replace(graph, region, replaced, self.strict)
-                    regions.append(FusedRegion(fused.name, region.anchor.kind, nodes, str(region.epilogue)))
+                    number = next(_region_numbers)
+                    fused = _replace(graph, region, number, replaced, self.strict)
+                    regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
             graph.lint()
         self.__dict__["regions"] = tuple(regions)
         self.__dict__["skipped"] = tuple(skipped)
         self.graph = graph
 
     def recompile(self) -> Any:
-        """As GraphModule.recompile; a forward traced for default arguments hands other ones to the model's own."""
+        """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
-        specialised = self.captured.specialised if "captured" in self.__dict__ else {}
-        if specialised:
-            type(self).forward = _guarded(type(self).forward, specialised)
+        if "captured" in self.__dict__ and self.captured.defaults:
+            type(self).forward = _guarded(type(self).forward, self.captured)
         return code
+
+    def variant(self, given: frozenset[str]) -> FusedModule:
+        """The model traced for calls that give the arguments `given`, of those with a default, another value."""
+        if given not in self.variants:
+            logger.info("fxfuse: %s is traced for arguments %s", type(self.captured.root).__name__, sorted(given))
+            captured = trace(self.captured.root, _is_fused, self.strict, given)
+            self.variants[given] = FusedModule(_with_fused_children(captured, self.strict), self.strict)
+        return self.variants[given]
 
     def train(self, mode: bool = True) -> FusedModule:
         """As nn.Module.train; the graph is traced and fused anew if any module's mode changes."""
@@ -224,11 +267,12 @@ def _rebuild(root: nn.Module, strict: bool) -> FusedModule:
     return FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
 
 
-def _guarded(forward: Callable[..., Any], specialised: Mapping[str, Any]) -> Callable[..., Any]:
-    """`forward`, but calls with other than the specialised arguments run the captured model's own."""
+def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """`forward`, which is right for calls that give the arguments `captured.given`; others go to a variant."""
     names = list(inspect.signature(forward).parameters)[1:]
-    positions = {names.index(name): value for name, value in specialised.items() if name in names}
-    closed = VARIABLE_KEYWORDS in specialised
+    defaults = {name: value for name, value in captured.defaults.items() if name in names}
+    positions = {names.index(name): name for name in defaults}
+    no_more_keywords = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
         return given is value or (
@@ -237,16 +281,12 @@ def _guarded(forward: Callable[..., Any], specialised: Mapping[str, Any]) -> Cal
 
     @functools.wraps(forward)
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        same = all(is_default(args[i], value) for i, value in positions.items() if i < len(args)) and all(
-            is_default(kwargs[name], value) for name, value in specialised.items() if name in kwargs
-        )
-        if closed and same:
-            same = all(name in names for name in kwargs)
-        if same:
-            return forward(self, *args, **kwargs)
-        root = self.captured.root
-        logger.info("fxfuse: %s runs as Python for arguments other than its defaults", type(root).__name__)
-        return type(root).forward(root, *args, **kwargs)
+        passed = {positions[i]: arg for i, arg in enumerate(args) if i in positions}
+        passed.update((name, value) for name, value in kwargs.items() if name in defaults)
+        given = frozenset(name for name, value in passed.items() if not is_default(value, defaults[name]))
+        if no_more_keywords and not all(name in names for name in kwargs):
+            return captured.root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs) if given == captured.given else self.variant(given)(*args, **kwargs)
 
     return guarded
 
@@ -267,7 +307,7 @@ class _PythonForward:
     root: nn.Module
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return type(self.root).forward(self.root, *args, **kwargs)
+        return self.root.forward(*args, **kwargs)
 
 
 def _python_graph() -> fx.Graph:

@@ -10,14 +10,21 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from fxfuse import ops
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Call, Expr, Operand, parse, postorder
-from fxfuse.reference import evaluate
+from fxfuse.expression import Call, Const, Expr, Operand, parse, postorder
+from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 
 Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
 """run(x, weight, bias, operands) -> result"""
 
 RESULT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Refused(UnsupportedError):
+    """torch itself does not accept the tensors: running the region in torch raises the exception that eager raises."""
+
+
 OPERAND_DTYPES: Final = (
     *RESULT_DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -31,8 +38,10 @@ class TensorMeta:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    alignment: int
+    alignment: int = 16
     """Largest power of two, up to 16, that divides the data's address."""
+    is_parameter: bool = False
+    """Whether it is a parameter, whose shape does not change from call to call."""
 
     def empty(self) -> torch.Tensor:
         """A meta tensor like it."""
@@ -88,8 +97,16 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = torch.matmul(x, weight)
-    return product if bias is None else product + bias
+    return torch.matmul(x, weight)
+
+
+def _mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, weight)
+
+
+def _addmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, beta: float, alpha: float) -> torch.Tensor:
+    assert bias is not None, "addmm always has one"
+    return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
 
 
 def _conv2d(
@@ -102,7 +119,13 @@ def _conv2d(
     return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
-ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"linear": _linear, "matmul": _matmul, "conv2d": _conv2d}
+ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _mm,
+    "addmm": _addmm,
+    "conv2d": _conv2d,
+}
 """What each fused operator computes before its epilogue, in torch."""
 
 
@@ -113,30 +136,109 @@ def run_anchor(
     return ANCHORS[kind](x, weight, bias, **dict(options))
 
 
+def anchor_meta(problem: Problem) -> torch.Tensor:
+    """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
+    bias = problem.bias.empty() if problem.bias is not None else None
+    try:
+        acc = run_anchor(problem.kind, problem.options, problem.x.empty(), problem.weight.empty(), bias)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise Refused(f"torch does not accept these tensors: {error}") from None
+    return acc if problem.kind != "conv2d" else acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
+
+
+def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
+    """Strides of a convolution's result: channels_last if the input or the weight suggests it (meta tensors guess)."""
+    x, weight = problem.x, problem.weight
+    four = len(shape) == 4
+    x_shape, x_strides = (x.shape, x.strides) if four else ((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides))
+    if is_channels_last(x_shape, x_strides) or is_channels_last(weight.shape, weight.strides):
+        return channels_last_strides(shape if four else (1, *shape))[-len(shape) :]
+    return contiguous_strides(shape)
+
+
 # ---------------------------------------------------------------------------------------------- checks
 
 
 def channel_operands(expression: Expr) -> frozenset[int]:
-    """Operands that are read as one value per channel of a convolution (`channel(oN)`)."""
+    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's)."""
     return frozenset(
-        node.args[0].index
+        arg.index
         for node in postorder(expression)
-        if isinstance(node, Call) and node.op == "channel" and isinstance(node.args[0], Operand)
+        if isinstance(node, Call)
+        for arg in (node.args[i] for i in ops.row(node.op).channel_args if i < len(node.args))
+        if isinstance(arg, Operand)
     )
 
 
-def result_dtype(problem: Problem, acc: torch.Tensor) -> torch.dtype:
-    """The dtype of the region's result, given its anchor's (a meta tensor with eager's strides).
+def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
+    """The problem's epilogue with its dtypes settled, and the dtype of its result.
 
-    Raises UnsupportedError if the result is not one that a kernel can write in acc's place: another shape, other
-    strides, or a dtype that kernels do not have.
+    A kernel computes every intermediate in float32. That is what eager computes, or better, if every number on the way
+    is of a floating dtype up to float32: integer arithmetic wraps and truncates, float64 has more digits. `type_as`
+    becomes a cast to the dtype it means, or nothing.
+
+    Args:
+        acc: the anchor's result as a meta tensor with eager's strides.
+
+    Raises UnsupportedError if something on the way is of another dtype, or if the result is not one that a kernel can
+    write in acc's place (another shape, other strides, another dtype).
     """
-    result = evaluate(problem.expression, acc, [operand.empty() for operand in problem.operands])
+    value = _evaluate_all(problem, acc)
+    settled: dict[Expr, Expr] = {}
+    for node in value:
+        if isinstance(node, Operand):
+            _check_operand(problem.operands[node.index])
+        settled[node] = node
+        if isinstance(node, Call):
+            values = [value[arg] for arg in node.args]
+            settled[node] = _settled(ops.row(node.op), [settled[arg] for arg in node.args], values, value[node])
+    result = value[problem.expression]
     if result.shape != acc.shape:
         raise UnsupportedError(f"an operand enlarges the result from {tuple(acc.shape)} to {tuple(result.shape)}")
     if result.dtype not in RESULT_DTYPES:
         raise UnsupportedError(f"the result's dtype is {result.dtype}; kernels have float32, float16 and bfloat16")
-    different = [dim for dim, size in enumerate(acc.shape) if size > 1 and result.stride(dim) != acc.stride(dim)]
-    if different:
+    if any(size > 1 and result.stride(dim) != acc.stride(dim) for dim, size in enumerate(acc.shape)):
         raise UnsupportedError(f"eager's result has strides {result.stride()}, its anchor's {acc.stride()}")
-    return result.dtype
+    return settled[problem.expression], result.dtype
+
+
+def _evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
+    """Every value of the epilogue, arguments before their users, as meta tensors. Raises Refused."""
+    value: dict[Expr, Any] = {}
+    for node in postorder(problem.expression):
+        match node:
+            case Call(op, args):
+                try:
+                    value[node] = ops.row(op).reference(*(value[arg] for arg in args))
+                except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                    raise Refused(f"torch does not accept these tensors: {error}") from None
+            case Operand(index):
+                value[node] = problem.operands[index].empty()
+            case Const(number):
+                value[node] = number
+            case _:
+                value[node] = acc
+    return value
+
+
+def _check_operand(operand: TensorMeta) -> None:
+    # a float64 scalar is fine: without dimensions it does not promote what it meets
+    if operand.dtype not in OPERAND_DTYPES and not (operand.dtype == torch.float64 and operand.shape == ()):
+        raise UnsupportedError(f"an operand is of {operand.dtype}, which kernels do not read")
+
+
+_CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: torch.Tensor) -> Expr:
+    if row.boolean:
+        # logical operations see truth values only; comparisons must be of numbers that float32 holds
+        logical = row.name.startswith("logical")
+        computed = torch.float32 if logical else torch.result_type(*values)
+    else:
+        computed = result.dtype
+    if computed not in RESULT_DTYPES:
+        raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
+    if row.name in ("type_as", "assign"):
+        return args[0] if values[0].dtype == result.dtype else Call(_CASTS[result.dtype], (args[0],))
+    return Call(row.name, tuple(args))

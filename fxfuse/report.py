@@ -6,14 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from tabulate import tabulate
 from torch import fx
 
 from fxfuse import functional
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, FusedRegion
-from fxfuse.problem import Plan, Problem
 
 _COLUMN: int = 60
 """Characters at which long cells of the table wrap."""
@@ -86,7 +84,7 @@ def explain(fast: fx.GraphModule) -> Report:
     skipped: list[SkippedReport] = []
     for path, module in _fused_modules(fast):
         prefix = f"{path}." if path else ""
-        regions += [_region_report(module, region, prefix) for region in module.regions]
+        regions += [_region_report(region, prefix) for region in module.regions]
         for untraced in module.captured.untraced:
             name = prefix + untraced.path if untraced.path else path or "the model"
             skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}"))
@@ -98,12 +96,14 @@ def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
     for path, module in fast.named_modules():
         if isinstance(module, FusedModule):
             yield path, module
+            for variant in module.variants.values():
+                yield path, variant
 
 
-def _region_report(module: FusedModule, region: FusedRegion, prefix: str) -> RegionReport:
-    plans = [plan for problem, plan in functional.plans() if _is_of(module, region, problem)]
-    kernels = list(dict.fromkeys(plan.kernel for plan in plans if plan.kernel is not None))
-    reasons = list(dict.fromkeys(_reason(plan) for plan in plans if plan.kernel is None))
+def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
+    plans = functional.plans(region.number)
+    kernels = dict.fromkeys(plan.kernel for plan in plans if plan.kernel is not None)
+    reasons = dict.fromkeys(plan.reason for plan in plans if plan.reason is not None)
     return RegionReport(
         node=prefix + region.fused,
         anchor=region.kind,
@@ -112,29 +112,3 @@ def _region_report(module: FusedModule, region: FusedRegion, prefix: str) -> Reg
         kernel="; ".join(kernels) or None,
         fallback="; ".join(reasons) or None,
     )
-
-
-def _reason(plan: Plan) -> str:
-    assert plan.reason is not None
-    return plan.reason
-
-
-def _is_of(module: FusedModule, region: FusedRegion, problem: Problem) -> bool:
-    """Whether `problem` is one that this region poses: the same computation on a weight like its own."""
-    if (problem.kind, problem.epilogue) != (region.kind, region.epilogue):
-        return False
-    node = next((node for node in module.graph.nodes if node.name == region.fused), None)
-    if node is None:  # the user edited the graph
-        return False
-    options = functional.options_of(region.kind, node.args[5:])
-    weight = node.args[1]
-    if options != problem.options or not isinstance(weight, fx.Node):
-        return False
-    if weight.op != "get_attr":
-        return True
-    tensor = module
-    for name in str(weight.target).split("."):
-        tensor = getattr(tensor, name)
-    assert isinstance(tensor, torch.Tensor)
-    meta = problem.weight
-    return (tuple(tensor.shape), tensor.dtype, tensor.device) == (meta.shape, meta.dtype, meta.device)

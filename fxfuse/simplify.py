@@ -46,23 +46,25 @@ def _number(matched: Matched, name: str) -> float:
 
 
 def _inside(known: Ranges, matched: Matched) -> bool:
-    return known[matched["x"]].within(_number(matched, "c"), _number(matched, "d"))
+    return _is_float(known, matched) and known[matched["x"]].within(_number(matched, "c"), _number(matched, "d"))
 
 
 def _never_below(known: Ranges, matched: Matched) -> bool:
-    return known[matched["x"]].lo >= _number(matched, "c")
+    return _is_float(known, matched) and known[matched["x"]].lo >= _number(matched, "c")
 
 
 def _never_above(known: Ranges, matched: Matched) -> bool:
-    return known[matched["x"]].hi <= _number(matched, "c")
+    return _is_float(known, matched) and known[matched["x"]].hi <= _number(matched, "c")
 
 
 def _nonnegative(known: Ranges, matched: Matched) -> bool:
-    return known[matched["x"]].lo >= 0.0
+    return _is_float(known, matched) and known[matched["x"]].lo >= 0.0
 
 
 def _exact_reciprocal(known: Ranges, matched: Matched) -> bool:
     """Dividing by a power of two is multiplying by its inverse, bit for bit, when both are normal in every dtype."""
+    if not _is_float(known, matched):
+        return False
     mantissa, exponent = math.frexp(_number(matched, "c"))
     return abs(mantissa) == 0.5 and -13 <= exponent <= 14  # float16's normal numbers start at 2^-14
 
@@ -125,9 +127,9 @@ _RULES = [
     _rule("relu(x)", "x", _nonnegative),
     _rule("abs(x)", "x", _nonnegative),
     # composites that the table computes with fewer special functions, or more accurately
-    _rule("x * sigmoid(x)", "silu(x)"),
-    _rule("x * tanh(softplus(x, 1.0, 20.0))", "mish(x)"),
-    _rule("x * tanh(softplus(x, 1, 20))", "mish(x)"),
+    _rule("x * sigmoid(x)", "silu(x)", _is_float),
+    _rule("x * tanh(softplus(x, 1.0, 20.0))", "mish(x)", _is_float),
+    _rule("x * tanh(softplus(x, 1, 20))", "mish(x)", _is_float),
     # arithmetic that does nothing
     _rule("-(-x)", "x"),
     _rule("x * 1", "x", _is_float),
@@ -136,7 +138,6 @@ _RULES = [
     _rule("x / 1.0", "x", _is_float),
     _rule("x - 0", "x", _is_float),
     _rule("x - 0.0", "x", _is_float),
-    _rule("where(y, x, x)", "x"),
     # a multiplication instead of a division
     _rule("x / c", "x * r", _exact_reciprocal),
 ]

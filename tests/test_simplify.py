@@ -47,7 +47,7 @@ from fxfuse.simplify import ranges, simplify
         ("acc / 3", "acc / 3"),
         ("acc / 0.0", "acc / 0.0"),
         ("o0 * 1 + acc", "o0 * 1 + acc"),  # an integer operand would not promote as o0 alone does
-        ("where(acc > 0, o0, o0) + acc", "o0 + acc"),
+        ("where(acc > 0, o0, o0) + acc", "where(acc > 0, o0, o0) + acc"),
         ("clamp(acc, nan, 1)", "clamp(acc, nan, 1)"),
         ("clamp(tanh(acc), -1, nan)", "clamp(tanh(acc), -1, nan)"),
     ],
@@ -67,7 +67,8 @@ def _unary_calls():
         row = ops.row(name)
         rest = list(row.params.values())[1:]
         values = [1.5 if default is ops.REQUIRED else default for default in rest]
-        if name not in ("where", "channel", "type_as", "logical_and", "logical_or"):
+        others = ("where", "type_as", "assign", "logical_and", "logical_or", "lerp", "prelu", "batch_norm")
+        if name not in others:
             yield name, Call(name, (Acc(), *(Const(value) for value in values)))
 
 

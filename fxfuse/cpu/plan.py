@@ -18,7 +18,8 @@ from fxfuse.cpu import codegen
 from fxfuse.errors import UnsupportedError
 from fxfuse.layout import flatten
 from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Plan, Problem, channel_operands, result_dtype, run_anchor
+from fxfuse.problem import Plan, Problem, anchor_meta, channel_operands, run_anchor, typed
+from fxfuse.reference import evaluate
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class _Pass:
 
 def _make_pass(problem: Problem, acc: torch.Tensor) -> _Pass:
     meta = torch.empty_strided(acc.shape, acc.stride(), dtype=acc.dtype, device="meta")
-    after = result_dtype(problem, meta)
+    expression, after = typed(problem, meta)
     before = after if after.itemsize > acc.dtype.itemsize else acc.dtype
-    operands = plan_operands(acc.shape, acc.stride(), problem.operands, channel_operands(problem.expression), flatten)
+    operands = plan_operands(acc.shape, acc.stride(), problem.operands, channel_operands(expression), flatten)
     if operands is None:
         raise UnsupportedError(f"the anchor's result has strides {acc.stride()}")
-    text = codegen.generate(problem.expression, before, operands.kinds)
+    text = codegen.generate(expression, before, operands.kinds)
     launch = build.load(build.Source(text, None, problem.label))
     layout = operands.layout
     params = struct.pack("5q", *layout.sizes, layout.strides[0][0], layout.strides[0][1]) + operands.packed_strides()
@@ -57,33 +58,22 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
 
-def _anchor_meta(problem: Problem) -> torch.Tensor:
-    """The anchor's result as eager makes it, without computing it."""
-    bias = problem.bias.empty() if problem.bias is not None else None
-    return run_anchor(problem.kind, problem.options, problem.x.empty(), problem.weight.empty(), bias)
-
-
 def make_plan(problem: Problem) -> Plan:
     """Compiles the pass for `problem`. Raises UnsupportedError, ToolchainError or BuildError."""
-    passes: dict[tuple[int, ...], _Pass] = {}
-    try:
-        expected = _anchor_meta(problem)
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        # The tensors do not fit together: running the region in torch raises the exception that eager raises.
-        raise UnsupportedError("torch does not accept these shapes") from None
-    if expected.numel() > 0:
-        passes[expected.stride()] = _make_pass(problem, expected)
+    expected = anchor_meta(problem)
+    passes: dict[tuple[int, ...], _Pass | None] = {expected.stride(): _make_pass(problem, expected)}
     name = f"{problem.kind} by torch + one pass"
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         acc = run_anchor(problem.kind, problem.options, x, weight, bias)
-        if acc.numel() == 0:
-            return acc.to(result_dtype(problem, torch.empty_like(acc, device="meta")))
-        chosen = passes.get(acc.stride())
-        if chosen is None:  # the meta kernel predicted other strides than this build of torch makes
-            chosen = passes[acc.stride()] = _make_pass(problem, acc)
-        return _apply(chosen, acc, operands)
+        if acc.stride() not in passes:  # torch's meta kernel predicts other strides for some layouts
+            try:
+                passes[acc.stride()] = _make_pass(problem, acc)
+            except UnsupportedError:
+                passes[acc.stride()] = None
+        chosen = passes[acc.stride()]
+        return evaluate(problem.expression, acc, operands) if chosen is None else _apply(chosen, acc, operands)
 
     return Plan(run, name)

@@ -73,11 +73,14 @@ def _operand_type(kind: OperandKind) -> str:
     return f"Operand<{CPP_TYPES[kind.dtype]}, {' | '.join(names) or '0'}>"
 
 
-def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKind], kernel: Kernel) -> str:
+def generate(
+    expression: Expr, output: torch.dtype, operands: Sequence[OperandKind], kernel: Kernel, uses_batch: bool = True
+) -> str:
     """The complete source for `expression` in `kernel`, writing `output`.
 
     Operand i of the expression is read as `operands[i]` says. The kernel's arguments are its Problem struct followed
-    by three int64 strides per operand, its tensors' pointers followed by the operands'.
+    by three int64 strides per operand, its tensors' pointers followed by the operands'. `uses_batch`: whether operands
+    tell rows of one batch from the same rows of another; if not, a GEMM numbers rows through all batches.
     """
     members = "\n".join(f"    {_operand_type(kind)} operand{i};" for i, kind in enumerate(operands))
     values = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))
@@ -92,7 +95,7 @@ def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKi
     source = _TEMPLATE.format(
         header=kernel.header,
         members=members,
-        uses_batch="true" if any(kind.dtype is not None and kind.varies[0] for kind in operands) else "false",
+        uses_batch="true" if uses_batch else "false",
         make=make,
         function=function(expression, len(operands), "static __device__ __forceinline__"),
         loads=loads,

@@ -24,7 +24,7 @@ def _tf32_allowed(new: Any, old: Any) -> bool:
     return bool(old.allow_tf32)
 
 
-def switches() -> tuple[bool, bool]:
+def tf32_allowed() -> tuple[bool, bool]:
     """Whether torch may use TF32 in (matrix products, convolutions)."""
     return (
         _tf32_allowed(torch.backends.cuda.matmul, torch.backends.cuda.matmul),
@@ -38,5 +38,5 @@ def precision(kind: str, dtype: torch.dtype) -> Precision:
         return "fp16"
     if dtype == torch.bfloat16:
         return "bf16"
-    matmul, convolution = switches()
+    matmul, convolution = tf32_allowed()
     return "tf32" if (convolution if kind == "conv2d" else matmul) else "tf32x3"

@@ -1,7 +1,7 @@
 """Anchors: the GEMMs and convolutions that a region starts from.
 
 `find_anchor` looks at one node of a traced graph and says what it computes in the terms of the fused operators
-(functional.py): which tensors, which convolution parameters, and what is already an epilogue (addmm's alpha and beta).
+(functional.py): which tensors, and which further options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.expression import Acc, Expr, Operand, call
 from fxfuse.ops import REQUIRED, Rejected
 
 
@@ -33,16 +32,14 @@ Source: TypeAlias = fx.Node | Attribute
 
 @dataclass(frozen=True)
 class Anchor:
-    """What an anchor node computes: `kind`(x, weight, bias, **options), then `epilogue`."""
+    """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear" (weight (N, K)), "matmul" (weight (K, N)) or "conv2d"."""
+    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)) or "conv2d"."""
     x: Source
     weight: Source
     bias: Source | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    operands: tuple[Source, ...] = ()
-    epilogue: Expr = field(default_factory=Acc)
 
 
 def tensor_at(root: nn.Module, path: str) -> Any:
@@ -62,8 +59,8 @@ def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` runs more than its forward."""
-    return bool(
+    """Whether calling `module` runs more, or something else, than its class's forward."""
+    return "forward" in vars(module) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
@@ -121,6 +118,8 @@ def _conv2d_options(
     if padding == "valid":
         sides: tuple[int, ...] = (0, 0)
     elif padding == "same":
+        if stride != (1, 1):
+            raise Rejected("padding='same' with a stride, which torch refuses")
         if kernel is None:
             raise Rejected("padding='same' with a weight whose size is not known before the model runs")
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -145,20 +144,20 @@ def _optional_tensor(value: Any, what: str) -> fx.Node | None:
     return None if value is None else _tensor(value, what)
 
 
-def _weight_matrix(root: nn.Module, source: fx.Node) -> tuple[str, fx.Node]:
-    """The parameter on a product's right and the operator that takes it as it lies: w.t() makes it a linear."""
+def _weight_matrix(root: nn.Module, value: Any) -> fx.Node:
+    """The right side of a product: a 2-D parameter or buffer, perhaps transposed."""
+    source = _tensor(value, "right side")
     transposed = (
         (source.op == "call_method" and source.target == "t" and len(source.args) == 1)
         or (source.op == "call_function" and source.target is torch.t and len(source.args) == 1)
         or (source.op == "call_function" and source.target is getattr and source.args[1:] in (("T",), ("mT",)))
     )
-    base = source.args[0] if transposed else source
-    tensor = known_tensor(root, base)
-    if tensor is None or not isinstance(base, fx.Node):
+    tensor = known_tensor(root, source.args[0] if transposed else source)
+    if tensor is None:
         raise Rejected("its right side is not a parameter or buffer")
     if tensor.dim() != 2:
         raise Rejected(f"its right side has {tensor.dim()} dimensions, not 2")
-    return ("linear" if transposed else "matmul"), base
+    return source
 
 
 def _linear(root: nn.Module, x: Any, weight: Any, bias: Any) -> Anchor:
@@ -166,20 +165,18 @@ def _linear(root: nn.Module, x: Any, weight: Any, bias: Any) -> Anchor:
 
 
 def _matmul(root: nn.Module, x: Any, weight: Any) -> Anchor:
-    kind, base = _weight_matrix(root, _tensor(weight, "right side"))
-    return Anchor(kind, _tensor(x, "left side"), base)
+    return Anchor("matmul", _tensor(x, "left side"), _weight_matrix(root, weight))
+
+
+def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
+    return Anchor("mm", _tensor(x, "left side"), _weight_matrix(root, weight))
 
 
 def _addmm(root: nn.Module, bias: Any, x: Any, weight: Any, beta: Any, alpha: Any) -> Anchor:
     if not all(isinstance(value, int | float) for value in (beta, alpha)):
         raise Rejected("alpha or beta is not known before the model runs")
-    kind, base = _weight_matrix(root, _tensor(weight, "right side"))
-    product: Expr = Acc() if alpha == 1 else call("mul", Acc(), alpha)
-    if beta == 0:  # torch then ignores the bias, NaN included
-        return Anchor(kind, _tensor(x, "left side"), base, epilogue=product)
-    term: Expr = Operand(0) if beta == 1 else call("mul", Operand(0), beta)
-    operands = (_tensor(bias, "bias"),)
-    return Anchor(kind, _tensor(x, "left side"), base, operands=operands, epilogue=call("add", product, term))
+    options = {"beta": float(beta), "alpha": float(alpha)}
+    return Anchor("addmm", _tensor(x, "left side"), _weight_matrix(root, weight), _tensor(bias, "bias"), options)
 
 
 def _conv2d(
@@ -202,7 +199,7 @@ class _Function:
 
 _LINEAR: Final = _Function("linear", {"input": REQUIRED, "weight": REQUIRED, "bias": None}, _linear)
 _MATMUL: Final = _Function("matmul", {"input": REQUIRED, "other": REQUIRED}, _matmul)
-_MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _matmul)
+_MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _mm)
 _ADDMM: Final = _Function(
     "addmm", {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}, _addmm
 )

@@ -16,7 +16,7 @@ from torch import fx, nn
 from fxfuse import ops
 from fxfuse.patterns.anchors import Attribute, Source
 
-_CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach", "channel"})
+_CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach"})
 """Rows whose result may be their argument itself."""
 
 _FRESH_MODULES: Final = (

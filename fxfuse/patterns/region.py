@@ -91,7 +91,7 @@ class _Growth:
         if self.anchor.kind == "conv2d":
             dimension, features, rank = -3, weight.shape[0], 4
         else:
-            dimension, features, rank = -1, weight.shape[1 if self.anchor.kind == "matmul" else 0], None
+            dimension, features, rank = -1, weight.shape[0 if self.anchor.kind == "linear" else 1], None
         too_wide = tensor.dim() >= -dimension and tensor.shape[dimension] not in (1, features)
         if too_wide or (rank is not None and tensor.dim() > rank):
             name = source.name if isinstance(source, fx.Node) else source.path
@@ -118,21 +118,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _module_arguments(growth: _Growth, row: ops.Row, node: fx.Node, module: nn.Module) -> dict[str, Any]:
     """A module's parameters of its operation; tensors become operands read from the module at every call."""
-    arguments = ops.module_arguments(row, module)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            arguments[name] = _channel_operand(growth, f"{node.target}.{name}", value)
-    return arguments
-
-
-def _channel_operand(growth: _Growth, path: str, tensor: torch.Tensor) -> Expr:
-    """A module's per-channel vector (dimension 1 of the result) as an operand."""
-    operand = growth.operand(Attribute(path))
-    if tensor.numel() == 1:
-        return operand
-    if growth.anchor.kind != "conv2d":
-        raise Rejected(f"'{path}' has a value per channel, and which dimension that is, is not known after a linear")
-    return call("channel", operand)
+    return {
+        name: growth.operand(Attribute(f"{node.target}.{name}")) if isinstance(value, torch.Tensor) else value
+        for name, value in ops.module_arguments(row, module).items()
+    }
 
 
 def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
@@ -145,21 +134,14 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _batch_norm(growth: _Growth, node: fx.Node, module: nn.BatchNorm2d) -> Expr:
-    """Evaluation-mode normalisation from the live buffers: a scale and a shift per channel."""
+    """Evaluation-mode normalisation from the live buffers."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise Rejected(f"'{node.name}' normalises by the batch's own statistics")
-    if growth.anchor.kind != "conv2d":
-        raise Rejected(f"'{node.name}' does not follow a convolution")
-
-    def channel(name: str) -> Expr:
-        return call("channel", growth.operand(Attribute(f"{node.target}.{name}")))
-
-    scale: Expr = call("rsqrt", call("add", channel("running_var"), module.eps))
-    centred = call("sub", growth.argument(node.args[0]), channel("running_mean"))
-    if module.weight is not None:
-        scale = call("mul", scale, channel("weight"))
-    value = call("mul", centred, scale)
-    return value if module.bias is None else call("add", value, channel("bias"))
+    row = ops.row("batch_norm")
+    arguments = {
+        name: value for name, value in _module_arguments(growth, row, node, module).items() if value is not None
+    }
+    return row.build(*ops.bind(row, [growth.argument(node.all_input_nodes[0])], arguments))
 
 
 def _value_of(growth: _Growth, node: fx.Node) -> Expr | None:
@@ -182,21 +164,21 @@ def _value_of(growth: _Growth, node: fx.Node) -> Expr | None:
     value = found.row.build(*ops.bind(found.row, args, kwargs))
     if not found.in_place:
         return value
-    overwritten = node.args[0]
-    if not isinstance(overwritten, fx.Node) or overwritten not in growth.values:
+    overwritten = _overwritten(node)
+    if overwritten not in growth.values:
         raise Rejected(f"'{node.name}' overwrites a tensor from outside the region")
     if ops.is_boolean(value):
         raise Rejected(f"'{node.name}' overwrites a number with a truth value")
-    # an in-place result keeps its tensor's dtype; numbers never change it, other tensors could
+    # an in-place result keeps its tensor's dtype and shape; numbers never change them, other tensors could
     tensors = [arg for arg in node.all_input_nodes if arg is not overwritten]
-    return call("type_as", value, growth.values[overwritten]) if tensors else value
+    return call("assign", value, growth.values[overwritten]) if tensors else value
 
 
 # ---------------------------------------------------------------------------------------- growing, closing
 
 
 def _grow(root: nn.Module, anchor_node: fx.Node, anchor: Anchor, taken: set[fx.Node], mutations: Mutations) -> _Growth:
-    growth = _Growth(root, anchor_node, anchor, {anchor_node: anchor.epilogue}, list(anchor.operands))
+    growth = _Growth(root, anchor_node, anchor, {anchor_node: Acc()})
     for node in sorted(_descendants(anchor_node), key=mutations.order.__getitem__):
         if node.op == "output" or not any(arg in growth.values for arg in node.all_input_nodes):
             continue
@@ -226,16 +208,22 @@ def _descendants(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def _overwritten(node: fx.Node) -> fx.Node:
+    """What an in-place node writes into: its first argument, by position or by name."""
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    if not isinstance(first, fx.Node):
+        raise Rejected(f"'{node.name}' overwrites something that is not a tensor of the graph")
+    return first
+
+
 def _check_overwritten(growth: _Growth, node: fx.Node, mutations: Mutations) -> None:
     """An in-place node may only join if nobody reads the old tensor object after it."""
     found = spelling(growth.root, node)
     if found is None or not found.in_place:
         return
-    overwritten = node.args[0]
-    assert isinstance(overwritten, fx.Node)
-    value = growth.values[overwritten]
-    same_memory = [other for other, expression in growth.values.items() if expression is value]
-    for alias in same_memory:
+    overwritten = _overwritten(node)
+    memory = mutations.memory(overwritten)
+    for alias in (other for other in growth.values if mutations.memory(other) & memory):
         for user in alias.users:
             if user is not node and mutations.order[user] > mutations.order[node]:
                 raise Rejected(f"'{node.name}' overwrites a value that '{user.name}' reads later")
@@ -266,7 +254,6 @@ def _obstacle(growth: _Growth, members: list[fx.Node], mutations: Mutations) -> 
     moved_to = mutations.order[output]
     anchor = growth.anchor
     reads = [(growth.anchor_node, source) for source in (anchor.x, anchor.weight, anchor.bias) if source is not None]
-    reads += [(growth.anchor_node, source) for source in anchor.operands]
     reads += [(node, arg) for node in members[1:] for arg in node.all_input_nodes if arg not in inside]
     for node, source in reads:
         if mutations.between(mutations.order[node], moved_to, [source], members):

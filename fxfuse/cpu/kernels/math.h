@@ -3,11 +3,12 @@
 // Each function is branch-free straight-line code on one float: inside a `#pragma omp simd` loop the compiler turns it
 // into vector code, which a call into libm would prevent. No flag that weakens NaN or infinity is needed, only
 // -fno-math-errno and -fno-trapping-math; contraction of a * b + c by the compiler must be off (-ffp-contract=off),
-// here it is asked for by name where it is meant.
+// here it is asked for by name where it is meant. (g++'s -ftree-pre should be off, too: it shares truth values between
+// branches, and a loop that keeps one across a branch is not vectorised.)
 //
 // Results are as torch's: NaN and infinities in the same places, signed zeros and denormals kept. Errors against the
 // exact value, in units in the last place over all floats (pow: sampled), with fused multiply-add:
-//     exp 1.0   expm1 1.1   log 0.9   log1p 1.0   tanh 1.5   sigmoid 1.7   erf 1.1   sin 1.4   cos 1.4   pow 0.6
+//     exp 1.0   expm1 1.5   log 0.9   log1p 1.5   tanh 1.4   sigmoid 2.5   erf 1.5   sin 1.6   cos 1.6   pow 0.6
 //
 // The polynomials are minimax fits of the functions named beside them (iteratively reweighted least squares on a
 // Chebyshev grid, weighted by the relative error of the result; coefficients rounded to float one by one, refitting
@@ -75,14 +76,22 @@ FXFUSE_INLINE Real polynomial(Real x, Real c1, Real c0, Rest... rest) {
 }
 
 FXFUSE_INLINE float magnitude(float x) { return from_bits(bits(x) & ~kSignBit); }
-FXFUSE_INLINE float with_sign_of(float value, float sign) { return from_bits((bits(value) & ~kSignBit) | (bits(sign) & kSignBit)); }
+FXFUSE_INLINE float with_sign_of(float value, float sign) {
+    return from_bits((bits(value) & ~kSignBit) | (bits(sign) & kSignBit));
+}
 
 // Bounds that let NaN through.
 FXFUSE_INLINE float at_most(float x, float bound) { return x > bound ? bound : x; }
 FXFUSE_INLINE float at_least(float x, float bound) { return x < bound ? bound : x; }
 
 // 2^n for -126 <= n <= 127.
-FXFUSE_INLINE float power_of_two(int32_t n) { return from_bits((static_cast<uint32_t>(n) + kExponentBias) << kMantissaBits); }
+FXFUSE_INLINE float power_of_two(int32_t n) {
+    return from_bits((static_cast<uint32_t>(n) + kExponentBias) << kMantissaBits);
+}
+
+// Adding it rounds a number below 2^22 to an integer and leaves that in the low bits.
+constexpr float kToInteger = 0x1.8p23f;
+FXFUSE_INLINE int32_t rounded_integer(float shifted) { return static_cast<int32_t>(bits(shifted) - bits(kToInteger)); }
 
 // exp(x) = 2^exponent * (1 + excess), |excess| < 0.42, for |x| < 2^20; NaN gives excess NaN.
 struct ExpParts {
@@ -91,7 +100,6 @@ struct ExpParts {
 };
 
 FXFUSE_INLINE ExpParts split_exp(float x) {
-    constexpr float kToInteger = 0x1.8p23f;  // adding it rounds to an integer and leaves that in the low bits
     constexpr float kLog2E = 1.442695041f;
     // ln 2 in two parts: the first has 15 bits, so that its product with an exponent is exact.
     constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 1.4286068e-06f;
@@ -99,8 +107,9 @@ FXFUSE_INLINE ExpParts split_exp(float x) {
     const float n = shifted - kToInteger;
     const float r = multiply_add(n, -kLn2Low, multiply_add(n, -kLn2High, x));
     // (expm1(r) - r) / r^2 on |r| <= ln(2) / 2: 2^-31
-    const float tail = polynomial(r, 0x1.9e6ef4p-13f, 0x1.6d3a3ap-10f, 0x1.1112dap-7f, 0x1.5554f8p-5f, 0x1.555554p-3f, 0.5f);
-    return {static_cast<int32_t>(bits(shifted) - bits(kToInteger)), multiply_add(r * r, tail, r)};
+    const float tail = polynomial(r, 0x1.9e6ef4p-13f, 0x1.6d3a3ap-10f, 0x1.1112dap-7f, 0x1.5554f8p-5f, 0x1.555554p-3f,
+                                  0.5f);
+    return {rounded_integer(shifted), multiply_add(r * r, tail, r)};
 }
 
 // x = 2^exponent * mantissa with sqrt(1/2) <= mantissa < sqrt(2), for finite x > 0, denormals included.
@@ -122,8 +131,8 @@ FXFUSE_INLINE float join_log(int32_t exponent, float f) {
     const float e = static_cast<float>(exponent);
     const float f2 = f * f;
     // (log(1 + f) - f + f^2 / 2) / f^3: 2^-27
-    float y = polynomial(f, -0x1.38c9d4p-4f, 0x1.055ec4p-3f, -0x1.0d8242p-3f, 0x1.22d92ep-3f, -0x1.54728ap-3f, 0x1.99a01cp-3f,
-                         -0x1.000226p-2f, 0x1.555554p-2f);
+    float y = polynomial(f, -0x1.38c9d4p-4f, 0x1.055ec4p-3f, -0x1.0d8242p-3f, 0x1.22d92ep-3f, -0x1.54728ap-3f,
+                         0x1.99a01cp-3f, -0x1.000226p-2f, 0x1.555554p-2f);
     y = multiply_add(e, kLn2Low, f * f2 * y);
     y = f + multiply_add(-0.5f, f2, y);
     return multiply_add(e, kLn2High, y);
@@ -146,7 +155,8 @@ struct QuarterTurns {
 // whole turns nor less than the result's precision, so all floats up to the largest come out right.
 FXFUSE_INLINE QuarterTurns reduce_angle(float x) {
     // 2/pi in words of 32 bits, with 32 zero bits in front
-    constexpr uint32_t kTwoOverPi[] = {0, 0xa2f9836e, 0x4e441529, 0xfc2757d1, 0xf534ddc0, 0xdb629599, 0x3c439041, 0xfe5163ab};
+    constexpr uint32_t kTwoOverPi[] = {0,          0xa2f9836e, 0x4e441529, 0xfc2757d1,
+                                       0xf534ddc0, 0xdb629599, 0x3c439041, 0xfe5163ab};
     const uint32_t u = bits(x) & ~kSignBit;
     const uint32_t mantissa = (u & 0x7fffffu) | 0x800000u;
     // |x| = mantissa * 2^(biased - 150); bit p of the words, counted from 0, has then the weight mantissa * 2.
@@ -159,11 +169,14 @@ FXFUSE_INLINE QuarterTurns reduce_angle(float x) {
         const uint32_t high = word == 3 ? kTwoOverPi[i + 3] : middle;
         w[i] = word == 4 ? kTwoOverPi[i + 4] : high;
     }
-    const auto window = [shift](uint32_t first, uint32_t second) { return first << shift | (second >> 1) >> (31 - shift); };
+    const auto window = [shift](uint32_t first, uint32_t second) {
+        return first << shift | (second >> 1) >> (31 - shift);
+    };
     // In units of 2^-30 quarter turns; the multiplication overflows by whole turns.
     const uint32_t top = mantissa * window(w[0], w[1]);
-    const double low = static_cast<double>(mantissa) *
-                       (static_cast<double>(window(w[1], w[2])) * 0x1p-32 + static_cast<double>(window(w[2], w[3])) * 0x1p-64);
+    const double fraction = static_cast<double>(window(w[1], w[2])) * 0x1p-32 +
+                            static_cast<double>(window(w[2], w[3])) * 0x1p-64;
+    const double low = static_cast<double>(mantissa) * fraction;
     const uint32_t quadrant = (top + 0x20000000u) >> 30;
     const double turns = static_cast<double>(static_cast<int32_t>(top - (quadrant << 30))) + low;
     return {quadrant, static_cast<float>(turns * 0x1.921fb54442d18p-30)};  // pi/2 * 2^-30
@@ -193,9 +206,17 @@ FXFUSE_INLINE float abs(float x) { return detail::magnitude(x); }
 FXFUSE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FXFUSE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-// NaN if either argument is.
-FXFUSE_INLINE float minimum(float a, float b) { return (a < b) | (a != a) ? a : b; }
-FXFUSE_INLINE float maximum(float a, float b) { return (a > b) | (a != a) ? a : b; }
+// NaN if either argument is: the first selection returns a if they do not compare, the second folds away if b is a
+// literal. (Conditions are kept apart here and below: a combined one gives the compiler boolean values to share between
+// branches, which its vectoriser gives up on.)
+FXFUSE_INLINE float minimum(float a, float b) {
+    const float smaller = b < a ? b : a;
+    return b != b ? b : smaller;
+}
+FXFUSE_INLINE float maximum(float a, float b) {
+    const float larger = b > a ? b : a;
+    return b != b ? b : larger;
+}
 
 // ---------------------------------------------------------------------------------------- exponentials
 
@@ -216,18 +237,13 @@ FXFUSE_INLINE float expm1(float x) {
     return magnitude(x) < 0x1p-25f ? x : y;  // keeps denormals and -0
 }
 
+// 1 / (1 + exp(-x)), numerator and denominator scaled by 2^-24 so that exp(-x) may exceed float's range: at 104 the
+// quotient is 0. Adding 1 to the power of two before the excess saves a rounding (here and below).
 FXFUSE_INLINE float sigmoid(float x) {
     using namespace detail;
-    const float e = exp(-abs(x));  // at most 1: no overflow, and the left tail keeps its precision
-    const float sum = 1.0f + e;
-    const float lost = e - (sum - 1.0f);
-    const bool negative = x < 0.0f;
-    const float numerator = negative ? e : 1.0f;
-    const float quotient = numerator / sum;
-    // one step of Newton's method takes the roundings of sum and quotient back
-    const float residual = multiply_add(-quotient, lost, multiply_add(-quotient, sum, numerator));
-    const float reciprocal = negative ? 1.0f - quotient : quotient;
-    return multiply_add(residual, reciprocal, quotient);
+    const auto [n, excess] = split_exp(at_least(at_most(-x, 104.0f), -20.0f));
+    const float scale = power_of_two(n - 24);
+    return 0x1p-24f / multiply_add(scale, excess, 0x1p-24f + scale);
 }
 
 FXFUSE_INLINE float tanh(float x) {
@@ -235,12 +251,13 @@ FXFUSE_INLINE float tanh(float x) {
     const float a = magnitude(x);
     const float a2 = a * a;
     // (tanh(a) / a - 1) / a^2 on [0, 0.55]: 2^-29
-    const float small = multiply_add(a * a2, polynomial(a2, -0x1.99565ep-8f, 0x1.58ec78p-6f, -0x1.b91f20p-5f, 0x1.110cf0p-3f,
-                                                        -0x1.55554ap-2f), a);
+    const float small_tail = polynomial(a2, -0x1.99565ep-8f, 0x1.58ec78p-6f, -0x1.b91f20p-5f, 0x1.110cf0p-3f,
+                                        -0x1.55554ap-2f);
+    const float small = multiply_add(a * a2, small_tail, a);
     // 1 - 2 / (exp(2a) + 1); from 10 on this is 1
     const auto [n, excess] = split_exp(2.0f * at_most(a, 10.0f));
     const float scale = power_of_two(n);
-    const float large = 1.0f - 2.0f / (multiply_add(scale, excess, scale) + 1.0f);
+    const float large = 1.0f - 2.0f / multiply_add(scale, excess, scale + 1.0f);
     return with_sign_of(a < 0.55f ? small : large, x);
 }
 
@@ -249,14 +266,20 @@ FXFUSE_INLINE float erf(float x) {
     const float a = magnitude(x);
     const float a2 = a * a;
     // erf(a) / a - 1 on [0, 0.9]: 2^-30
-    const float small = multiply_add(a, polynomial(a2, 0x1.4d2864p-14f, -0x1.a583bcp-11f, 0x1.543f2ap-8f, -0x1.b80062p-6f,
-                                                   0x1.ce2d60p-4f, -0x1.812740p-2f, 0x1.06eba8p-3f), a);
-    // log(1 - erf(a)) / a on [0.9, 4]: 2^-30 of erf; at 4 erf is 1
+    const float small_tail = polynomial(a2, 0x1.4d2864p-14f, -0x1.a583bcp-11f, 0x1.543f2ap-8f, -0x1.b80062p-6f,
+                                        0x1.ce2d60p-4f, -0x1.812740p-2f, 0x1.06eba8p-3f);
+    const float small = multiply_add(a, small_tail, a);
+    // 1 - 2^y, y / a = log2(1 - erf(a)) / a on [0.9, 4]: 2^-30 of erf; at 4 erf is 1
     const float t = at_most(a, 4.0f);
-    const auto [n, excess] = split_exp(t * polynomial(t, -0x1.5df666p-17f, 0x1.4a1fc2p-12f, -0x1.d9342ep-9f, 0x1.8435b4p-6f,
-                                                      -0x1.b2d3bep-4f, -0x1.4538aep-1f, -0x1.20ee5cp+0f));
-    const float scale = power_of_two(n);
-    const float large = 1.0f - multiply_add(scale, excess, scale);
+    const float y = t * polynomial(t, -0x1.f8eab2p-17f, 0x1.dc462cp-12f, -0x1.555848p-8f, 0x1.1808b2p-5f,
+                                   -0x1.39a94cp-3f, -0x1.d53202p-1f, -0x1.a0d6e6p+0f);
+    const float shifted = y + kToInteger;
+    const float fraction = y - (shifted - kToInteger);
+    // (2^f - 1) / f on |f| <= 1/2: 2^-23, of which at most a quarter is left in erf
+    const float excess = fraction * polynomial(fraction, 0x1.5bd898p-10f, 0x1.3ce8c0p-7f, 0x1.c6b6dcp-5f,
+                                               0x1.ebf9c2p-3f, 0x1.62e42ap-1f);
+    const float scale = power_of_two(rounded_integer(shifted));
+    const float large = multiply_add(-scale, excess, 1.0f - scale);
     return with_sign_of(a < 0.9f ? small : large, x);
 }
 
@@ -292,7 +315,7 @@ FXFUSE_INLINE float cos(float x) { return detail::sin_of_magnitude(x, 1); }
 // 2^(y log2 |x|) in double, so that the error of the logarithm, which y multiplies, stays below float's precision.
 FXFUSE_INLINE float pow(float x, float y) {
     using namespace detail;
-    constexpr double kToInteger = 0x1.8p52;
+    constexpr double kDoubleToInteger = 0x1.8p52;  // as kToInteger, for double
     constexpr float kLargest = 0x1.fffffep127f;
     const float a = magnitude(x);
 
@@ -309,22 +332,24 @@ FXFUSE_INLINE float pow(float x, float y) {
     double t = static_cast<double>(at_least(at_most(y, kLargest), -kLargest)) * log2;
     t = t > 129.0 ? 129.0 : t;  // overflows float
     t = t < -151.0 ? -151.0 : t;  // rounds to zero in float
-    const double shifted = t + kToInteger;
-    const double fraction = t - (shifted - kToInteger);
-    const uint64_t exponent = bit_cast<uint64_t>(shifted) - bit_cast<uint64_t>(kToInteger);
+    const double shifted = t + kDoubleToInteger;
+    const double fraction = t - (shifted - kDoubleToInteger);
+    const uint64_t exponent = bit_cast<uint64_t>(shifted) - bit_cast<uint64_t>(kDoubleToInteger);
     // 2^x on |x| <= 1/2: 2^-29
     const double power = polynomial(fraction, 0.00015345788193843718, 0.0013399957621541968, 0.009618489247217619,
                                     0.05550328711822036, 0.2402264688605499, 0.6931472057671306, 1.0000000005550527);
     float value = static_cast<float>(power * bit_cast<double>((exponent + 1023) << 52));
 
-    // Signs: from 2^23 on every float is an integer, from 2^24 on an even one.
+    // From 2^23 on every float is an integer, from 2^24 on an even one.
     const float b = magnitude(y);
-    const float integral = b < 0x1p23f ? b + 0x1p23f : b;  // its lowest bit is that of y's integer part
-    const bool integer = (b >= 0x1p23f) | (integral - 0x1p23f == b);
-    const bool odd = integer & (b < 0x1p24f) & ((bits(integral) & 1) != 0);
-    value = from_bits(bits(value) ^ (odd ? bits(x) & kSignBit : 0));
-    value = (x < 0.0f) & (a < infinity()) & !integer ? not_a_number() : value;
-    return (x == 1.0f) | (y == 0.0f) ? 1.0f : value;
+    const float shifted_y = b < 0x1p23f ? b + 0x1p23f : b;  // its lowest bit is that of y's integer part
+    const float rounded_y = b < 0x1p23f ? shifted_y - 0x1p23f : b;
+    const uint32_t sign_if_odd = b < 0x1p24f ? bits(x) & bits(shifted_y) << 31 : 0;
+    const float power_if_negative = a < infinity() ? not_a_number() : value;
+    const float power_if_fraction = x < 0.0f ? power_if_negative : value;
+    value = rounded_y == b ? from_bits(bits(value) ^ sign_if_odd) : power_if_fraction;
+    value = x == 1.0f ? 1.0f : value;
+    return y == 0.0f ? 1.0f : value;
 }
 
 // ------------------------------------------------------------------------------- 16-bit floating point

@@ -1,0 +1,371 @@
+"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3 and depthwise (cuda/kernels).
+
+A problem comes in as sizes, strides, alignment and precision; kernels go out, best first by a model of their cost.
+Everything here is arithmetic on these numbers: no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Final, Literal
+
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import Precision
+
+Layout = Literal["nchw", "nhwc"]
+
+
+@dataclass(frozen=True)
+class Conv2dProblem:
+    """out[n, k, oy, ox] = sum of x[n, c, oy * stride - padding + r * dilation, ...] * weight[k, c, r, s].
+
+    x is (images, channels, height, width), the weight (out_channels, channels / groups, *kernel), both with any
+    strides (in elements); the output is contiguous in `out_layout`. `padding` is above and to the left of x: what is
+    below and to the right follows from `out_size`. Alignments are in bytes, of the first element.
+    """
+
+    images: int
+    channels: int
+    size: tuple[int, int]
+    out_channels: int
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    x_strides: tuple[int, int, int, int]
+    weight_strides: tuple[int, int, int, int]
+    out_layout: Layout
+    precision: Precision
+    x_alignment: int = 16
+    weight_alignment: int = 16
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision in ("tf32", "tf32x3") else 2
+
+    @property
+    def group_channels(self) -> int:
+        return self.channels // self.groups
+
+    @property
+    def group_filters(self) -> int:
+        return self.out_channels // self.groups
+
+    @property
+    def reduction(self) -> int:
+        """Length of the sum behind one output."""
+        return self.group_channels * self.kernel[0] * self.kernel[1]
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels of all images."""
+        return self.images * self.out_size[0] * self.out_size[1]
+
+
+def unsupported(problem: Conv2dProblem) -> str | None:
+    """Why no kernel can run the problem; None if one can."""
+    largest = 2**31 - 1  # 32-bit offsets within an image, within a filter and over an image's output pixels
+    if problem.groups < 1 or problem.channels % problem.groups or problem.out_channels % problem.groups:
+        return f"{problem.groups} groups divide {problem.channels} channels into {problem.out_channels} unevenly"
+    if problem.reduction == 0:
+        return "the sum behind each output is empty"
+    if _extent((problem.channels, *problem.size), problem.x_strides[1:]) > largest:
+        return "an image spans more than 2^31 elements"
+    if _extent((problem.group_channels, *problem.kernel), problem.weight_strides[1:]) > largest:
+        return "a filter spans more than 2^31 elements"
+    dilated = [(kernel - 1) * dilation for kernel, dilation in zip(problem.kernel, problem.dilation, strict=True)]
+    if _extent((problem.channels, dilated[0] + 1, dilated[1] + 1), problem.x_strides[1:]) > largest:
+        return "a dilated filter spans more than 2^31 elements of the image"
+    if max(*problem.size, *dilated, *problem.padding) >= 2**29:
+        return "a side of the image, of the padding or of the dilated filter is longer than 2^29"
+    if problem.out_size[0] * problem.out_size[1] > largest - max(tile.pixels for tile in _TILES):
+        return "an output image has more than 2^31 pixels"
+    return None
+
+
+def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
+    """The kernels that can run the problem, best first; none if `unsupported` gives a reason.
+
+    Depthwise problems have their own kernel. The direct kernel comes before the implicit GEMM where it fits the width:
+    it reads x once instead of nine times. Implicit GEMMs are ordered by `_tile_cost`.
+    """
+    if unsupported(problem) is not None:
+        return ()
+    return (*_depthwise(problem), *_direct(problem), *_implicit_gemm(problem))
+
+
+def pack(problem: Conv2dProblem) -> bytes:
+    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh."""
+    fields = (
+        problem.images,
+        problem.channels,
+        *problem.size,
+        problem.out_channels,
+        *problem.out_size,
+        *problem.kernel,
+        *problem.stride,
+        *problem.padding,
+        *problem.dilation,
+        problem.groups,
+        *problem.x_strides,
+        *problem.weight_strides,
+        _sums(problem)[1],
+    )
+    return struct.pack(f"<{len(fields)}q", *fields)
+
+
+def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Distance between the first and the last element, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _access(element_bytes: int, *multiples: int) -> int:
+    """The largest power of two up to 16 that divides every one of `multiples`, in bytes."""
+    return next(size for size in (16, 8, 4, 2) if size == element_bytes or all(m % size == 0 for m in multiples))
+
+
+def _same(strides: tuple[int, ...], expected: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether strides are as expected; those of dimensions of size 1 do not matter."""
+    return all(size == 1 or stride == e for stride, e, size in zip(strides, expected, sizes, strict=True))
+
+
+def _varying(strides: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[int]:
+    return (stride for stride, size in zip(strides, sizes, strict=True) if size > 1)
+
+
+# ------------------------------------------------------------------------------------------- implicit GEMM
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A thread block's part of the output, how its warps and stages share it, and what it costs.
+
+    `cost` is the time per product on a full device, relative to the best tile of its table, as measured on an H200
+    with 3x3 and 1x1 convolutions. Few filters cost most: every block fetches its pixels again.
+    """
+
+    filters: int
+    pixels: int
+    warps: tuple[int, int]
+    stages: int
+    cost: float
+
+
+_TILES: Final = (
+    _Tile(128, 64, (2, 2), 3, 1.0),
+    _Tile(128, 128, (2, 4), 3, 1.1),
+    _Tile(64, 128, (2, 2), 3, 1.35),
+    _Tile(64, 64, (2, 2), 4, 1.35),
+    _Tile(32, 64, (1, 4), 4, 2.0),
+)
+
+_NARROW_TILES: Final = (
+    _Tile(128, 128, (2, 4), 3, 1.0),
+    _Tile(128, 64, (2, 2), 3, 1.05),
+    _Tile(64, 128, (2, 4), 3, 1.35),
+    _Tile(64, 64, (2, 2), 4, 1.5),
+    _Tile(32, 64, (1, 4), 4, 2.5),
+)
+"""For float32 in pieces of less than 16 bytes: their addresses take registers from the largest tile."""
+
+_SMALL_WARP_TILES: Final = (
+    _Tile(128, 128, (2, 4), 3, 1.0),
+    _Tile(128, 64, (4, 2), 3, 1.1),
+    _Tile(64, 128, (2, 4), 3, 1.35),
+    _Tile(64, 64, (2, 2), 3, 1.35),
+    _Tile(32, 64, (1, 4), 3, 2.5),
+)
+"""For what takes more registers still: 3xTF32 fragments, and 16-bit elements fetched one by one."""
+
+_GATHER_TILES: Final = (
+    _Tile(128, 64, (4, 2), 3, 1.0),
+    _Tile(64, 64, (2, 4), 3, 1.3),
+    _Tile(32, 64, (1, 4), 3, 2.5),
+)
+"""For 16-bit elements that are fetched one by one from NHWC: each takes a register until it has arrived."""
+
+_MULTIPROCESSORS: Final = 108
+"""A100. An H200 has 132: close enough for an order."""
+
+_MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
+
+
+def _tile_cost(problem: Conv2dProblem, tile: _Tile) -> float:
+    """Waves of blocks times a block's time."""
+    blocks = problem.groups * ceil(problem.group_filters / tile.filters) * ceil(problem.pixels / tile.pixels)
+    return ceil(blocks / _MULTIPROCESSORS) * tile.filters * tile.pixels * tile.cost
+
+
+def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
+    size = problem.element_bytes
+    layout: Layout = "nhwc" if problem.x_strides[1] == 1 and problem.channels > 1 else "nchw"
+    x_access = _x_access(problem, layout, problem.group_channels)
+    kernel_sizes = (problem.group_channels, *problem.kernel)
+    rows, cols = problem.kernel
+    in_order = (
+        (rows * cols, cols, 1) if layout == "nchw" else (1, cols * problem.group_channels, problem.group_channels)
+    )
+    contiguous = _same(problem.weight_strides[1:], in_order, kernel_sizes)
+    filter_steps = [stride * size for stride in _varying(problem.weight_strides[:1], (problem.out_channels,))]
+    weight_access = (
+        _access(size, problem.weight_alignment, problem.reduction * size, *filter_steps) if contiguous else size
+    )
+    tiles: tuple[_Tile, ...]
+    if layout == "nhwc" and x_access < 4:
+        tiles = _GATHER_TILES
+    elif problem.precision == "tf32x3" or min(x_access, weight_access) < 4:
+        tiles = _SMALL_WARP_TILES
+    elif min(x_access, weight_access) < 16:
+        tiles = _NARROW_TILES
+    else:
+        tiles = _TILES
+    filters = "kContiguous" if contiguous else "kStrided"
+    sums, _ = _sums(problem)
+    kernels = []
+    for tile in sorted(tiles, key=lambda tile: _tile_cost(problem, tile)):
+        config = (
+            f"Conv2dConfig<{_MMA[problem.precision]}, {tile.filters}, {tile.pixels}, {tile.warps[0]}, {tile.warps[1]}, "
+            f"{tile.stages}, Sums::{sums}, Layout::{_LAYOUT[layout]}, Layout::{_LAYOUT[problem.out_layout]}, "
+            f"{x_access}, Filters::{filters}, {weight_access}>"
+        )
+        name = f"conv2d {problem.precision} {tile.filters}x{tile.pixels}, {tile.stages} stages, {layout}"
+        kernels.append(Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem)))
+    return kernels
+
+
+_LAYOUT: Final[dict[Layout, str]] = {"nchw": "kNchw", "nhwc": "kNhwc"}
+
+
+def _sums(problem: Conv2dProblem) -> tuple[str, int]:
+    """How sums are added up: `Sums` of mainloop.cuh, and its blocks' length in tiles. As gemm.py measured it."""
+    if problem.precision != "tf32x3":
+        return "kRunning", 1
+    if problem.reduction <= 256:
+        return "kStepwise", 1
+    if problem.reduction < 2048:
+        return "kPromoted", 1
+    return "kPromoted", 2 if problem.reduction <= 8192 else 4
+
+
+def _x_access(problem: Conv2dProblem, layout: Layout, run: int) -> int:
+    """Bytes of x that are contiguous and aligned wherever a block fetches them; in NHWC, of `run` channels."""
+    size = problem.element_bytes
+    image, channel, row, col = problem.x_strides
+    if layout == "nhwc":
+        steps = _varying((image, row, col), (problem.images, *problem.size))
+        return _access(size, problem.x_alignment, run * size, *(step * size for step in steps))
+    pointwise = problem.kernel == (1, 1) and problem.stride == (1, 1) and problem.padding == (0, 0)
+    rows_follow = _same((row, col), (problem.size[1], 1), problem.size)
+    if not pointwise or not rows_follow or problem.size != problem.out_size:
+        return size
+    steps = _varying((image, channel), (problem.images, problem.channels))
+    pixels = problem.size[0] * problem.size[1]
+    return _access(size, problem.x_alignment, pixels * size, *(step * size for step in steps))
+
+
+# -------------------------------------------------------------------------------------------------- direct
+
+
+@dataclass(frozen=True)
+class _DirectTile:
+    """16 * `mmas` filters times (2 * `warps[0]`) rows of (32 * `warps[1]`) columns."""
+
+    mmas: int
+    warps: tuple[int, int]
+    stages: int
+    blocks_per_multiprocessor: int
+
+
+_DIRECT_TILES: Final = (
+    _DirectTile(4, (1, 4), 3, 2),
+    _DirectTile(4, (2, 2), 3, 2),
+    _DirectTile(2, (1, 4), 3, 2),
+    _DirectTile(2, (2, 2), 3, 3),
+    _DirectTile(2, (4, 1), 3, 2),
+)
+
+_DIRECT_FROM: Final = 0.7
+"""Share of a direct tile's pixels and filters that must exist: below, the implicit GEMM wastes less."""
+
+
+def _direct(problem: Conv2dProblem) -> list[Kernel]:
+    fits = (
+        problem.precision == "tf32"
+        and problem.out_layout == "nchw"
+        and problem.kernel == (3, 3)
+        and problem.stride == (1, 1)
+        and problem.dilation == (1, 1)
+        and _same(problem.x_strides[3:], (1,), problem.size[1:])
+        and _same(problem.weight_strides[1:], (9, 3, 1), (problem.group_channels, 3, 3))
+    )
+    if not fits:
+        return []
+    steps = _varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
+    x_access = _access(4, problem.x_alignment, problem.size[1] * 4, *(step * 4 for step in steps))
+    filter_steps = _varying(problem.weight_strides[:1], (problem.out_channels,))
+    weight_access = _access(4, problem.weight_alignment, problem.reduction * 4, *(step * 4 for step in filter_steps))
+
+    def used(tile: _DirectTile) -> float:
+        extents = zip(
+            (problem.group_filters, *problem.out_size),
+            (16 * tile.mmas, 2 * tile.warps[0], 32 * tile.warps[1]),
+            strict=True,
+        )
+        share = 1.0
+        for extent, part in extents:
+            share *= extent / (ceil(extent / part) * part) if extent else 0.0
+        return share
+
+    kernels = []
+    for tile in sorted(_DIRECT_TILES, key=used, reverse=True):
+        narrow = min(x_access, weight_access) < 16
+        if used(tile) < _DIRECT_FROM or (tile.mmas > 2 and narrow):  # more copies take more registers
+            continue
+        blocks = 2 if narrow else tile.blocks_per_multiprocessor
+        config = ", ".join(
+            str(value) for value in (tile.mmas, *tile.warps, tile.stages, blocks, x_access, weight_access)
+        )
+        name = (
+            f"conv2d direct 3x3 tf32 {16 * tile.mmas}x({2 * tile.warps[0]}x{32 * tile.warps[1]}), {tile.stages} stages"
+        )
+        cpp = f"Conv2dDirect<Conv2dDirectConfig<{config}>, {{output}}, {{epilogue}}>"
+        kernels.append(Kernel(name, "conv2d_direct.cuh", cpp, pack(problem)))
+    return kernels
+
+
+# ----------------------------------------------------------------------------------------------- depthwise
+
+_UNROLLED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
+"""(kernel, stride) of the depthwise kernels whose loops are unrolled: those of the common networks."""
+
+_ELEMENT: Final[dict[Precision, str]] = {
+    "tf32x3": "float",
+    "tf32": "float",
+    "fp16": "__half",
+    "bf16": "__nv_bfloat16",
+}
+
+
+def _depthwise(problem: Conv2dProblem) -> list[Kernel]:
+    if problem.group_channels != 1:
+        return []
+    if problem.out_layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1:
+        return []
+    square = problem.kernel[0] == problem.kernel[1] and problem.stride[0] == problem.stride[1]
+    shape = (problem.kernel[0], problem.stride[0])
+    unrolled = square and problem.dilation == (1, 1) and shape in _UNROLLED
+    kernel, stride = shape if unrolled else (0, 0)
+    template = "DepthwiseNchw" if problem.out_layout == "nchw" else "DepthwiseNhwc"
+    aligned = problem.out_layout == "nhwc" and problem.channels == problem.out_channels
+    if aligned:
+        aligned = _x_access(problem, "nhwc", problem.channels) == 16
+    config = f"DepthwiseConfig<{_ELEMENT[problem.precision]}, {kernel}, {stride}, {str(aligned).lower()}>"
+    which = f"{kernel}x{kernel}, stride {stride}" if unrolled else "any kernel"
+    dtype = _ELEMENT[problem.precision].strip("_")
+    name = f"depthwise {problem.out_layout} {dtype}, {which}"
+    return [Kernel(name, "depthwise.cuh", f"{template}<{config}, {{output}}, {{epilogue}}>", pack(problem))]

@@ -1,0 +1,225 @@
+"""GEMM kernels for a problem: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]).
+
+`candidates` turns a `Problem` (sizes, layouts and alignments of one call) into the `Kernel`s of kernels/gemm.cuh that
+can solve it, best first by a model of their time. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import Precision
+
+Layout = Literal["nk", "kn"]
+
+HEADER = "gemm.cuh"
+TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
+SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
+MAX_ACCESS = 16  # bytes that one cp.async moves
+MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
+MAX_GRID_YZ = 65535  # CUDA's limit
+BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be computed. Sizes and strides in elements, alignments in bytes."""
+
+    m: int
+    n: int
+    k: int
+    precision: Precision
+    """How to multiply: x and weight are float32 for tf32x3 and tf32, else of the type named."""
+    weight_layout: Layout
+    """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
+    x_stride: int
+    weight_stride: int
+    out_stride: int
+    """Distances between rows. Within a row elements are contiguous."""
+    x_alignment: int = MAX_ACCESS
+    weight_alignment: int = MAX_ACCESS
+    """Powers of two that divide the address of the first element."""
+    rows_per_batch: int = 0
+    """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
+    multiprocessors: int = 108
+    """Of the device. The default, like the next one, is the A100's."""
+    shared_memory: int = 164 * 1024
+    """Bytes per multiprocessor."""
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision in ("tf32x3", "tf32") else 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A thread block's share of out, how warps divide it, and how fast it was measured to be."""
+
+    m: int
+    n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    resident: int
+    """Thread blocks for which a multiprocessor has registers."""
+    alone: float
+    """Speed of a multiprocessor with one of them, as a fraction of its speed with the best tile."""
+    full: float
+    """The same with many of them."""
+
+    @property
+    def small_warps(self) -> bool:
+        """Whether a warp's accumulators leave registers for another level of sums."""
+        return self.m // self.warps_m * (self.n // self.warps_n) <= 32 * 32
+
+    def speed(self, together: int) -> float:
+        """With so many of them on a multiprocessor. 0.3: a second one closes 56 to 76 % of the gap."""
+        return self.full - (self.full - self.alone) * 0.3 ** (together - 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        loop = self.stages * (self.m + self.n) * TILE_BYTES_OF_K
+        staging = self.m * (self.n + 8) * 4  # kStagingBytes in gemm.cuh
+        return max(loop, staging)
+
+
+# Speeds: H200, K = 4096, x and weight aligned, with 1 and with 12 thread blocks per multiprocessor, as fractions of
+# 77 (tf32x3), 222 (tf32) and 485 TFLOP/s (fp16, bf16).
+_TILES_TF32X3 = (
+    Tile(128, 128, 2, 4, stages=3, resident=1, alone=0.99, full=1.00),
+    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.90, full=0.98),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.90, full=0.98),
+    Tile(64, 64, 2, 2, stages=3, resident=3, alone=0.58, full=0.83),
+    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.72, full=0.76),
+    Tile(32, 64, 1, 4, stages=6, resident=4, alone=0.60, full=0.72),
+    Tile(16, 64, 1, 4, stages=8, resident=4, alone=0.38, full=0.55),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.18, full=0.42),
+)
+_TILES = (
+    Tile(128, 256, 2, 4, stages=3, resident=1, alone=0.98, full=1.00),
+    Tile(256, 128, 4, 2, stages=3, resident=1, alone=0.93, full=0.93),
+    Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.79, full=0.91),
+    Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.65, full=0.78),
+    Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.61, full=0.74),
+    Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.46, full=0.63),
+    Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.31, full=0.42),
+    Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.19, full=0.28),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.09, full=0.22),
+)
+_MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
+_MAJOR = {"nk": "kK", "kn": "kMN"}
+
+
+def candidates(problem: Problem) -> tuple[Kernel, ...]:
+    """Kernels that can solve the problem, best first; none where its sizes are beyond the template's.
+
+    All are as accurate as the precision promises. The order is that of `estimated_time`.
+    """
+    if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
+        return ()
+    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
+    usable = [tile for tile in tiles if _fits(tile, problem) and _is_accurate(tile, problem)]
+    return tuple(_kernel(tile, problem) for tile in sorted(usable, key=lambda tile: estimated_time(tile, problem)))
+
+
+def estimated_time(tile: Tile, problem: Problem) -> float:
+    """Time of a kernel, in the time that the best tile takes per element of out (or of the tiles' parts beyond it).
+
+    Thread blocks run in waves of as many as the device holds. What all tiles have in common (K, the traffic of
+    weights) is left out, because only the order counts.
+    """
+    blocks = -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
+    waves, rest = divmod(blocks, resident * problem.multiprocessors)
+    area = tile.m * tile.n
+    time = waves * resident * area / tile.speed(resident)
+    if rest:
+        together = -(-rest // problem.multiprocessors)
+        time += together * area / tile.speed(together)
+    if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
+        time /= 0.87  # measured as the speeds above
+    return time
+
+
+def _fits(tile: Tile, problem: Problem) -> bool:
+    if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
+        return False
+    tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
+    return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
+
+
+def _is_accurate(tile: Tile, problem: Problem) -> bool:
+    """Whether the kernel's error is at most that of eager's fp32 GEMM.
+
+    Where 128x128 tiles do not fill the device several times over, cuBLAS divides long sums among thread blocks and
+    becomes as accurate as `kBlockwise` only. Seen on an H200 (132 multiprocessors): with 16 tiles from K = 512 on,
+    with 192 tiles from K = 1024 or 2048 on, with 512 tiles never.
+    """
+    if problem.precision != "tf32x3" or tile.small_warps or problem.k <= 256:
+        return True
+    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
+    return fills >= (1 if problem.k < 1024 else 3)
+
+
+def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
+    """How the kernel adds up along K: `Sums` of mainloop.cuh, and its blocks' length in tiles of K.
+
+    Error of tf32x3 on an H200 as a multiple of cuBLAS's fp32 error, for normal and uniform data (2048x8192 outputs;
+    kBlockwise: 512x512, where cuBLAS's own error is up to 10 times smaller):
+
+        K                        16         64        256       1024       4096       8192
+        kStepwise         1.30/0.95  0.74/0.56  0.49/0.41  0.39/0.37  0.36/0.36  0.36/0.36
+        kPromoted, 1      1.91/1.80  1.72/1.97  0.88/1.01  0.47/0.54  0.28/0.31  0.23/0.25
+        kPromoted, 2      1.91/1.80  3.24/4.30  1.64/2.20  0.83/1.13  0.43/0.58  0.32/0.42
+        kPromoted, 4      1.91/1.80  3.24/4.30  3.19/4.92  1.60/2.52  0.80/1.28  0.57/0.91
+        kBlockwise, 8     1.31/0.95  0.74/0.56  0.49/0.41  0.50/0.60  0.39/0.64  0.30/0.57
+    """
+    if problem.precision != "tf32x3":
+        return "kRunning", 1
+    if tile.small_warps:
+        return "kBlockwise", 8 if problem.k <= 8192 else 16
+    if problem.k <= 256:
+        return "kStepwise", 1
+    if problem.k < 2048:
+        return "kPromoted", 1
+    return "kPromoted", 2 if problem.k <= 8192 else 4
+
+
+def _kernel(tile: Tile, problem: Problem) -> Kernel:
+    sums, block = _sums(tile, problem)
+    weight_rows, weight_cols = problem.n, problem.k
+    if problem.weight_layout == "kn":
+        weight_rows, weight_cols = weight_cols, weight_rows
+    access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
+    access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
+    config = (
+        f"GemmConfig<{_MMA[problem.precision]}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
+        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
+    )
+    tile_k = TILE_BYTES_OF_K // problem.element_bytes
+    return Kernel(
+        name=f"gemm {problem.precision} {tile.m}x{tile.n}x{tile_k}, {tile.stages} stages",
+        header=HEADER,
+        type=f"Gemm<{config}, {{output}}, {{epilogue}}>",
+        params=struct.pack(
+            "<8q",
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.x_stride,
+            problem.weight_stride,
+            problem.out_stride,
+            problem.rows_per_batch or problem.m,
+            block,
+        ),
+    )
+
+
+def _access(problem: Problem, alignment: int, rows: int, cols: int, stride: int) -> int:
+    """Bytes per read of a matrix: the largest power of two that divides all that moves its address (TileCopy)."""
+    size = problem.element_bytes
+    steps = alignment | cols * size | (stride * size if rows > 1 else 0)
+    return min(MAX_ACCESS, steps & -steps)

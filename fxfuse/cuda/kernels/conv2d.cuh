@@ -1,0 +1,465 @@
+// Convolution as an implicit GEMM: out[k, pixel] = sum over (c, r, s) of w[k, (c, r, s)] * im2col(x)[(c, r, s), pixel].
+// The filters are the M operand, the output pixels (of all images, flattened) the N operand, in every layout; what
+// differs is the order of the reduction and how the pixels' tile lies in shared memory:
+//
+//   x NCHW   reduction (c, r, s), s fastest, as in a contiguous filter; tile [reduction][pixel], copied along pixels
+//   x NHWC   reduction (r, s, c), c fastest, as in a channels_last filter; tile [pixel][reduction], along channels
+//
+// im2col is never stored: each tile is fetched from x itself, padding as zeros.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+#include "launch.cuh"
+#include "mainloop.cuh"
+#include "mma.cuh"
+#include "ptx.cuh"
+#include "shared_tile.cuh"
+
+namespace fxfuse {
+
+enum class Layout { kNchw, kNhwc };
+
+// Filters lie in memory in the order of the reduction, or are gathered element by element.
+enum class Filters { kContiguous, kStrided };
+
+// kXAccess, kWAccess: bytes per copy that the alignment of x and of contiguous filters allows (2, 4, 8 or 16).
+// In NCHW more than one element needs a pointwise convolution: only then are a reduction row's pixels contiguous.
+template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Layout kInput_,
+          Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_>
+struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+    static constexpr Layout kInput = kInput_, kOutput = kOutput_;
+    static constexpr int kXAccess = kXAccess_, kWAccess = kWAccess_;
+    static constexpr Filters kFilters = kFilters_;
+    static_assert(kStages >= 3, "copies through registers arrive one tile later");
+
+    // For blocks that find their sums not finite, see GemmConfig.
+    static constexpr bool kGuarded = Mma_::kGuarded;
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
+        static constexpr int kUnroll = 1;
+    };
+};
+
+namespace detail {
+
+template <class Config>
+using FilterTile = OperandTile<typename Config::Element, Major::kK, Config::kTileM>;
+
+template <class Config>
+using PixelTile = OperandTile<typename Config::Element, Config::kInput == Layout::kNchw ? Major::kMN : Major::kK,
+                              Config::kTileN>;
+
+// In 32 bits: 64-bit divisions take long.
+__device__ __forceinline__ int channels_of_group(const Conv2dProblem& problem) {
+    return static_cast<int>(static_cast<unsigned>(problem.channels) / static_cast<unsigned>(problem.groups));
+}
+
+__device__ __forceinline__ int reduction_length(const Conv2dProblem& problem) {
+    return channels_of_group(problem) * static_cast<int>(problem.kernel_height * problem.kernel_width);
+}
+
+// The order in which a layout counts the reduction.
+template <Layout kLayout>
+struct Reduction {
+    int fast_radix, middle_radix, slow_radix;
+
+    __device__ __forceinline__ explicit Reduction(const Conv2dProblem& problem) {
+        const int channels = channels_of_group(problem);
+        const int rows = static_cast<int>(problem.kernel_height), cols = static_cast<int>(problem.kernel_width);
+        if constexpr (kLayout == Layout::kNchw) {
+            fast_radix = cols, middle_radix = rows, slow_radix = channels;
+        } else {
+            fast_radix = channels, middle_radix = cols, slow_radix = rows;
+        }
+    }
+
+    __device__ __forceinline__ ReductionDigits digits(int index) const {
+        return ReductionDigits::of(index, fast_radix, middle_radix);
+    }
+    static __device__ __forceinline__ int channel(const ReductionDigits& at) {
+        return kLayout == Layout::kNchw ? at.slow : at.fast;
+    }
+    static __device__ __forceinline__ int row(const ReductionDigits& at) {
+        return kLayout == Layout::kNchw ? at.middle : at.slow;
+    }
+    static __device__ __forceinline__ int col(const ReductionDigits& at) {
+        return kLayout == Layout::kNchw ? at.fast : at.middle;
+    }
+};
+
+// Fills the pixels' tile. A thread keeps its pixels and walks along the reduction.
+template <class Config>
+class PixelCopy {
+    using T = typename Config::Element;
+    using Tile = PixelTile<Config>;
+    static constexpr bool kNchw = Config::kInput == Layout::kNchw;
+    // cp.async moves at least 4 bytes: single halves go through registers, two neighbouring pixels at a time in NCHW.
+    static constexpr bool kThroughRegisters = Config::kXAccess < 4;
+    static constexpr int kNeighbours = kNchw && kThroughRegisters ? 2 : 1;
+    static constexpr int kPiece = Config::kXAccess / static_cast<int>(sizeof(T));  // elements per copy
+    static constexpr int kUnit = kPiece * kNeighbours;                             // and per thread, contiguous in the tile
+    // Lanes along the rows of the tile: a warp's width of pixels, or 8 lanes of channels (128 bytes if 16 each).
+    static constexpr int kLanesAtMost = kNchw ? 32 : 8;
+    static constexpr int kUnitsPerRow = Tile::kCols / kUnit;
+    static constexpr int kLanes = kUnitsPerRow < kLanesAtMost ? kUnitsPerRow : kLanesAtMost;
+    static constexpr int kUnitsPerThread = kUnitsPerRow / kLanes;
+    static constexpr int kRowsPerPass = Config::kThreads / kLanes;
+    static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    static_assert(Config::kThreads % kLanes == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+    static constexpr int kPixels = kNchw ? kUnitsPerThread * kNeighbours : kPasses;
+    static constexpr int kReductions = kNchw ? kPasses : kUnitsPerThread;
+    static constexpr int kReductionStep = kNchw ? kRowsPerPass : kLanes * kUnit;
+    static constexpr int kOutside = -(1 << 30);  // an input row that no filter row brings back inside
+
+    const T* source_[kPixels];        // of filter element (0, 0, 0)
+    int y_[kPixels], x_[kPixels];     // of filter element (0, 0) in the input
+    Reduction<Config::kInput> reduction_;
+    ReductionDigits digits_, step_;
+    int channel_stride_, row_stride_, col_stride_;  // of one filter element, in elements of x
+    int height_, width_, dilation_h_, dilation_w_;
+    uint16_t held_[kThroughRegisters ? kReductions * kPixels : 1];
+    uint32_t held_for_ = 0;
+
+public:
+    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images.
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
+                                         int64_t pixels)
+        : reduction_(problem) {
+        const int thread = static_cast<int>(threadIdx.x);
+        const unsigned out_width = static_cast<unsigned>(problem.out_width);
+        const unsigned out_pixels = static_cast<unsigned>(problem.out_height) * out_width;
+        x += group * channels_of_group(problem) * problem.x_channel;
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            const int in_tile = kNchw ? thread % kLanes * kUnit + i / kNeighbours * kLanes * kUnit + i % kNeighbours
+                                      : thread / kLanes + i * kRowsPerPass;
+            const unsigned in_image = static_cast<unsigned>(pixel + in_tile);
+            const unsigned p = in_image % out_pixels;
+            const int y = static_cast<int>(p / out_width) * static_cast<int>(problem.stride_h);
+            y_[i] = in_tile < pixels ? y - static_cast<int>(problem.pad_h) : kOutside;
+            x_[i] = static_cast<int>(p % out_width * static_cast<unsigned>(problem.stride_w)) -
+                    static_cast<int>(problem.pad_w);
+            source_[i] = x + (image + in_image / out_pixels) * problem.x_image + y_[i] * problem.x_row +
+                         x_[i] * problem.x_col;
+        }
+        digits_ = reduction_.digits(kNchw ? thread / kLanes : thread % kLanes * kUnit);
+        step_ = reduction_.digits(kReductionStep);
+        height_ = static_cast<int>(problem.height);
+        width_ = static_cast<int>(problem.width);
+        dilation_h_ = static_cast<int>(problem.dilation_h);
+        dilation_w_ = static_cast<int>(problem.dilation_w);
+        channel_stride_ = static_cast<int>(problem.x_channel);
+        row_stride_ = static_cast<int>(problem.x_row) * dilation_h_;
+        col_stride_ = static_cast<int>(problem.x_col) * dilation_w_;
+    }
+
+    // Starts to fill the tile at `shared` and goes on to the next one. What goes through registers is
+    // fetched now and written by the next call, when it has arrived.
+    __device__ __forceinline__ void start(uint32_t shared) {
+        if constexpr (kThroughRegisters) {
+            if (held_for_ != 0) write_held();
+            held_for_ = shared;
+        }
+#pragma unroll
+        for (int k = 0; k < kReductions; ++k) {
+            const int dy = reduction_.row(digits_) * dilation_h_, dx = reduction_.col(digits_) * dilation_w_;
+            const int offset = reduction_.channel(digits_) * channel_stride_ + reduction_.row(digits_) * row_stride_ +
+                               reduction_.col(digits_) * col_stride_;
+            const bool exists = digits_.slow < reduction_.slow_radix;
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) {
+                const bool inside = exists && static_cast<unsigned>(y_[i] + dy) < static_cast<unsigned>(height_) &&
+                                    static_cast<unsigned>(x_[i] + dx) < static_cast<unsigned>(width_);
+                const T* source = source_[i] + offset;
+                if constexpr (kThroughRegisters) {
+                    held_[k * kPixels + i] = inside ? __ldg(reinterpret_cast<const uint16_t*>(source)) : uint16_t{0};
+                } else if constexpr (Config::kXAccess == 16) {
+                    ptx::cp_async_16(shared + destination(k, i), source, inside ? 16 : 0);
+                } else {
+                    ptx::cp_async_small<Config::kXAccess>(shared + destination(k, i), source,
+                                                          inside ? Config::kXAccess : 0);
+                }
+            }
+            digits_.step(step_, reduction_.fast_radix, reduction_.middle_radix);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ int destination(int k, int pixel) {
+        const int thread = static_cast<int>(threadIdx.x);
+        const int pass = kNchw ? k : pixel, unit = kNchw ? pixel / kNeighbours : k;
+        return Tile::offset(thread / kLanes + pass * kRowsPerPass,
+                            (thread % kLanes + unit * kLanes) * kUnit * static_cast<int>(sizeof(T)));
+    }
+
+    __device__ __forceinline__ void write_held() const {
+#pragma unroll
+        for (int k = 0; k < kReductions; ++k) {
+#pragma unroll
+            for (int i = 0; i < kPixels; i += kNeighbours) {
+                const uint16_t* held = held_ + k * kPixels + i;
+                if constexpr (kNeighbours == 2) {
+                    ptx::store_shared_4(held_for_ + destination(k, i), held[0] | static_cast<uint32_t>(held[1]) << 16);
+                } else {
+                    ptx::store_shared_2(held_for_ + destination(k, i), held[0]);
+                }
+            }
+        }
+    }
+};
+
+// Fills the filters' tile from rows in the order of the reduction.
+template <class Config, Filters = Config::kFilters>
+struct FilterCopy : TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess> {
+    using Base = TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess>;
+    // `w` points to the tile's first filter; `filters` exist from there.
+    __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters)
+        : Base(w, problem.w_filter, filters, reduction_length(problem), threadIdx.x) {}
+};
+
+// The same from filters in any other order.
+template <class Config>
+class FilterCopy<Config, Filters::kStrided> {
+    using T = typename Config::Element;
+    using Tile = FilterTile<Config>;
+    static constexpr int kLanes = 8;
+    static constexpr int kReductions = Tile::kCols / kLanes;
+    static constexpr int kRowsPerPass = Config::kThreads / kLanes;
+    static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    static_assert(Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+    const T* source_;
+    int64_t filter_stride_;
+    int filters_left_;
+    Reduction<Config::kInput> reduction_;
+    ReductionDigits digits_, step_;
+    int channel_stride_, row_stride_, col_stride_;
+
+public:
+    __device__ __forceinline__ FilterCopy(const T* w, const Conv2dProblem& problem, int filters) : reduction_(problem) {
+        const int thread = static_cast<int>(threadIdx.x);
+        source_ = w + thread / kLanes * problem.w_filter;
+        filter_stride_ = problem.w_filter;
+        filters_left_ = filters - thread / kLanes;
+        digits_ = reduction_.digits(thread % kLanes);
+        step_ = reduction_.digits(kLanes);
+        channel_stride_ = static_cast<int>(problem.w_channel);
+        row_stride_ = static_cast<int>(problem.w_row);
+        col_stride_ = static_cast<int>(problem.w_col);
+    }
+
+    __device__ __forceinline__ void start(uint32_t shared) {
+        const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int k = 0; k < kReductions; ++k) {
+            const int offset = reduction_.channel(digits_) * channel_stride_ + reduction_.row(digits_) * row_stride_ +
+                               reduction_.col(digits_) * col_stride_;
+            const bool exists = digits_.slow < reduction_.slow_radix;
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const bool inside = exists && pass * kRowsPerPass < filters_left_;
+                const T* source = source_ + pass * kRowsPerPass * filter_stride_ + offset;
+                const uint32_t destination =
+                    shared + Tile::offset(thread / kLanes + pass * kRowsPerPass,
+                                          (thread % kLanes + k * kLanes) * static_cast<int>(sizeof(T)));
+                if constexpr (sizeof(T) == 4) {
+                    ptx::cp_async_small<4>(destination, source, inside ? 4 : 0);
+                } else {
+                    ptx::store_shared_2(destination,
+                                        inside ? __ldg(reinterpret_cast<const uint16_t*>(source)) : uint16_t{0});
+                }
+            }
+            digits_.step(step_, reduction_.fast_radix, reduction_.middle_radix);
+        }
+    }
+};
+
+// Accumulators in shared memory as [filter][pixel] (NCHW) or [pixel][filter] (NHWC), the order of the output. Rows are
+// padded so that the writes of fragments touch every bank once.
+template <class Config>
+struct StagedTile {
+    static constexpr bool kNchw = Config::kOutput == Layout::kNchw;
+    static constexpr int kRows = kNchw ? Config::kTileM : Config::kTileN;
+    static constexpr int kPitch = kNchw ? Config::kTileN + 8 : Config::kTileM + 4;
+    static constexpr int kBytes = kRows * kPitch * static_cast<int>(sizeof(float));
+
+    template <class Sum>
+    static __device__ __forceinline__ void write(float* staged, const Sum& sum) {
+        const uint32_t thread = threadIdx.x, lane = thread % 32;
+        const int filter = static_cast<int>(Config::warp_m(thread) + lane / 4);
+        const int pixel = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+#pragma unroll
+        for (int m = 0; m < Config::kMmasM; ++m) {
+#pragma unroll
+            for (int n = 0; n < Config::kMmasN; ++n) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = filter + m * kMmaM + half * 8, col = pixel + n * kMmaN;
+                    const float first = sum.value[m][n][half * 2], second = sum.value[m][n][half * 2 + 1];
+                    if constexpr (kNchw) {
+                        *reinterpret_cast<float2*>(staged + row * kPitch + col) = make_float2(first, second);
+                    } else {
+                        staged[col * kPitch + row] = first;
+                        staged[(col + 1) * kPitch + row] = second;
+                    }
+                }
+            }
+        }
+    }
+};
+
+}  // namespace detail
+
+// One block per multiprocessor as the minimum: told nothing, the compiler spills rather than pass 128 registers.
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
+    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const typename Kernel::Element* __restrict__ x,
+                  const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
+                  const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, w, out, epilogue);
+}
+
+template <class Config_, class Output_, class Epilogue_>
+struct Conv2d {
+    using Config = Config_;
+    using Output = Output_;
+    using Epilogue = Epilogue_;
+    using Problem = Conv2dProblem;
+    using Element = typename Config::Element;
+
+    static constexpr int kTensors = 3;  // x, w, out
+
+    static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
+    using FilterTile = detail::FilterTile<Config>;
+    using PixelTile = detail::PixelTile<Config>;
+    using FilterCopy = detail::FilterCopy<Config>;
+    using PixelCopy = detail::PixelCopy<Config>;
+    using ReadFilters = Fragments<FilterTile, Side::kA>;
+    using ReadPixels = Fragments<PixelTile, Side::kB>;
+    template <class Shape>
+    using LoopOf = Mainloop<Shape, FilterCopy, PixelCopy, ReadFilters, ReadPixels, FilterTile::kBytes, PixelTile::kBytes>;
+    using Loop = LoopOf<Config>;
+    using Sum = typename Loop::Sum;
+    using Staged = detail::StagedTile<Config>;
+    static constexpr int kSharedBytes = Loop::kSharedBytes > Staged::kBytes ? Loop::kSharedBytes : Staged::kBytes;
+    static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* w, Output* out,
+                                               const Epilogue& epilogue) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        Sum sum;
+        multiply<Config>(sum, problem, x, w, shared);
+        if constexpr (Config::kGuarded) {
+            // A barrier too: everyone has read the last tile.
+            if (__syncthreads_or(!sum.all_finite())) multiply<typename Config::Guarded>(sum, problem, x, w, shared);
+        }
+        __syncthreads();
+        float* staged = reinterpret_cast<float*>(shared);
+        Staged::write(staged, sum);
+        __syncthreads();
+        store(problem, staged, out, epilogue);
+    }
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream) {
+        constexpr auto kKernel = &conv2d_kernel<Conv2d>;
+        const int64_t pixels = problem.images * problem.out_height * problem.out_width;
+        const int64_t filter_tiles = (problem.out_channels / problem.groups + kTileM - 1) / kTileM;
+        const int64_t blocks = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        if (blocks == 0) return cudaSuccess;
+        if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+        if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
+            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+            reinterpret_cast<Output*>(pointers[2]), epilogue);
+        return cudaGetLastError();
+    }
+#endif  // __CUDACC_RTC__
+
+private:
+    // The block's tile: `filters` output channels of a group, and `pixels` output pixels of `image` and later ones.
+    struct Origin {
+        int64_t channel, image;
+        int group, filters, pixel, pixels;
+    };
+
+    // Filters run fastest, so that blocks which share pixels run together and find them in L2.
+    static __device__ __forceinline__ Origin origin(const Problem& problem) {
+        const uint32_t groups = static_cast<uint32_t>(problem.groups);
+        const int filters = static_cast<int>(static_cast<uint32_t>(problem.out_channels) / groups);
+        const uint32_t filter_tiles = static_cast<uint32_t>((filters + kTileM - 1) / kTileM);
+        const int filter = static_cast<int>(blockIdx.x % filter_tiles) * kTileM;
+        const int group = static_cast<int>(blockIdx.x / filter_tiles % groups);
+        const uint32_t tile = blockIdx.x / filter_tiles / groups;
+        const uint32_t image_pixels = static_cast<uint32_t>(problem.out_height * problem.out_width);
+        const int64_t image = image_of(tile, image_pixels);
+        const int64_t pixel = static_cast<int64_t>(tile) * kTileN - image * image_pixels;
+        const int64_t left = (problem.images - image) * image_pixels - pixel;
+        return {static_cast<int64_t>(group) * filters + filter,
+                image,
+                group,
+                min(kTileM, filters - filter),
+                static_cast<int>(pixel),
+                static_cast<int>(min(static_cast<int64_t>(kTileN), left))};
+    }
+
+    // tile * kTileN / image_pixels, without a 64-bit division.
+    static __device__ __forceinline__ int64_t image_of(uint32_t tile, uint32_t image_pixels) {
+        if (image_pixels < UINT32_MAX / kTileN) {
+            const uint32_t whole = tile / image_pixels;  // kTileN images each
+            return static_cast<int64_t>(whole) * kTileN + (tile - whole * image_pixels) * kTileN / image_pixels;
+        }
+        int64_t image = 0;
+        for (int64_t step = int64_t{1} << 30; step > 0; step /= 2) {
+            if ((image + step) * image_pixels <= static_cast<int64_t>(tile) * kTileN) image += step;
+        }
+        return image;
+    }
+
+    template <class Shape>
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Element* x, const Element* w,
+                                                    unsigned char* shared) {
+        const uint32_t thread = threadIdx.x, lane = thread % 32;
+        const Origin at = origin(problem);
+        LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters),
+                           PixelCopy(x, problem, at.group, at.image, at.pixel, at.pixels),
+                           ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
+        loop.run(sum, ptx::shared_address(shared),
+                 (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK,
+                 static_cast<int>(problem.block_tiles));
+    }
+
+    static __device__ __forceinline__ void store(const Problem& problem, const float* staged, Output* out,
+                                                 const Epilogue& epilogue) {
+        const Origin tile = origin(problem);
+        const int image_pixels = static_cast<int>(problem.out_height * problem.out_width);
+        if constexpr (Config::kOutput == Layout::kNchw) {
+            const int images = (tile.pixel + tile.pixels - 1) / image_pixels + 1;  // that the tile touches
+            store_spans<kThreads, Output>(
+                tile.filters * images, min(tile.pixels, image_pixels), epilogue, [&](int index) {
+                    const int filter = images == 1 ? index : index / images;
+                    const int later = index - filter * images;
+                    const int begin = later == 0 ? 0 : later * image_pixels - tile.pixel;
+                    const int end = min(tile.pixels, (later + 1) * image_pixels - tile.pixel);
+                    const Position at{tile.image + later, tile.channel + filter, later == 0 ? tile.pixel : 0};
+                    return OutputSpan<Output>{staged + filter * Staged::kPitch + begin,
+                                              out + (at.batch * problem.out_channels + at.row) * image_pixels + at.col,
+                                              at, end - begin};
+                });
+        } else {
+            store_spans<kThreads, Output>(tile.pixels, tile.filters, epilogue, [&](int index) {
+                const int pixel = tile.pixel + index;
+                const int later = pixel < image_pixels ? 0 : pixel / image_pixels;
+                const Position at{tile.image + later, pixel - later * image_pixels, tile.channel};
+                return OutputSpan<Output>{staged + index * Staged::kPitch,
+                                          out + (at.batch * image_pixels + at.row) * problem.out_channels + at.col, at,
+                                          tile.filters};
+            });
+        }
+    }
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,136 @@
+// What the convolution kernels share: the problem as the host packs it, how the reduction over (channel, row,
+// column) of the filter is counted, and how output tiles leave shared memory.
+//
+//   out[n, k, oy, ox] = epilogue(sum over c, r, s of
+//       x[n, c, oy * stride_h - pad_h + r * dilation_h, ox * stride_w - pad_w + s * dilation_w] * w[k, c, r, s])
+//
+// x is zero outside its bounds; c runs over the channels of k's group. Outputs are contiguous, NCHW or NHWC.
+#pragma once
+
+#include <cstdint>
+
+#include "epilogue.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+// Strides are in elements. x and w are addressed by their strides, so slices and permuted tensors need no copy.
+// 32-bit offsets are used within one image and within one filter: the host refuses larger ones.
+struct Conv2dProblem {
+    int64_t images, channels, height, width;
+    int64_t out_channels, out_height, out_width;
+    int64_t kernel_height, kernel_width;
+    int64_t stride_h, stride_w;
+    int64_t pad_h, pad_w;  // before the first row and column; what follows the last is implied by the output size
+    int64_t dilation_h, dilation_w;
+    int64_t groups;
+    int64_t x_image, x_channel, x_row, x_col;
+    int64_t w_filter, w_channel, w_row, w_col;
+    int64_t block_tiles;  // tiles of the reduction in a block, for Sums that have blocks
+};
+
+// A position of the reduction in mixed radix, `fast` running fastest: (s, r, c) or (c, s, r).
+// Stepping by a fixed distance costs additions with carry instead of divisions.
+struct ReductionDigits {
+    int fast, middle, slow;
+
+    __device__ __forceinline__ static ReductionDigits of(int index, int fast_radix, int middle_radix) {
+        const int rest = index / fast_radix;
+        return {index % fast_radix, rest % middle_radix, rest / middle_radix};
+    }
+
+    __device__ __forceinline__ void step(const ReductionDigits& by, int fast_radix, int middle_radix) {
+        fast += by.fast;
+        middle += by.middle;
+        slow += by.slow;
+        if (fast >= fast_radix) {
+            fast -= fast_radix;
+            ++middle;
+        }
+        if (middle >= middle_radix) {
+            middle -= middle_radix;
+            ++slow;
+        }
+    }
+};
+
+// Consecutive outputs: accumulators in shared memory and where they belong.
+template <class Output>
+struct OutputSpan {
+    const float* staged;
+    Output* destination;
+    Position at;
+    int length;
+};
+
+// Applies the epilogue to `spans` spans of at most `longest` outputs and stores them. Spans are cut so that every
+// run but the first and last of a span is one aligned 16-byte store, however the span itself is aligned.
+// `locate(i)` gives span i. Called by all kThreads threads, after the barrier that completes the staging.
+//
+// As many runs as fill whole warps are done first, by a warp per span, which walks along it; then the rest of every
+// span, by as few lanes as it takes: a span of 33 runs would leave a warp's second round to one lane. Lanes work on
+// kTogether spans at once, so that the latencies of one hide those of the others.
+template <int kThreads, class Output, class Epilogue, class Locate>
+__device__ __forceinline__ void store_spans(int spans, int longest, const Epilogue& epilogue, Locate locate) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
+    constexpr int kTogether = 16 / kVector;
+    constexpr int kWarp = 32;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int runs = (longest + 2 * kVector - 2) / kVector;  // of the longest and most misaligned span
+    const int warp_runs = runs / kWarp * kWarp;
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+        const int first_run = part == 0 ? 0 : warp_runs, last_run = part == 0 ? warp_runs : runs;
+        int lanes = 1;
+        while (lanes < kWarp && lanes < last_run - first_run) lanes *= 2;
+        const int step = kThreads / lanes;
+        for (int first = thread / lanes; first < spans; first += step * kTogether) {
+            OutputSpan<Output> span[kTogether];
+            int cut[kTogether], end[kTogether];  // of this lane's run, and of this part of the span
+            bool more = false;
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                span[i] = locate(min(first + i * step, spans - 1));
+                const int misaligned =
+                    static_cast<int>(reinterpret_cast<uintptr_t>(span[i].destination) / sizeof(Output) % kVector);
+                cut[i] = (first_run + thread % lanes) * kVector - misaligned;
+                end[i] = first + i * step < spans ? min(last_run * kVector - misaligned, span[i].length) : 0;
+                more |= cut[i] < end[i];
+            }
+            while (more) {
+                more = false;
+                alignas(16) float value[kTogether][kVector];
+                int count[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    // A run that does not exist has no elements: no branch then separates it from the others.
+                    const int begin = min(max(cut[i], 0), end[i]);
+                    count[i] = min(cut[i] + kVector, end[i]) - begin;
+                    const float* staged = span[i].staged + begin;
+                    if (reinterpret_cast<uintptr_t>(staged) % 16 == 0) {  // past `count` they are read but not used
+#pragma unroll
+                        for (int j = 0; j < kVector; j += 4) {
+                            *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(staged + j);
+                        }
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < kVector; ++j) value[i][j] = staged[j];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const Position& at = span[i].at;
+                    epilogue.apply(value[i], Position{at.batch, at.row, at.col + max(cut[i], 0)}, count[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    store_run<Output, kVector>(span[i].destination + max(cut[i], 0), value[i], count[i]);
+                    cut[i] += lanes * kVector;
+                    more |= cut[i] < end[i];
+                }
+            }
+        }
+    }
+}
+
+}  // namespace fxfuse

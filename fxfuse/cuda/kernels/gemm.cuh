@@ -1,0 +1,205 @@
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
+//
+// x is (M, K), K contiguous. The weight is (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous
+// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride.
+#pragma once
+
+#include <cstdint>
+
+#include "epilogue.cuh"
+#include "launch.cuh"
+#include "mainloop.cuh"
+#include "mma.cuh"
+#include "ptx.cuh"
+#include "shared_tile.cuh"
+
+namespace fxfuse {
+
+// kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
+template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Major kWeightMajor_,
+          int kAccessX_, int kAccessW_>
+struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+    static constexpr Major kWeightMajor = kWeightMajor_;
+    static constexpr int kAccessX = kAccessX_, kAccessW = kAccessW_;
+
+    // For thread blocks that find their sums not finite: rarely used, so it should be small code.
+    static constexpr bool kGuarded = Mma_::kGuarded;
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
+        static constexpr int kUnroll = 1;
+    };
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads)
+    gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Element* __restrict__ x,
+                const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
+                const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, weight, out, epilogue);
+}
+
+template <class Config_, class Output_, class Epilogue_>
+struct Gemm {
+    using Config = Config_;
+    using Output = Output_;
+    using Epilogue = Epilogue_;
+    using Element = typename Config::Element;
+
+    static constexpr int kTensors = 3;  // x, weight, out
+
+    struct Problem {
+        int64_t m, n, k;
+        int64_t x_stride, weight_stride, out_stride;  // of rows, in elements
+        int64_t rows_per_batch;                       // row m of out is row m % rows_per_batch of a batch
+        int64_t block_tiles;                          // tiles of K in a block, for sums that have blocks
+    };
+
+    static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
+    using TileX = OperandTile<Element, Major::kK, kTileM>;
+    using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
+    using CopyX = TileCopy<TileX, kThreads, Config::kAccessX>;
+    using CopyW = TileCopy<TileW, kThreads, Config::kAccessW>;
+    using ReadX = Fragments<TileX, Side::kA>;
+    using ReadW = Fragments<TileW, Side::kB>;
+    template <class Shape>
+    using LoopOf = Mainloop<Shape, CopyX, CopyW, ReadX, ReadW, TileX::kBytes, TileW::kBytes>;
+    using Loop = LoopOf<Config>;
+
+    // Accumulators are staged as rows of floats. 8 more than the tile has: the float2 that a half-warp writes into 4
+    // consecutive rows then fall on 32 different banks.
+    static constexpr int kStagingStride = kTileN + 8;
+    static constexpr int kStagingBytes = kTileM * kStagingStride * static_cast<int>(sizeof(float));
+    static constexpr int kSharedBytes = Loop::kSharedBytes > kStagingBytes ? Loop::kSharedBytes : kStagingBytes;
+    static constexpr int kSharedLimit = 163 * 1024;  // A100: per thread block
+    static_assert(kSharedBytes <= kSharedLimit);
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
+                                               Output* out, const Epilogue& epilogue) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        if (tile_origin().row >= problem.m) return;
+        typename Loop::Sum sum;
+        multiply<Config>(sum, problem, x, weight, shared);
+        if constexpr (Config::kGuarded) {
+            // A barrier too: everyone has read the last tile.
+            if (__syncthreads_or(!sum.all_finite())) {
+                multiply<typename Config::Guarded>(sum, problem, x, weight, shared);
+            }
+        }
+        __syncthreads();
+        float* staging = reinterpret_cast<float*>(shared);
+        stage(sum, staging);
+        __syncthreads();
+        store(problem, staging, out, epilogue);
+    }
+
+#ifndef __CUDACC_RTC__
+    // Blocks start in the order x, y, z. Those that run together then cover a compact part of the output, a band of at
+    // most kBand tiles high, and share their rows of x and of the weight through L2.
+    static dim3 grid(const Problem& problem) {
+        constexpr int64_t kBand = 8;
+        const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM, tiles_n = (problem.n + kTileN - 1) / kTileN;
+        const int64_t bands = (tiles_m + kBand - 1) / kBand;
+        return {static_cast<unsigned>((tiles_m + bands - 1) / bands), static_cast<unsigned>(tiles_n),
+                static_cast<unsigned>(bands)};
+    }
+
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream) {
+        constexpr auto kKernel = &gemm_kernel<Gemm>;
+        if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
+            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+            reinterpret_cast<Output*>(pointers[2]), epilogue);
+        return cudaGetLastError();
+    }
+#endif  // __CUDACC_RTC__
+
+private:
+    struct Origin {
+        int64_t row, col;
+    };
+
+    // Of the block's tile; the last band may reach beyond M.
+    static __device__ __forceinline__ Origin tile_origin() {
+        const uint3 block = ptx::read_block_index();
+        return {(static_cast<int64_t>(block.z) * gridDim.x + block.x) * kTileM, static_cast<int64_t>(block.y) * kTileN};
+    }
+
+    template <class Shape>
+    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Element* x,
+                                                    const Element* weight, unsigned char* shared) {
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        const Origin origin = tile_origin();
+        const int64_t weight_offset =
+            Config::kWeightMajor == Major::kK ? origin.col * problem.weight_stride : origin.col;
+        const int rows = static_cast<int>(problem.m - origin.row);
+        const int cols = static_cast<int>(problem.n - origin.col);
+        const int k = static_cast<int>(problem.k);
+        LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride, problem.x_stride, rows, k, thread),
+                           CopyW(weight + weight_offset, problem.weight_stride, cols, k, thread),
+                           ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
+        loop.run(sum, ptx::shared_address(shared), (k + Shape::kTileK - 1) / Shape::kTileK,
+                 static_cast<int>(problem.block_tiles));
+    }
+
+    static __device__ __forceinline__ void stage(const typename Loop::Sum& sum, float* staging) {
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        float* corner =
+            staging + (Config::warp_m(thread) + lane / 4) * kStagingStride + Config::warp_n(thread) + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < Config::kMmasM; ++m) {
+#pragma unroll
+            for (int n = 0; n < Config::kMmasN; ++n) {
+                const float(&d)[4] = sum.value[m][n];
+                float* at = corner + m * kMmaM * kStagingStride + n * kMmaN;
+                *reinterpret_cast<float2*>(at) = make_float2(d[0], d[1]);
+                *reinterpret_cast<float2*>(at + 8 * kStagingStride) = make_float2(d[2], d[3]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void store(const Problem& problem, const float* staging, Output* out,
+                                                 const Epilogue& epilogue) {
+        constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
+        constexpr int kRuns = kTileN / kVector;  // per row
+        static_assert(kThreads % kRuns == 0);
+        const Origin origin = tile_origin();
+        const uint32_t thread = ptx::read_thread_index();
+        const int run = static_cast<int>(thread % kRuns * kVector);
+        const int64_t col = origin.col + run;
+        const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - col));
+        if (count <= 0) return;
+        // Several runs at a time: the epilogue's loads of one overlap with the arithmetic of another.
+#pragma unroll 4
+        for (int i = static_cast<int>(thread / kRuns); i < kTileM; i += kThreads / kRuns) {
+            const int64_t row = origin.row + i;
+            if (row >= problem.m) break;
+            float value[kVector];
+            load_staged(value, staging + i * kStagingStride + run);
+            epilogue.template apply<kVector>(value, position(problem, row, col), count);
+            store_run<Output, kVector>(out + row * problem.out_stride + col, value, count);
+        }
+    }
+
+    template <int kVector>
+    static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged) {
+#pragma unroll
+        for (int i = 0; i < kVector; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(staged + i);
+            value[i] = four.x;
+            value[i + 1] = four.y;
+            value[i + 2] = four.z;
+            value[i + 3] = four.w;
+        }
+    }
+
+    static __device__ __forceinline__ Position position(const Problem& problem, int64_t row, int64_t col) {
+        if constexpr (Epilogue::kUsesBatch) {
+            const unsigned rows_per_batch = static_cast<unsigned>(problem.rows_per_batch);
+            return {static_cast<unsigned>(row) / rows_per_batch, static_cast<unsigned>(row) % rows_per_batch, col};
+        } else {
+            return {0, row, col};
+        }
+    }
+};
+
+}  // namespace fxfuse

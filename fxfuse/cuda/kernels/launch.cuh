@@ -1,0 +1,33 @@
+// Host side of a kernel launch, shared by all kernel families.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace fxfuse {
+
+// Lets kKernel use `bytes` of dynamic shared memory on the current device: above 48 KB that takes an attribute, which
+// is set once per device and kernel.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes) {
+    constexpr int kWithoutAttribute = 48 * 1024;
+    constexpr int kRemembered = 64;  // devices; more than any host has, and a repeated call does no harm
+    static std::atomic<uint64_t> done{0};
+    if (bytes <= kWithoutAttribute) return cudaSuccess;
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    const uint64_t bit = device < kRemembered ? uint64_t{1} << device : 0;
+    if ((done.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+    return error;
+}
+
+}  // namespace fxfuse
+
+#endif  // __CUDACC_RTC__

@@ -1,0 +1,185 @@
+// Tensor-core multiply-accumulate: one struct per precision, all with the same interface.
+//
+// Every precision consumes 32 bytes of K per instruction (8 float or 16 half), and ldmatrix, which moves
+// 16-byte rows, delivers the fragments of all of them alike. With g = lane / 4 and t = lane % 4, a register
+// holds the 4 bytes (one float, or two consecutive halves) at
+//
+//   A, 16 rows (m) x 32 bytes (k)    raw[0]: row g,      bytes 4t      raw[2]: row g,      bytes 16 + 4t
+//                                    raw[1]: row g + 8,  bytes 4t      raw[3]: row g + 8,  bytes 16 + 4t
+//   B,  8 columns (n) x 32 bytes     raw[0]: column g,   bytes 4t      raw[1]: column g,   bytes 16 + 4t
+//   D, 16 rows x 8 columns, float    d[0], d[1]: row g, columns 2t, 2t + 1      d[2], d[3]: the same of row g + 8
+//
+// A precision has
+//   Element                 the type in global and shared memory
+//   A, B                    a fragment, ready to be multiplied
+//   make_a(raw), make_b(raw)  the fragment of raw registers: rounded or split where the precision asks for it
+//   kProducts, product<i>(d, a, b)   d += the i-th of the products that make up a * b
+//   kGuarded, Unguarded     whether infinite operands take extra work, and the precision without it: there they turn
+//                           into NaN every sum that they take part in. For kernels that look and then start again.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+constexpr int kMmaM = 16;         // rows of D
+constexpr int kMmaN = 8;          // columns of D
+constexpr int kMmaBytesOfK = 32;  // of a row of A and of a column of B
+
+// One product of fp32 operands rounded to the nearest TF32 (11 significant bits).
+struct Tf32 {
+    using Element = float;
+    static constexpr bool kGuarded = false;
+    using Unguarded = Tf32;
+    struct A {
+        uint32_t value[4];
+    };
+    struct B {
+        uint32_t value[2];
+    };
+    static constexpr int kProducts = 1;
+
+    template <class Fragment, int kRegisters>
+    static __device__ __forceinline__ Fragment rounded(const uint32_t (&raw)[kRegisters]) {
+        Fragment fragment;
+#pragma unroll
+        for (int i = 0; i < kRegisters; ++i) fragment.value[i] = round_to_tf32(raw[i]);
+        return fragment;
+    }
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return rounded<A>(raw); }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return rounded<B>(raw); }
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        ptx::mma_m16n8k8_tf32(d, a.value, b.value);
+    }
+
+    // sm_80 has no instruction for it: the tensor core ignores the lower 13 bits, so adding half of the last bit that
+    // it looks at rounds. Infinities and NaN, whose bit patterns the addition would change, stay as they are.
+    static __device__ __forceinline__ uint32_t round_to_tf32(uint32_t bits) {
+#if __CUDA_ARCH__ >= 900
+        return ptx::cvt_rn_tf32(bits);
+#else
+        return rounds_to_finite(bits) ? bits + kHalfUlp : bits;
+#endif
+    }
+    static __device__ __forceinline__ bool rounds_to_finite(uint32_t bits) {
+        return fabsf(__uint_as_float(bits)) < __uint_as_float(kRoundsToInfinity);
+    }
+    static constexpr uint32_t kHalfUlp = 0x1000;
+    static constexpr uint32_t kUpperBits = 0xffffe000;
+    static constexpr uint32_t kRoundsToInfinity = 0x7f7ff000;  // and everything above it
+};
+
+// fp32-level accuracy: x = hi + lo exactly, both TF32, and x * y = lo * hi + hi * lo + hi * hi up to
+// lo * lo <= 2^-24 * x * y. (Ootomo & Yokota 2022; the tensor core truncates when it accumulates, so that long sums
+// must be taken in pieces: see Mainloop.) hi is the TF32 nearest to x: lo then has 11 bits, and none is lost.
+//
+// kGuarded: an infinity is split so that every product keeps its sign, and neither inf - inf nor inf * 0 arises
+// where fp32 has none: hi = +-1, lo = +-inf. NaN is carried by lo.
+template <bool kGuarded_>
+struct SplitTf32 {
+    using Element = float;
+    static constexpr bool kGuarded = kGuarded_;
+    using Unguarded = SplitTf32<false>;
+    struct A {
+        uint32_t hi[4], lo[4];
+    };
+    struct B {
+        uint32_t hi[2], lo[2];
+    };
+    static constexpr int kProducts = 3;
+
+    static __device__ __forceinline__ uint32_t upper(uint32_t bits) {
+        constexpr uint32_t kTurnsInfinityIntoOne = 0xbfffffff;
+#if __CUDA_ARCH__ >= 900
+        const uint32_t nearest = ptx::cvt_rn_tf32(bits);
+#else
+        const uint32_t nearest = (bits + Tf32::kHalfUlp) & Tf32::kUpperBits;
+#endif
+        return kGuarded && !Tf32::rounds_to_finite(bits) ? bits & Tf32::kUpperBits & kTurnsInfinityIntoOne : nearest;
+    }
+
+    template <class Fragment, int kRegisters>
+    static __device__ __forceinline__ Fragment split(const uint32_t (&raw)[kRegisters]) {
+        Fragment fragment;
+#pragma unroll
+        for (int i = 0; i < kRegisters; ++i) {
+            fragment.hi[i] = upper(raw[i]);
+            fragment.lo[i] = __float_as_uint(__uint_as_float(raw[i]) - __uint_as_float(fragment.hi[i]));
+        }
+        return fragment;
+    }
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return split<A>(raw); }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return split<B>(raw); }
+
+    // Small products first: they then do not lose bits to the large one.
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        if constexpr (kProduct == 0) {
+            ptx::mma_m16n8k8_tf32(d, a.lo, b.hi);
+        } else if constexpr (kProduct == 1) {
+            ptx::mma_m16n8k8_tf32(d, a.hi, b.lo);
+        } else {
+            ptx::mma_m16n8k8_tf32(d, a.hi, b.hi);
+        }
+    }
+};
+
+using Tf32x3 = SplitTf32<true>;
+
+// What fp16 and bf16 share: the raw registers are the fragments.
+template <class T>
+struct Half {
+    using Element = T;
+    struct A {
+        uint32_t value[4];
+    };
+    struct B {
+        uint32_t value[2];
+    };
+    static constexpr int kProducts = 1;
+
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return {{raw[0], raw[1], raw[2], raw[3]}}; }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
+};
+
+struct Fp16 : Half<__half> {
+    static constexpr bool kGuarded = false;
+    using Unguarded = Fp16;
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        ptx::mma_m16n8k16_f16(d, a.value, b.value);
+    }
+};
+
+struct Bf16 : Half<__nv_bfloat16> {
+    static constexpr bool kGuarded = false;
+    using Unguarded = Bf16;
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        ptx::mma_m16n8k16_bf16(d, a.value, b.value);
+    }
+};
+
+// d[m][first + n] += a[m] * b[n]. One product of all tiles before the next: the products of one tile depend on each
+// other, and the other tiles hide their latency.
+template <class Mma, int kProduct = 0, int kMmasM, int kColumns, int kMmasN>
+__device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], int first,
+                                             const typename Mma::A (&a)[kMmasM], const typename Mma::B (&b)[kMmasN]) {
+#pragma unroll
+    for (int n = 0; n < kMmasN; ++n) {
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) Mma::template product<kProduct>(d[m][first + n], a[m], b[n]);
+    }
+    if constexpr (kProduct + 1 < Mma::kProducts) multiply_add<Mma, kProduct + 1>(d, first, a, b);
+}
+
+}  // namespace fxfuse

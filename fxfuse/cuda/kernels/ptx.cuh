@@ -1,0 +1,134 @@
+// One PTX instruction per function and nothing else: the only file with inline assembly.
+// Everything here is sm_80 (Ampere) and assembles with CUDA 12.1.
+#pragma once
+
+#include <cstdint>
+
+namespace fxfuse::ptx {
+
+// Address of a shared-memory object as the 32-bit value that ldmatrix and cp.async take.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// threadIdx.x and blockIdx, read anew each time: what is derived from them is derived again after a long loop, and
+// does not occupy registers during it.
+__device__ __forceinline__ uint32_t read_thread_index() {
+    uint32_t value;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(value));
+    return value;
+}
+
+__device__ __forceinline__ uint3 read_block_index() {
+    uint3 value;
+    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(value.x));
+    asm volatile("mov.u32 %0, %%ctaid.y;\n" : "=r"(value.y));
+    asm volatile("mov.u32 %0, %%ctaid.z;\n" : "=r"(value.z));
+    return value;
+}
+
+// 16 bytes global -> shared, past L1. `valid` of them are read, the rest is filled with zeros;
+// source must be 16-byte aligned. `valid` = 0 reads nothing (source is not dereferenced).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int valid = 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
+                 "r"(valid));
+}
+
+// kBytes (4 or 8) global -> shared through L1, zero-filled as above; source aligned to kBytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_small(uint32_t destination, const void* source, int valid = kBytes) {
+    static_assert(kBytes == 4 || kBytes == 8, "cp.async moves 4, 8 or 16 bytes");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(destination), "l"(source), "n"(kBytes),
+                 "r"(valid));
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::); }
+
+// Waits until at most kPending of this thread's committed groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ void store_shared_2(uint32_t address, uint16_t value) {
+    asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(address), "h"(value));
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(value));
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint4 value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w));
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8i..8i+7 gives the row addresses of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Nearest TF32, ties to even; one instruction, unlike cvt.rna, which sm_80 has too.
+__device__ __forceinline__ uint32_t cvt_rn_tf32(uint32_t bits) {
+    uint32_t result;
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(result) : "r"(bits));
+    return result;
+}
+#endif
+
+// d = a * b + d, one warp: a 16xK row-major, b Kx8 column-major, d 16x8 float32.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The smaller and the larger of two numbers, NaN if either is NaN (fminf and fmaxf drop it).
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+}  // namespace fxfuse::ptx

@@ -1,0 +1,183 @@
+// Operand tiles in shared memory: how they are swizzled, filled from global memory and read as MMA fragments.
+//
+// A tile is kExtent indices of the output (m or n) by 128 bytes' worth of K, a piece of a row-major matrix of one of
+// two orders (in CUTLASS's terms):
+//   K-major    a row of the matrix is one m or n, K is contiguous     (x, and w as (N, K))
+//   MN-major   a row of the matrix is one k, m or n is contiguous     (w as (K, N))
+// Within a row of a tile, 16-byte chunks are permuted by XOR with the row number, so that both the writes of cp.async
+// (along rows) and the reads of fragments (across rows) touch every bank once.
+#pragma once
+
+#include <cstdint>
+
+#include "mma.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+constexpr int kChunkBytes = 16;
+constexpr int kTileBytesOfK = 128;  // a K-major row then covers all 32 banks
+
+enum class Major { kK, kMN };
+
+template <class T, Major kMajor_, int kExtent>
+struct OperandTile {
+    using Element = T;
+    static constexpr Major kMajor = kMajor_;
+    static constexpr int kElementBytes = static_cast<int>(sizeof(T));
+    static constexpr int kTileK = kTileBytesOfK / kElementBytes;
+    static constexpr int kRows = kMajor == Major::kK ? kExtent : kTileK;
+    static constexpr int kCols = kMajor == Major::kK ? kTileK : kExtent;
+    static constexpr int kRowBytes = kCols * kElementBytes;
+    static constexpr int kBytes = kRows * kRowBytes;
+    static_assert(kRowBytes % (8 * kChunkBytes) == 0, "8 chunks are permuted, and every row starts at bank 0");
+
+    // Of a byte of the tile.
+    static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t byte) {
+        return row * kRowBytes + (byte / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
+    }
+
+private:
+    static __device__ __forceinline__ uint32_t swizzle(uint32_t row) {
+        // ldmatrix reads one chunk of 8 consecutive rows; 4-byte elements across K are read word by word, by a warp
+        // 2 neighbouring chunks of 4 consecutive rows.
+        return kMajor == Major::kMN && kElementBytes == 4 ? row % 4 * 2 : row % 8;
+    }
+};
+
+// One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Elements outside the matrix
+// become zeros. kAccess is the largest power of two up to 16 that divides the matrix's address, its row stride and
+// the length of its rows, all in bytes: so a piece is inside or outside as a whole.
+template <class Tile, int kThreads, int kAccess>
+class TileCopy {
+    using T = typename Tile::Element;
+    // cp.async moves at least 4 bytes: single halves go through registers, a chunk of them per thread.
+    static constexpr bool kThroughRegisters = kAccess < 4;
+    static constexpr int kPieceBytes = kThroughRegisters ? kChunkBytes : kAccess;
+    static constexpr int kPieceElements = kPieceBytes / Tile::kElementBytes;
+    static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
+    static constexpr int kRowsPerPass = kThreads / kPiecesPerRow;
+    static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    // Narrow pieces take many passes, whose addresses and values would fill the registers if all were unrolled.
+    static constexpr int kUnroll = kAccess == kChunkBytes ? kPasses : kThroughRegisters ? 2 : 4;
+    static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+    const T* source_;            // this thread's piece of the first pass
+    int64_t stride_;             // of the matrix's rows, in elements
+    int rows_left_, cols_left_;  // from that piece to the end of the matrix
+    uint32_t row_, byte_;        // of that piece in the tile
+
+public:
+    // `matrix` points to k = 0 of the tile's first m or n; `extent` of m or n, and `k` of K, exist from there.
+    __device__ __forceinline__ TileCopy(const T* matrix, int64_t stride, int extent, int k, uint32_t thread)
+        : stride_(stride), row_(thread / kPiecesPerRow), byte_(thread % kPiecesPerRow * kPieceBytes) {
+        const int row = static_cast<int>(row_), col = static_cast<int>(byte_) / Tile::kElementBytes;
+        source_ = matrix + row * stride + col;
+        rows_left_ = (Tile::kMajor == Major::kK ? extent : k) - row;
+        cols_left_ = (Tile::kMajor == Major::kK ? k : extent) - col;
+    }
+
+    // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
+    // barrier, tell when it is full.
+    __device__ __forceinline__ void start(uint32_t shared) {
+#pragma unroll kUnroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = pass * kRowsPerPass;
+            const T* source = source_ + row * stride_;
+            const uint32_t destination = shared + Tile::offset(row_ + row, byte_);
+            if constexpr (kThroughRegisters) {
+                ptx::store_shared_16(destination, gather(source, row < rows_left_ ? cols_left_ : 0));
+            } else {
+                const int valid = row < rows_left_ && cols_left_ > 0 ? kPieceBytes : 0;
+                if constexpr (kPieceBytes == kChunkBytes) {
+                    ptx::cp_async_16(destination, source, valid);
+                } else {
+                    ptx::cp_async_small<kPieceBytes>(destination, source, valid);
+                }
+            }
+        }
+        if constexpr (Tile::kMajor == Major::kK) {
+            source_ += Tile::kCols;
+            cols_left_ -= Tile::kCols;
+        } else {
+            source_ += Tile::kRows * stride_;
+            rows_left_ -= Tile::kRows;
+        }
+    }
+
+private:
+    static __device__ __forceinline__ uint4 gather(const T* source, int count) {
+        alignas(kChunkBytes) uint16_t piece[kPieceElements];
+#pragma unroll
+        for (int i = 0; i < kPieceElements; ++i) {
+            piece[i] = i < count ? __ldg(reinterpret_cast<const uint16_t*>(source) + i) : uint16_t{0};
+        }
+        return *reinterpret_cast<const uint4*>(piece);
+    }
+};
+
+// A warp's view of a tile, from m or n `first` on: raw fragments of 16 m or n by 32 bytes of K. raw is one A fragment;
+// or two B fragments, the second in raw[2] and raw[3].
+enum class Side { kA, kB };
+
+template <class Tile, Side kSide, Major kMajor = Tile::kMajor, int kElementBytes = Tile::kElementBytes>
+class Fragments;
+
+template <class Tile, Side kSide, int kElementBytes>
+class Fragments<Tile, kSide, Major::kK, kElementBytes> {
+    uint32_t offset_;
+
+public:
+    __device__ __forceinline__ Fragments(uint32_t first, uint32_t lane) {
+        // Lane l addresses row l % 8 of 8x8 matrix l / 8. A has the lower rows' first half second, B third.
+        const uint32_t lower_rows = kSide == Side::kA ? lane / 8 % 2 : lane / 16;
+        const uint32_t second_half = kSide == Side::kA ? lane / 16 : lane / 8 % 2;
+        offset_ = Tile::offset(first + lane % 8 + lower_rows * 8, second_half * kChunkBytes);
+    }
+
+    // index: which 16 m or n; step: which 32 bytes of the tile's K. XOR moves along a row, because the swizzle is an
+    // XOR too.
+    __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {
+        const uint32_t address = (shared + offset_) ^ (step * kMmaBytesOfK);
+        ptx::ldmatrix_x4(raw, address + index * 16 * Tile::kRowBytes);
+    }
+};
+
+template <class Tile>
+class Fragments<Tile, Side::kB, Major::kMN, 2> {
+    static constexpr int kStepBytes = kMmaBytesOfK / 2 * Tile::kRowBytes;
+    uint32_t offset_;
+
+public:
+    __device__ __forceinline__ Fragments(uint32_t first, uint32_t lane) {
+        offset_ = Tile::offset(lane % 16, first * 2 + lane / 16 * kChunkBytes);
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {
+        const uint32_t address = (shared + offset_) ^ (index * 2 * kChunkBytes);
+        ptx::ldmatrix_x4_trans(raw, address + step * kStepBytes);
+    }
+};
+
+// ldmatrix cannot transpose 4-byte elements.
+template <class Tile>
+class Fragments<Tile, Side::kB, Major::kMN, 4> {
+    static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
+    uint32_t offset_;
+
+public:
+    __device__ __forceinline__ Fragments(uint32_t first, uint32_t lane) {
+        offset_ = Tile::offset(lane % 4, (first + lane / 4) * 4);
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t address = ((shared + offset_) ^ ((index * 2 + i) * 2 * kChunkBytes)) + step * kStepBytes;
+            raw[i * 2] = ptx::load_shared_4(address);
+            raw[i * 2 + 1] = ptx::load_shared_4(address + 4 * Tile::kRowBytes);
+        }
+    }
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,159 @@
+"""gemm.candidates is a pure function of a problem: what it offers, in which order, and how it is packed."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fxfuse.cuda.gemm import Problem, candidates
+from fxfuse.cuda.precision import Precision
+
+PRECISIONS: tuple[Precision, ...] = ("tf32x3", "tf32", "fp16", "bf16")
+
+
+def linear(m: int, n: int, k: int, precision: Precision = "tf32x3") -> Problem:
+    """nn.Linear on contiguous, aligned tensors, on an H200."""
+    return Problem(
+        m,
+        n,
+        k,
+        precision,
+        "nk",
+        x_stride=k,
+        weight_stride=k,
+        out_stride=n,
+        multiprocessors=132,
+        shared_memory=228 * 1024,
+    )
+
+
+def config(kernel_type: str) -> list[str]:
+    match = re.fullmatch(r"Gemm<GemmConfig<(.*)>, \{output\}, \{epilogue\}>", kernel_type)
+    assert match, kernel_type
+    return match[1].split(", ")
+
+
+def tile(kernel_type: str) -> tuple[int, int]:
+    return int(config(kernel_type)[1]), int(config(kernel_type)[2])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("m", [1, 7, 33, 1000, 100_000])
+@pytest.mark.parametrize("n", [1, 129, 8192])
+@pytest.mark.parametrize("k", [1, 300, 16384])
+def test_every_problem_has_candidates_without_repetition(precision: Precision, m: int, n: int, k: int) -> None:
+    kernels = candidates(linear(m, n, k, precision))
+    assert kernels
+    assert len({(kernel.header, kernel.type) for kernel in kernels}) == len(kernels)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0), (2**31, 8, 8), (8, 2**31, 8), (8, 8, 2**31)]
+)
+def test_sizes_beyond_the_template_have_none(m: int, n: int, k: int) -> None:
+    assert candidates(linear(m, n, k)) == ()
+
+
+def test_grid_limits_exclude_small_tiles() -> None:
+    offered = {tile(kernel.type) for kernel in candidates(linear(1, 65535 * 64 + 1, 64, "fp16"))}
+    assert offered == {(128, 256), (256, 128), (128, 128), (64, 128)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "m", "n", "k", "expected"),
+    [
+        ("tf32x3", 1024, 8192, 8192, (128, 128)),
+        ("tf32x3", 16, 8192, 8192, (16, 64)),
+        ("tf32x3", 32, 8192, 8192, (32, 64)),
+        ("tf32", 1024, 8192, 8192, (128, 256)),
+        ("bf16", 1024, 8192, 8192, (128, 256)),
+        ("bf16", 16, 8192, 8192, (16, 64)),
+        ("bf16", 32, 8192, 8192, (32, 64)),
+        ("bf16", 128, 8192, 8192, (128, 64)),
+        ("fp16", 16384, 128, 4096, (128, 128)),
+    ],
+)
+def test_first_choice_on_an_h200(precision: Precision, m: int, n: int, k: int, expected: tuple[int, int]) -> None:
+    assert tile(candidates(linear(m, n, k, precision))[0].type) == expected
+
+
+@pytest.mark.parametrize(
+    ("k", "sums", "block"),
+    [(64, "kStepwise", 1), (1024, "kPromoted", 1), (8192, "kPromoted", 2), (16384, "kPromoted", 4)],
+)
+def test_sums_follow_k(k: int, sums: str, block: int) -> None:
+    large = next(kernel for kernel in candidates(linear(4096, 8192, k)) if tile(kernel.type) == (128, 128))
+    assert config(large.type)[6] == f"Sums::{sums}"
+    assert struct.unpack("<8q", large.params)[7] == block
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 512, 512), (1000, 3000, 2048), (4096, 768, 1024)])
+def test_outputs_for_which_cublas_splits_k_are_summed_in_blocks(m: int, n: int, k: int) -> None:
+    for kernel in candidates(linear(m, n, k)):
+        assert config(kernel.type)[6] == "Sums::kBlockwise"
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_other_precisions_accumulate_in_tensor_cores(precision: Precision) -> None:
+    for kernel in candidates(linear(512, 512, 4096, precision)):
+        assert config(kernel.type)[6] == "Sums::kRunning"
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "access"),
+    [
+        ("tf32", {}, ("16", "16")),
+        ("tf32", {"x_stride": 65}, ("4", "16")),
+        ("tf32", {"x_stride": 65, "m": 1}, ("16", "16")),
+        ("tf32", {"x_alignment": 4}, ("4", "16")),
+        ("tf32", {"weight_stride": 66}, ("16", "8")),
+        ("tf32", {"weight_alignment": 256}, ("16", "16")),
+        ("tf32", {"k": 63, "x_stride": 64, "weight_stride": 64}, ("4", "4")),
+        ("fp16", {"k": 63, "x_stride": 63, "weight_stride": 63}, ("2", "2")),
+        ("bf16", {"x_alignment": 2}, ("2", "16")),
+        ("bf16", {"weight_layout": "kn", "n": 127, "weight_stride": 127}, ("16", "2")),
+        ("bf16", {"weight_layout": "kn", "n": 127, "weight_stride": 128}, ("16", "2")),
+        ("bf16", {"weight_layout": "kn", "k": 1, "x_stride": 1, "weight_stride": 64}, ("2", "16")),
+    ],
+)
+def test_access_is_what_alignment_allows(
+    precision: Precision, changes: dict[str, Any], access: tuple[str, str]
+) -> None:
+    for kernel in candidates(replace(linear(128, 64, 64, precision), **changes)):
+        assert tuple(config(kernel.type)[8:]) == access
+
+
+def test_layouts_have_kernels_of_their_own() -> None:
+    assert {config(kernel.type)[7] for kernel in candidates(linear(64, 64, 64))} == {"Major::kK"}
+    matmul = replace(linear(64, 64, 64), weight_layout="kn")
+    assert {config(kernel.type)[7] for kernel in candidates(matmul)} == {"Major::kMN"}
+
+
+@pytest.mark.parametrize(("precision", "narrowest"), [("tf32", 32), ("bf16", 64)])
+def test_rows_of_a_kn_weight_tile_are_swizzled(precision: Precision, narrowest: int) -> None:
+    matmul = replace(linear(16, 8192, 4096, precision), weight_layout="kn", weight_stride=8192)
+    assert min(tile(kernel.type)[1] for kernel in candidates(matmul)) == narrowest
+
+
+def test_sizes_are_arguments_of_the_same_kernels() -> None:
+    one = {kernel.type for kernel in candidates(linear(1000, 8192, 4096))}
+    other = {kernel.type for kernel in candidates(linear(2000, 8192, 4096))}
+    assert one <= other
+
+
+def test_params_are_the_problem_struct() -> None:
+    problem = replace(linear(6, 64, 32, "fp16"), x_stride=40, weight_stride=48, out_stride=56, rows_per_batch=3)
+    assert struct.unpack("<8q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1)
+    assert struct.unpack("<8q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tiles_fit_into_shared_memory_of_an_a100(precision: Precision) -> None:
+    for kernel in candidates(linear(8192, 8192, 8192, precision)):
+        m, n = tile(kernel.type)
+        stages = int(config(kernel.type)[5])
+        assert max(stages * (m + n) * 128, m * (n + 8) * 4) <= 163 * 1024
