@@ -146,7 +146,7 @@ def _key(source: Source) -> str:
 
 
 def _cxx() -> str | None:
-    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    return shutil.which(os.environ.get("CXX", "c++"))  # as torch chooses
 
 
 def _nvcc() -> str | None:
@@ -213,14 +213,14 @@ def load(source: Source) -> Launch:
 
 def _load_cached(key: str) -> Launch | None:
     entry = _private(cache_directory()) / key
+    if not entry.exists():
+        return None
     try:
         manifest = json.loads((entry / _MANIFEST).read_text())
         library = entry / manifest["library"]
         if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
             raise ValueError("its library is damaged")
         return _import(library)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, ImportError) as error:
         logger.info("fxfuse: rebuilding a cached kernel: %s", error)
         shutil.rmtree(entry, ignore_errors=True)
@@ -257,11 +257,13 @@ def _build(source: Source, key: str) -> Launch:
         ) from error
     library = next(building.glob("*.so"))  # load_inline adds a version to a name that it builds again
     launch = _import(library)
-    digest = hashlib.sha256(library.read_bytes()).hexdigest()
-    (building / _MANIFEST).write_text(json.dumps({"library": library.name, "sha256": digest, "label": source.label}))
     try:
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        manifest = {"library": library.name, "sha256": digest, "label": source.label}
+        (building / _MANIFEST).write_text(json.dumps(manifest))
         building.rename(cache / key)
-    except OSError:  # another process finished the same entry first; ours is loaded and no longer needed on disk
+    except OSError:
+        # Another process finished the same entry first, or the disk is full. Ours is loaded, so nothing is lost.
         shutil.rmtree(building, ignore_errors=True)
     logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
     return launch

@@ -24,7 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fxfuse.errors import BuildError, FxfuseError, ToolchainError, UnsupportedError
-from fxfuse.problem import ANCHORS, Plan, Problem, Refused, TensorMeta, anchor_meta, parsed, run_anchor
+from fxfuse.problem import ANCHORS, RESULT_DTYPES, Plan, Problem, Refused, TensorMeta, anchor_meta, parsed, run_anchor
 from fxfuse.reference import evaluate
 
 logger = logging.getLogger("fxfuse")
@@ -135,10 +135,10 @@ def _make_plan(problem: Problem, strict: bool) -> Plan:
 def _check_tensors(problem: Problem) -> None:
     tensors = [problem.x, problem.weight, *([problem.bias] if problem.bias else [])]
     for tensor in tensors:
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
         if tensor.dtype != problem.x.dtype:
             raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
+        if tensor.dtype not in RESULT_DTYPES:
+            raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
         if tensor.device != problem.x.device:
             raise UnsupportedError(f"tensors on {problem.x.device} and {tensor.device} meet in one {problem.kind}")
     for operand in problem.operands:
@@ -292,7 +292,8 @@ def _implement(kind: str) -> None:
     _LIBRARY.impl(kind, reference, "Meta")
     _LIBRARY.impl(kind, autograd, "Autograd")
     # Under autocast the region runs as eager would: its own operators are cast one by one.
-    for key in ("AutocastCPU", "AutocastCUDA"):
+    # Under torch.func.vmap they are batched one by one.
+    for key in ("AutocastCPU", "AutocastCUDA", "FuncTorchBatched"):
         _LIBRARY.impl(kind, reference, key)
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxfuse import functional
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
@@ -82,11 +84,15 @@ def _fuse_children(module: nn.Module, strict: bool) -> None:
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
-    with torch.no_grad():
+    inputs = pytree.tree_map_only(torch.Tensor, torch.clone, list(example_inputs))  # the model may overwrite them
+    buffers = {buffer: buffer.clone() for buffer in fast.buffers()}  # batch normalisation in training mode counts
+    devices = {tensor.device.index for tensor in fast.parameters() if tensor.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices):
         with functional.collect_problems() as problems:
-            fast(*example_inputs)
+            fast(*inputs)
         functional.prepare(problems, threads=os.cpu_count() or 1)
-        fast(*example_inputs)  # convolution results may have other strides than predicted; also warms up
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
 
 
 # ------------------------------------------------------------------------------------------ replacement
@@ -115,7 +121,8 @@ def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Nod
             {"region": number, **({"strict": True} if strict else {})},
             name=f"{region.nodes[0].name}_fused",
         )
-    fused.meta = dict(output.meta)
+    # not what says how the old node was called (fx.wrap leaves "is_wrapped")
+    fused.meta = {key: value for key, value in output.meta.items() if key in ("stack_trace", "nn_module_stack", "val")}
     output.replace_all_uses_with(fused)
     replaced[output] = fused
     attributes = {arg for node in region.nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
@@ -128,12 +135,13 @@ def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Nod
 
 
 def _as_tensor(graph: fx.Graph, operand: fx.Node | None) -> fx.Node:
-    """`operand`, through as_operand if it is an argument of the model that nothing shows to be a tensor."""
+    """`operand`, through as_operand if it is (part of) an argument of the model that nothing shows to be a tensor."""
     assert operand is not None
+    of_model = operand.op == "placeholder" or operand.target is operator.getitem
     shown = operand.type is torch.Tensor or any(
         user.op == "call_module" or functional.takes_first(user.target, user.args, operand) for user in operand.users
     )
-    return operand if operand.op != "placeholder" or shown else graph.call_function(functional.as_operand, (operand,))
+    return graph.call_function(functional.as_operand, (operand,)) if of_model and not shown else operand
 
 
 _region_numbers: Final = itertools.count(1)
@@ -171,6 +179,7 @@ class FusedModule(fx.GraphModule):
 
     captured: Captured
     strict: bool
+    own_attributes: frozenset[str]
     regions: tuple[FusedRegion, ...]
     skipped: tuple[Skipped, ...]
     variants: dict[frozenset[str], FusedModule]
@@ -186,6 +195,7 @@ class FusedModule(fx.GraphModule):
         self.__dict__["strict"] = strict
         self.training = root.training
         self._derive(captured)
+        self.__dict__["own_attributes"] = frozenset(self.__dict__)
 
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
@@ -256,15 +266,23 @@ class FusedModule(fx.GraphModule):
         return self.captured.root[index]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
-        return _rebuild(copy.deepcopy(self.captured.root, memo), self.strict)
+        twin = _rebuild(copy.deepcopy(self.captured.root, memo), self.strict, copy.deepcopy(self._extras(), memo))
+        memo[id(self)] = twin
+        return twin
 
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
-        return _rebuild, (self.captured.root, self.strict)
+        return _rebuild, (self.captured.root, self.strict, self._extras())
+
+    def _extras(self) -> dict[str, Any]:
+        """Attributes that the user gave this module."""
+        return {name: value for name, value in self.__dict__.items() if name not in self.own_attributes}
 
 
-def _rebuild(root: nn.Module, strict: bool) -> FusedModule:
+def _rebuild(root: nn.Module, strict: bool, extras: dict[str, Any]) -> FusedModule:
     """A fused module of its own captured model (whose children that run as Python have fused children already)."""
-    return FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
+    fused = FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
+    fused.__dict__.update(extras)
+    return fused
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:

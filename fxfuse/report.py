@@ -58,7 +58,7 @@ class Report:
                 region.anchor,
                 wrap(", ".join(region.nodes)),
                 wrap(region.epilogue),
-                wrap(region.kernel or (f"torch: {region.fallback}" if region.fallback else "(not called yet)")),
+                wrap(_how(region)),
             )
             for region in self.regions
         ]
@@ -71,6 +71,13 @@ class Report:
             rows = [(item.node, wrap(item.reason)) for item in self.skipped]
             parts.append(tabulate(rows, headers=("node", "reason"), tablefmt="simple_outline"))
         return "\n".join(parts)
+
+
+def _how(region: RegionReport) -> str:
+    ways = [region.kernel] if region.kernel else []
+    if region.fallback:
+        ways.append(f"torch: {region.fallback}")
+    return "; ".join(ways) or "(not called yet)"
 
 
 def explain(fast: fx.GraphModule) -> Report:

@@ -99,8 +99,8 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     return (*_depthwise(problem), *_direct(problem), *_implicit_gemm(problem))
 
 
-def pack(problem: Conv2dProblem) -> bytes:
-    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh."""
+def pack(problem: Conv2dProblem, block_tiles: int = 1) -> bytes:
+    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh; `block_tiles` is the implicit GEMM's."""
     fields = (
         problem.images,
         problem.channels,
@@ -114,7 +114,7 @@ def pack(problem: Conv2dProblem) -> bytes:
         problem.groups,
         *problem.x_strides,
         *problem.weight_strides,
-        _sums(problem)[1],
+        block_tiles,
     )
     return struct.pack(f"<{len(fields)}q", *fields)
 
@@ -219,13 +219,15 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
     if layout == "nhwc" and x_access < 4:
         tiles = _GATHER_TILES
     elif problem.precision == "tf32x3" or min(x_access, weight_access) < 4:
-        tiles = _SMALL_WARP_TILES
+        # 3xTF32 leaves too few registers for the addresses of narrow copies to the largest tile.
+        largest = problem.precision != "tf32x3" or min(x_access, weight_access) == 16
+        tiles = _SMALL_WARP_TILES if largest else _SMALL_WARP_TILES[1:]
     elif min(x_access, weight_access) < 16:
         tiles = _NARROW_TILES
     else:
         tiles = _TILES
     filters = "kContiguous" if contiguous else "kStrided"
-    sums, _ = _sums(problem)
+    sums, block_tiles = _sums(problem)
     kernels = []
     for tile in sorted(tiles, key=lambda tile: _tile_cost(problem, tile)):
         config = (
@@ -234,7 +236,9 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
             f"{x_access}, Filters::{filters}, {weight_access}>"
         )
         name = f"conv2d {problem.precision} {tile.filters}x{tile.pixels}, {tile.stages} stages, {layout}"
-        kernels.append(Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem)))
+        kernels.append(
+            Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem, block_tiles))
+        )
     return kernels
 
 
@@ -359,12 +363,12 @@ def _depthwise(problem: Conv2dProblem) -> list[Kernel]:
     square = problem.kernel[0] == problem.kernel[1] and problem.stride[0] == problem.stride[1]
     shape = (problem.kernel[0], problem.stride[0])
     unrolled = square and problem.dilation == (1, 1) and shape in _UNROLLED
+    if problem.out_layout == "nhwc":  # these fetch 16 bytes of channels at a time
+        one_to_one = problem.channels == problem.out_channels
+        unrolled = unrolled and one_to_one and _x_access(problem, "nhwc", problem.channels) == 16
     kernel, stride = shape if unrolled else (0, 0)
     template = "DepthwiseNchw" if problem.out_layout == "nchw" else "DepthwiseNhwc"
-    aligned = problem.out_layout == "nhwc" and problem.channels == problem.out_channels
-    if aligned:
-        aligned = _x_access(problem, "nhwc", problem.channels) == 16
-    config = f"DepthwiseConfig<{_ELEMENT[problem.precision]}, {kernel}, {stride}, {str(aligned).lower()}>"
+    config = f"DepthwiseConfig<{_ELEMENT[problem.precision]}, {kernel}, {stride}>"
     which = f"{kernel}x{kernel}, stride {stride}" if unrolled else "any kernel"
     dtype = _ELEMENT[problem.precision].strip("_")
     name = f"depthwise {problem.out_layout} {dtype}, {which}"

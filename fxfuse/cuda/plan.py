@@ -115,6 +115,7 @@ def _prepare_gemm(problem: Problem) -> _Prepared:
     x, x_stride = _rows(problem.x)
     weight, layout, weight_stride = _matrix(problem.weight, problem.kind)
     shape = (*problem.x.shape[:-1], features_out)
+    device = torch.cuda.get_device_properties(problem.x.device)
 
     def candidates(result: Layout) -> Sequence[Kernel]:
         described = gemm.Problem(
@@ -129,7 +130,8 @@ def _prepare_gemm(problem: Problem) -> _Prepared:
             x_alignment=x.meta.alignment,
             weight_alignment=weight.meta.alignment,
             rows_per_batch=result.sizes[1],
-            multiprocessors=torch.cuda.get_device_properties(problem.x.device).multi_processor_count,
+            multiprocessors=device.multi_processor_count,
+            shared_memory=device.shared_memory_per_multiprocessor,
         )
         return gemm.candidates(described)
 

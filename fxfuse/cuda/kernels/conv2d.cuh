@@ -98,7 +98,7 @@ class PixelCopy {
     static constexpr bool kThroughRegisters = Config::kXAccess < 4;
     static constexpr int kNeighbours = kNchw && kThroughRegisters ? 2 : 1;
     static constexpr int kPiece = Config::kXAccess / static_cast<int>(sizeof(T));  // elements per copy
-    static constexpr int kUnit = kPiece * kNeighbours;                             // and per thread, contiguous in the tile
+    static constexpr int kUnit = kPiece * kNeighbours;  // elements of a thread that are contiguous in the tile
     // Lanes along the rows of the tile: a warp's width of pixels, or 8 lanes of channels (128 bytes if 16 each).
     static constexpr int kLanesAtMost = kNchw ? 32 : 8;
     static constexpr int kUnitsPerRow = Tile::kCols / kUnit;
@@ -339,7 +339,8 @@ struct Conv2d {
     using ReadFilters = Fragments<FilterTile, Side::kA>;
     using ReadPixels = Fragments<PixelTile, Side::kB>;
     template <class Shape>
-    using LoopOf = Mainloop<Shape, FilterCopy, PixelCopy, ReadFilters, ReadPixels, FilterTile::kBytes, PixelTile::kBytes>;
+    using LoopOf =
+        Mainloop<Shape, FilterCopy, PixelCopy, ReadFilters, ReadPixels, FilterTile::kBytes, PixelTile::kBytes>;
     using Loop = LoopOf<Config>;
     using Sum = typename Loop::Sum;
     using Staged = detail::StagedTile<Config>;
@@ -420,8 +421,8 @@ private:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Element* x, const Element* w,
-                                                    unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Element* x,
+                                                    const Element* w, unsigned char* shared) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
         const Origin at = origin(problem);
         LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters),
@@ -439,7 +440,8 @@ private:
         if constexpr (Config::kOutput == Layout::kNchw) {
             const int images = (tile.pixel + tile.pixels - 1) / image_pixels + 1;  // that the tile touches
             store_spans<kThreads, Output>(
-                tile.filters * images, min(tile.pixels, image_pixels), epilogue, [&](int index) {
+                tile.filters * images, min(tile.pixels, image_pixels), all_aligned(out, image_pixels), epilogue,
+                [&](int index) {
                     const int filter = images == 1 ? index : index / images;
                     const int later = index - filter * images;
                     const int begin = later == 0 ? 0 : later * image_pixels - tile.pixel;
@@ -450,7 +452,8 @@ private:
                                               at, end - begin};
                 });
         } else {
-            store_spans<kThreads, Output>(tile.pixels, tile.filters, epilogue, [&](int index) {
+            const bool aligned = all_aligned(out, problem.out_channels, tile.channel);
+            store_spans<kThreads, Output>(tile.pixels, tile.filters, aligned, epilogue, [&](int index) {
                 const int pixel = tile.pixel + index;
                 const int later = pixel < image_pixels ? 0 : pixel / image_pixels;
                 const Position at{tile.image + later, pixel - later * image_pixels, tile.channel};

@@ -116,7 +116,8 @@ public:
     __device__ __forceinline__ void start(uint32_t stage, int unit) const {
         const int pass = unit / kPiecesPerLane, step = unit % kPiecesPerLane * kLanes;
         if (!exists(unit)) return;
-        const bool inside = channels_left_[pass] > 0 && static_cast<unsigned>(col_ + step * kPiece) < static_cast<unsigned>(width_);
+        const bool inside = channels_left_[pass] > 0 &&
+                            static_cast<unsigned>(col_ + step * kPiece) < static_cast<unsigned>(width_);
         copy_piece<kAccess>(stage + destination(unit), source_[pass] + step * kPiece, inside ? kAccess : 0);
     }
 
@@ -247,7 +248,8 @@ struct Conv2dDirect {
             problem.images * tiles_y(problem) * tiles_x(problem) * problem.groups * filter_tiles(problem);
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-        if (const cudaError_t error = allow_shared_memory<kKernel>(Config::kSharedBytes); error != cudaSuccess) return error;
+        const cudaError_t error = allow_shared_memory<kKernel>(Config::kSharedBytes);
+        if (error != cudaSuccess) return error;
         kKernel<<<static_cast<unsigned>(blocks), kThreads, Config::kSharedBytes, stream>>>(
             problem, reinterpret_cast<const float*>(pointers[0]), reinterpret_cast<const float*>(pointers[1]),
             reinterpret_cast<Output*>(pointers[2]), epilogue);
@@ -384,7 +386,7 @@ private:
         const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
         x += in_group * Config::kChannelPitch + warp_row() * Config::kPatchCols + warp_col() + group + s;
         w += group * Config::kFilterPitch + in_group * Config::kTaps + s;
-        Tf32::A a[kKernel][kMmasM];  // row r of the filters is in registers while input rows r to r + kWarpRows - 1 are used
+        Tf32::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
 #pragma unroll
         for (int y = 0; y < kWarpRows + kKernel - 1; ++y) {
             if (y < kKernel) load_filter_row(a[y], w + y * kKernel);
@@ -448,8 +450,8 @@ private:
         }
     }
 
-    static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum, float* staged,
-                                                 Output* out, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
+                                                 float* staged, Output* out, const Epilogue& epilogue) {
         const int out_width = static_cast<int>(problem.out_width);
         const int rows = min(Config::kTileRows, static_cast<int>(problem.out_height) - tile.row);
         const int cols = min(Config::kTileCols, out_width - tile.col);
@@ -467,13 +469,16 @@ private:
         const int spans = whole_rows ? 1 : rows;  // per channel
         const int length = whole_rows ? rows * cols : cols;
         const int64_t out_pixels = problem.out_height * problem.out_width;
-        store_spans<kThreads, Output>(tile.filters * spans, length, epilogue, [&](int index) {
+        // Tiles of whole rows start a multiple of kTileRows rows after each other, others a multiple of rows.
+        const bool aligned = all_aligned(out, out_pixels, whole_rows ? Config::kTileRows * out_width : out_width);
+        store_spans<kThreads, Output>(tile.filters * spans, length, aligned, epilogue, [&](int index) {
             const int filter = whole_rows ? index : index / rows;
             const int row = index - filter * spans;
             const Position at{tile.image, tile.channel + filter,
                               static_cast<int64_t>(tile.row + row) * out_width + tile.col};
             return OutputSpan<Output>{staged + filter * Config::kStagedPitch + row * row_pitch,
-                                      out + (at.batch * problem.out_channels + at.row) * out_pixels + at.col, at, length};
+                                      out + (at.batch * problem.out_channels + at.row) * out_pixels + at.col, at,
+                                      length};
         });
     }
 };

@@ -63,24 +63,34 @@ struct OutputSpan {
     int length;
 };
 
+// Whether spans that start `steps` apart, the first at `out`, all start at multiples of 16 bytes.
+template <class Output, class... Steps>
+__device__ __forceinline__ bool all_aligned(const Output* out, Steps... steps) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
+    return reinterpret_cast<uintptr_t>(out) % 16 == 0 && ((steps % kVector == 0) && ...);
+}
+
 // Applies the epilogue to `spans` spans of at most `longest` outputs and stores them. Spans are cut so that every
 // run but the first and last of a span is one aligned 16-byte store, however the span itself is aligned.
-// `locate(i)` gives span i. Called by all kThreads threads, after the barrier that completes the staging.
+// `locate(i)` gives span i; `aligned` says that all of them start at multiples of 16 bytes. Called by all kThreads
+// threads, after the barrier that completes the staging.
 //
 // As many runs as fill whole warps are done first, by a warp per span, which walks along it; then the rest of every
 // span, by as few lanes as it takes: a span of 33 runs would leave a warp's second round to one lane. Lanes work on
 // kTogether spans at once, so that the latencies of one hide those of the others.
 template <int kThreads, class Output, class Epilogue, class Locate>
-__device__ __forceinline__ void store_spans(int spans, int longest, const Epilogue& epilogue, Locate locate) {
+__device__ __forceinline__ void store_spans(int spans, int longest, bool aligned, const Epilogue& epilogue,
+                                            Locate locate) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
     constexpr int kTogether = 16 / kVector;
     constexpr int kWarp = 32;
     const int thread = static_cast<int>(threadIdx.x);
-    const int runs = (longest + 2 * kVector - 2) / kVector;  // of the longest and most misaligned span
+    const int runs = (longest + (aligned ? 0 : kVector - 1) + kVector - 1) / kVector;  // of the worst span
     const int warp_runs = runs / kWarp * kWarp;
 #pragma unroll 1
     for (int part = 0; part < 2; ++part) {
         const int first_run = part == 0 ? 0 : warp_runs, last_run = part == 0 ? warp_runs : runs;
+        if (first_run == last_run) continue;
         int lanes = 1;
         while (lanes < kWarp && lanes < last_run - first_run) lanes *= 2;
         const int step = kThreads / lanes;

@@ -13,15 +13,36 @@ namespace fxfuse {
 
 // kKernel: height and width of the filter, kStride: both strides, dilation 1, all known at compile time;
 // or kKernel = 0, kStride = 0: whatever the problem says.
-// kAligned, for NHWC: as many channels out as in, and every 16 bytes of channels of x are aligned.
-template <class Element_, int kKernel_, int kStride_, bool kAligned_>
+// For NHWC, the former also needs as many channels out as in, and every 16 bytes of channels of x aligned.
+template <class Element_, int kKernel_, int kStride_>
 struct DepthwiseConfig {
     using Element = Element_;
     static constexpr int kKernel = kKernel_, kStride = kStride_;
-    static constexpr bool kAligned = kAligned_;
     static constexpr int kThreads = 256;
     static_assert((kKernel == 0) == (kStride == 0), "both are known, or neither");
 };
+
+namespace detail {
+
+// The row and column of x, perhaps outside, that element (r, s) of the filter multiplies for output (row, col).
+__device__ __forceinline__ int input_row(const Conv2dProblem& problem, int row, int r) {
+    return row * static_cast<int>(problem.stride_h) - static_cast<int>(problem.pad_h) +
+           r * static_cast<int>(problem.dilation_h);
+}
+
+__device__ __forceinline__ int input_col(const Conv2dProblem& problem, int col, int s) {
+    return col * static_cast<int>(problem.stride_w) - static_cast<int>(problem.pad_w) +
+           s * static_cast<int>(problem.dilation_w);
+}
+
+// Splits the last digit off a number in mixed radix.
+__device__ __forceinline__ uint32_t take(uint32_t& index, uint32_t radix) {
+    const uint32_t digit = index % radix;
+    index /= radix;
+    return digit;
+}
+
+}  // namespace detail
 
 // One block per multiprocessor as the minimum: told nothing, the compiler spills rather than pass 128 registers.
 template <class Kernel>
@@ -51,9 +72,9 @@ struct DepthwiseNchw {
                                                const Epilogue& epilogue) {
         uint32_t index = blockIdx.x * Config::kThreads + threadIdx.x;
         if (index >= threads(problem)) return;
-        const int col = static_cast<int>(take(index, strips_x(problem))) * kCols;
-        const int row = static_cast<int>(take(index, strips_y(problem))) * kRows;
-        const int64_t channel = take(index, static_cast<uint32_t>(problem.out_channels));
+        const int col = static_cast<int>(detail::take(index, strips_x(problem))) * kCols;
+        const int row = static_cast<int>(detail::take(index, strips_y(problem))) * kRows;
+        const int64_t channel = detail::take(index, static_cast<uint32_t>(problem.out_channels));
         const int64_t image = index;
         const uint32_t multiplier = static_cast<uint32_t>(problem.out_channels) / static_cast<uint32_t>(problem.groups);
         x += image * problem.x_image + static_cast<uint32_t>(channel) / multiplier * problem.x_channel;
@@ -102,15 +123,9 @@ private:
     static __host__ __device__ int64_t threads(const Problem& problem) {
         return problem.images * problem.out_channels * strips_x(problem) * strips_y(problem);
     }
-    static __device__ __forceinline__ uint32_t take(uint32_t& index, uint32_t radix) {
-        const uint32_t digit = index % radix;
-        index /= radix;
-        return digit;
-    }
-
     // (top, left): of the strip in x, whose row and column 0 are at `x`.
-    static __device__ __forceinline__ void multiply(float (&sum)[kRows][kCols], const Problem& problem, const Element* x,
-                                                    const Element* w, int top, int left) {
+    static __device__ __forceinline__ void multiply(float (&sum)[kRows][kCols], const Problem& problem,
+                                                    const Element* x, const Element* w, int top, int left) {
         float filter[kKernel][kKernel];
 #pragma unroll
         for (int r = 0; r < kKernel; ++r) {
@@ -150,13 +165,13 @@ private:
                                                         const Element* w, int row, int col) {
         const int height = static_cast<int>(problem.height), width = static_cast<int>(problem.width);
         for (int r = 0; r < static_cast<int>(problem.kernel_height); ++r) {
-            const int y = row * static_cast<int>(problem.stride_h) - static_cast<int>(problem.pad_h) + r * static_cast<int>(problem.dilation_h);
+            const int y = detail::input_row(problem, row, r);
             if (y < 0 || y >= height) continue;
             for (int s = 0; s < static_cast<int>(problem.kernel_width); ++s) {
                 const float filter = to_float(__ldg(w + r * problem.w_row + s * problem.w_col));
 #pragma unroll
                 for (int i = 0; i < kCols; ++i) {
-                    const int at = (col + i) * static_cast<int>(problem.stride_w) - static_cast<int>(problem.pad_w) + s * static_cast<int>(problem.dilation_w);
+                    const int at = detail::input_col(problem, col + i, s);
                     if (at < 0 || at >= width) continue;
                     sum[i] = fmaf(filter, to_float(__ldg(x + y * problem.x_row + at * problem.x_col)), sum[i]);
                 }
@@ -186,9 +201,9 @@ struct DepthwiseNhwc {
         const Shape shape(problem);
         const int thread = static_cast<int>(threadIdx.x);
         uint32_t index = blockIdx.x;
-        const int first_channel = static_cast<int>(take(index, shape.channel_tiles)) * shape.lanes * kVector;
-        const int tile_x = static_cast<int>(take(index, shape.tiles_x));
-        const int tile_y = static_cast<int>(take(index, shape.tiles_y));
+        const int first_channel = static_cast<int>(detail::take(index, shape.channel_tiles)) * shape.lanes * kVector;
+        const int tile_x = static_cast<int>(detail::take(index, shape.tiles_x));
+        const int tile_y = static_cast<int>(detail::take(index, shape.tiles_y));
         const int64_t image = index;
         const int lane = thread % shape.lanes * kVector, strip = thread / shape.lanes;
         const int row = tile_y * kRows + strip % kRows;
@@ -251,12 +266,6 @@ private:
         }
     };
 
-    static __device__ __forceinline__ uint32_t take(uint32_t& index, uint32_t radix) {
-        const uint32_t digit = index % radix;
-        index /= radix;
-        return digit;
-    }
-
     static __device__ __forceinline__ void load_filters(float (*filters)[kChannels], const Problem& problem,
                                                         const Element* w, int first, int count) {
         for (int i = static_cast<int>(threadIdx.x); i < kKernel * kKernel * count; i += Config::kThreads) {
@@ -271,7 +280,7 @@ private:
     // kVector channels of x from output channel `channel` on; zeros for a pixel that is not `inside`.
     static __device__ __forceinline__ void load(float (&value)[kVector], const Problem& problem, const Element* pixel,
                                                 int channel, int channels, bool inside) {
-        if constexpr (Config::kAligned) {
+        if constexpr (kKernel > 0) {
             alignas(16) Element piece[kVector];
             const uint4* source = reinterpret_cast<const uint4*>(pixel + channel);
             *reinterpret_cast<uint4*>(piece) = inside ? __ldg(source) : uint4{0, 0, 0, 0};
@@ -292,7 +301,8 @@ private:
         constexpr int kInCols = (kCols - 1) * kStride + kKernel;
         const int top = row * kStride - static_cast<int>(problem.pad_h);
         const int left = col * kStride - static_cast<int>(problem.pad_w);
-#pragma unroll
+        // Larger filters row by row: their loads would otherwise all be started at once and take all registers.
+#pragma unroll(kKernel <= 3 ? kKernel : 1)
         for (int r = 0; r < kKernel; ++r) {
             const bool row_inside = top + r >= 0 && top + r < static_cast<int>(problem.height);
             const Element* source = x + (top + r) * problem.x_row + left * problem.x_col;
@@ -322,10 +332,10 @@ private:
     static __device__ __forceinline__ void multiply_any(float (&sum)[kVector], const Problem& problem, const Element* x,
                                                         const Element* w, int row, int col, int channel, int channels) {
         for (int r = 0; r < static_cast<int>(problem.kernel_height); ++r) {
-            const int y = row * static_cast<int>(problem.stride_h) - static_cast<int>(problem.pad_h) + r * static_cast<int>(problem.dilation_h);
+            const int y = detail::input_row(problem, row, r);
             if (y < 0 || y >= problem.height) continue;
             for (int s = 0; s < static_cast<int>(problem.kernel_width); ++s) {
-                const int at = col * static_cast<int>(problem.stride_w) - static_cast<int>(problem.pad_w) + s * static_cast<int>(problem.dilation_w);
+                const int at = detail::input_col(problem, col, s);
                 if (at < 0 || at >= problem.width) continue;
                 float in[kVector];
                 load(in, problem, x + y * problem.x_row + at * problem.x_col, channel, channels, true);

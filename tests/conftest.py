@@ -1,0 +1,60 @@
+"""Fixtures: a kernel cache of the session's own, and a process that has forgotten what it compiled."""
+
+import pytest
+
+from fxfuse import build, functional, ops
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """Kernels are compiled once a session, and the user's own cache is neither read nor written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.delenv("FXFUSE_DISABLE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_operations():
+    """What a test module registers in the op table is gone after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for table in ("_by_name", "_by_spelling"):
+            patch.setattr(ops, table, dict(getattr(ops, table)))
+        yield
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Call it to make the process as a new one: no plans, no loaded kernels, no warnings given."""
+
+    def forget_everything():
+        monkeypatch.setattr(functional, "_plans", {})
+        monkeypatch.setattr(functional, "_warned", set())
+        monkeypatch.setattr(build, "_loaded", {})
+        build._private.cache_clear()
+
+    forget_everything()
+    yield forget_everything
+    build._private.cache_clear()
+
+
+@pytest.fixture
+def new_cache(forget, tmp_path, monkeypatch):
+    """An empty kernel cache in a process that has loaded nothing."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("FXFUSE_CACHE_DIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """The distinct kernel sources that are asked for from now on."""
+    seen = set()
+    load = build.load
+
+    def recording(source):
+        seen.add(source.text)
+        return load(source)
+
+    monkeypatch.setattr(build, "load", recording)
+    return seen

@@ -1,0 +1,137 @@
+"""What the tests share: small models from functions, and the comparison of an optimised model with eager."""
+
+import copy
+import itertools
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxfuse
+
+
+class Net(nn.Module):
+    """A model from a function of (self, *inputs) and the modules, parameters and attributes it uses."""
+
+    def __init__(self, forward, **members):
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, nn.Parameter(member) if isinstance(member, torch.Tensor) else member)
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+class Net2(Net):
+    """The same with two inputs."""
+
+    def forward(self, x, y):
+        return self._forward(self, x, y)
+
+
+def linear(features=8, **options):
+    return nn.Linear(8, features, **options)
+
+
+def conv(**options):
+    return nn.Conv2d(4, 8, 3, **options)
+
+
+def batch_norm(channels=8):
+    """A BatchNorm2d in evaluation mode whose statistics and parameters all matter."""
+    module = nn.BatchNorm2d(channels)
+    with torch.no_grad():
+        for tensor in (module.running_mean, module.bias):
+            tensor.normal_()
+        for tensor in (module.running_var, module.weight):
+            tensor.uniform_(0.5, 2.0)
+    return module.eval()
+
+
+def randn(*shape, seed=0, **options):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def regions(fast):
+    return fxfuse.explain(fast).regions
+
+
+def epilogues(fast):
+    return [region.epilogue for region in regions(fast)]
+
+
+def outcome(call, *inputs, **keywords):
+    """What the call returns, on copies of the inputs, or the exception that it raises."""
+    inputs, keywords = pytree.tree_map_only(torch.Tensor, clone, (inputs, keywords))
+    try:
+        return call(*inputs, **keywords)
+    except Exception as error:
+        return error
+
+
+def clone(tensor):
+    """A copy with the same strides."""
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def assert_same_kind(actual, expected):
+    """Type, dtype, shape, strides, and the places of NaN and infinities are equal."""
+    assert type(actual) is type(expected), (actual, expected)
+    if isinstance(expected, torch.Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.stride() == expected.stride(), f"strides {actual.stride()} instead of {expected.stride()}"
+        if expected.is_floating_point():
+            assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places"
+            finite = expected.isfinite()
+            assert torch.equal(actual.isfinite(), finite), "infinities in other places"
+            infinite = expected.isinf()
+            assert torch.equal(actual[infinite], expected[infinite])
+
+
+def relative_error(value, exact):
+    value, exact = value.detach(), exact.detach()
+    finite = value.isfinite() & exact.isfinite()
+    difference = (value.double() - exact.double())[finite].norm()
+    norm = exact.double()[finite].norm()
+    return float(difference / norm if norm > 0 else difference)
+
+
+def assert_as_close_as(actual, expected, exact):
+    """`actual` is as near to `exact` (float64) as `expected` (eager) is, give or take rounding noise."""
+    error, eager_error = relative_error(actual, exact), relative_error(expected, exact)
+    allowed = 1.5 * eager_error + torch.finfo(expected.dtype).eps
+    assert error <= allowed, f"error {error:.2e} against float64, eager's own {eager_error:.2e}"
+
+
+def assert_as_eager(model, fast, *inputs, exact=True, **keywords):
+    """`fast` returns or raises what `model` does: same kinds, and values as close to float64 as eager's own.
+
+    With exact=False, for models that cannot run in float64, values are compared with eager's. Returns fast's result.
+    """
+    expected, actual = outcome(model, *inputs, **keywords), outcome(fast, *inputs, **keywords)
+    if isinstance(expected, Exception) or isinstance(actual, Exception):
+        if isinstance(actual, Exception) and not isinstance(expected, Exception):
+            raise actual
+        assert type(actual) is type(expected), f"{actual!r} instead of {expected!r}"
+        return actual
+    reference = expected
+    if exact:
+        doubled = pytree.tree_map_only(torch.Tensor, as_double, (inputs, keywords))
+        reference = outcome(copy.deepcopy(model).double(), *doubled[0], **doubled[1])
+    leaves = [pytree.tree_leaves(value) for value in (actual, expected, reference)]
+    for have, want, right in itertools.zip_longest(*leaves):
+        assert_same_kind(have, want)
+        if not isinstance(want, torch.Tensor):
+            assert have == want
+        elif not want.is_floating_point():
+            assert torch.equal(have, want)
+        elif exact:
+            assert_as_close_as(have, want, right)
+        else:
+            torch.testing.assert_close(have, want, equal_nan=True)
+    return actual
+
+
+def as_double(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor

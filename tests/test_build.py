@@ -1,0 +1,313 @@
+"""Builds: what is cached and trusted, and what happens when tools, folders or sources are broken."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+from helpers import Net, linear, randn
+from torch import fx, nn
+
+import fxfuse
+from fxfuse import build
+
+X = randn(5, 8)
+
+
+def run(model=None, strict=False):
+    """Optimises a model, calls it once, checks the result, and returns the report's only region."""
+    model = model or nn.Sequential(linear(), nn.Tanh()).eval()
+    fast = fxfuse.optimize(model, strict=strict)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+    (region,) = fxfuse.explain(fast).regions
+    return region
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The names of the libraries built from now on."""
+    names = []
+    inline = build._load_inline
+
+    def recording(source, name, directory):
+        names.append(name)
+        return inline(source, name, directory)
+
+    monkeypatch.setattr(build, "_load_inline", recording)
+    return names
+
+
+def entries(cache):
+    return sorted(path for path in cache.iterdir() if not path.name.startswith("."))
+
+
+# ------------------------------------------------------------------------------------------- the cache
+
+
+def test_a_kernel_is_built_once(new_cache, forget, builds):
+    assert run().kernel is not None and run().kernel is not None
+    assert len(builds) == 1
+    forget()  # as another process
+    assert run().kernel is not None
+    assert len(builds) == 1 and len(entries(new_cache)) == 1
+
+
+def test_the_cache_is_private(new_cache):
+    run()
+    for path in (new_cache, *entries(new_cache)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def damage_library(entry):
+    library = next(entry.glob("*.so"))
+    content = library.read_bytes()
+    library.unlink()  # not in place: this process has it mapped
+    library.write_bytes(content[: len(content) // 2])
+
+
+def empty_library(entry):
+    next(entry.glob("*.so")).unlink()
+    (entry / json.loads((entry / "manifest.json").read_text())["library"]).touch()
+
+
+DAMAGES = {
+    "truncated library": damage_library,
+    "empty library": empty_library,
+    "missing library": lambda entry: next(entry.glob("*.so")).unlink(),
+    "missing manifest": lambda entry: (entry / "manifest.json").unlink(),
+    "empty manifest": lambda entry: (entry / "manifest.json").write_text(""),
+    "manifest of something else": lambda entry: (entry / "manifest.json").write_text("[]"),
+    "binary manifest": lambda entry: (entry / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "empty entry": lambda entry: [path.unlink() for path in entry.iterdir()],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_entries_are_built_anew_once(name, new_cache, forget, builds):
+    run()
+    DAMAGES[name](entries(new_cache)[0])
+    forget()
+    assert run().kernel is not None
+    assert len(builds) == 2
+    forget()
+    assert run().kernel is not None
+    assert len(builds) == 2, "the new entry is not used"
+
+
+def test_a_build_that_was_killed_leaves_no_harm(new_cache, builds):
+    new_cache.mkdir(mode=0o700)
+    (new_cache / ".0123-leftover").mkdir()
+    (new_cache / ".0123-leftover" / "main.cpp").write_text("int x")
+    assert run().kernel is not None
+
+
+def test_a_cache_that_vanishes_is_made_again(new_cache):
+    run()
+    shutil.rmtree(new_cache)
+    assert run(nn.Sequential(linear(), nn.Softsign()).eval()).kernel is not None
+
+
+PROCESS = textwrap.dedent("""
+    import os, sys, time
+    import torch
+    from torch import nn
+    import fxfuse
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval()
+    fast, x = fxfuse.optimize(model), torch.ones(2, 8)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    print(fxfuse.explain(fast).regions[0].kernel is not None, flush=True)
+""")
+
+
+def start_process():
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_may_build_the_same_kernel_at_once(new_cache):
+    processes = [start_process() for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    outputs = [process.communicate("go\n", timeout=60)[0] for process in processes]
+    assert outputs == ["True\n"] * 2
+    assert [path.name for path in entries(new_cache)] == [path.name for path in new_cache.iterdir()]
+    assert len(entries(new_cache)) == 1
+
+
+def refuse(new_cache, monkeypatch):
+    """Makes every write into the cache fail, whoever runs the tests (root may write anywhere)."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != new_cache and access(path, mode))
+
+
+def be_somebody_else(new_cache, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: new_cache.stat().st_uid + 1)
+
+
+BAD_CACHES = {
+    "not writable": refuse,
+    "somebody else's": be_somebody_else,
+    "group-writable": lambda cache, monkeypatch: cache.chmod(0o770),
+    "world-writable": lambda cache, monkeypatch: cache.chmod(0o707),
+    "a file": lambda cache, monkeypatch: (cache.rmdir(), cache.write_text("")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CACHES)
+def test_an_unusable_cache_is_left_alone(name, new_cache, monkeypatch, caplog):
+    new_cache.mkdir(mode=0o700)
+    BAD_CACHES[name](new_cache, monkeypatch)
+    assert run().kernel is not None
+    assert new_cache.is_file() or not list(new_cache.iterdir())
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert str(new_cache) in warning.message and "FXFUSE_CACHE_DIR" in warning.message
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcode", "relative"])
+def test_cache_folders_may_have_any_name(name, forget, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FXFUSE_CACHE_DIR", name if name == "relative" else str(tmp_path / name))
+    assert run().kernel is not None
+    assert entries(tmp_path / name)
+
+
+def test_the_cache_folder_by_environment(monkeypatch):
+    monkeypatch.delenv("FXFUSE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert str(build.cache_directory()) == "/xdg/fxfuse"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert str(build.cache_directory()) == "/home/somebody/.cache/fxfuse"
+
+
+# ------------------------------------------------------------------------------------------- the tools
+
+
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+
+
+def no_programs(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+
+
+def no_ninja(monkeypatch):
+    which = shutil.which
+    monkeypatch.setattr(build, "_ninja_directory", lambda: None)
+    monkeypatch.setattr(
+        shutil, "which", lambda name, *args, **kw: None if name == "ninja" else which(name, *args, **kw)
+    )
+
+
+MISSING = {
+    "CXX that does not exist": (no_compiler, "CXX"),
+    "empty PATH": (no_programs, r"no C\+\+ compiler found: install"),
+    "no ninja": (no_ninja, "pip install ninja"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_tools_give_one_warning_and_eager_results(name, new_cache, monkeypatch):
+    remove, advice = MISSING[name]
+    remove(monkeypatch)
+    model = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Softsign()).eval()  # two kernels, one warning
+    fast = fxfuse.optimize(model)
+    with pytest.warns(fxfuse.FxfuseWarning, match=advice) as caught, torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        fast(randn(7, 8))
+    assert len(caught) == 1
+    assert all(region.kernel is None and region.fallback for region in fxfuse.explain(fast).regions)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_tools_raise_if_strict(name, new_cache, monkeypatch):
+    remove, advice = MISSING[name]
+    remove(monkeypatch)
+    with pytest.raises(fxfuse.ToolchainError, match=advice):
+        run(strict=True)
+
+
+def test_building_leaves_the_environment_alone(new_cache):
+    before = dict(os.environ)
+    run()
+    assert dict(os.environ) == before
+
+
+# ------------------------------------------------------------------------------------- broken sources
+
+
+def broken(x):
+    return x * 2
+
+
+fx.wrap("broken")
+
+
+@pytest.fixture(scope="module")
+def broken_model(own_operations):
+    fxfuse.register_pointwise("broken", reference=broken, code="no_such_function({0})", spellings=(broken,))
+    return Net(lambda m, x: broken(m.fc(x)), fc=linear()).eval()
+
+
+def test_compile_errors_give_a_warning_with_the_compilers_words(new_cache, broken_model):
+    with pytest.warns(fxfuse.FxfuseWarning, match="no_such_function") as caught:
+        region = run(broken_model)
+    assert region.kernel is None and "did not compile" in region.fallback
+    (kept,) = [path for path in entries(new_cache) if "broken" not in path.name]
+    assert str(kept) in str(caught[0].message)
+    assert any("no_such_function" in path.read_text() for path in kept.glob("*.cpp"))
+
+
+def test_compile_errors_raise_if_strict(new_cache, broken_model):
+    for _ in range(2):  # and again at the next call
+        with pytest.raises(fxfuse.BuildError, match="no_such_function") as caught:
+            run(broken_model, strict=True)
+        (kept,) = entries(new_cache)
+        assert str(kept) in str(caught.value)
+
+
+def test_a_full_disk_is_not_the_models_problem(new_cache, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.warns(fxfuse.FxfuseWarning, match="No space left"):
+        assert run().kernel is None
+
+
+def test_disk_errors_after_the_build_do_not_stop_it(new_cache, monkeypatch):
+    real = json.dumps
+
+    def full(value, *args, **kwargs):
+        if isinstance(value, dict) and "sha256" in value:
+            raise OSError(28, "No space left on device")
+        return real(value, *args, **kwargs)
+
+    monkeypatch.setattr(json, "dumps", full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxfuse.FxfuseWarning)
+        run()
+
+
+def build_in_child(directory):
+    os.environ["FXFUSE_CACHE_DIR"] = directory
+    return run().kernel is not None
+
+
+def test_a_worker_can_build(new_cache):
+    """A DataLoader's worker, for instance."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(build_in_child, (str(new_cache),))

@@ -1,0 +1,537 @@
+"""Capture: whatever Python a model's forward is, the result is eager's and the report says what was not traced."""
+
+import copy
+import dataclasses
+import enum
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, Net2, assert_as_eager, conv, epilogues, linear, randn
+from torch import fx, nn
+
+import fxfuse
+
+X = randn(5, 8)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    DOUBLE = 2
+
+
+class DefaultNone(Base):
+    def forward(self, x, mask=None):
+        y = self.fc(x).relu()
+        return y if mask is None else y * mask
+
+
+class FirstDefaultNone(Base):
+    """As the models of transformers have it: every input is optional, and the first is always given."""
+
+    def forward(self, x=None, mask=None):
+        if x is None:
+            raise ValueError("x is needed")
+        y = self.fc(x).relu()
+        return y if mask is None else y * mask
+
+
+class DefaultNumber(Base):
+    def forward(self, x, scale: float = 2.0, flag: bool = True):
+        return self.fc(x).tanh() * scale if flag else x
+
+
+class DefaultFunction(Base):
+    def forward(self, x, act=F.relu):
+        return act(self.fc(x))
+
+
+class DefaultEnum(Base):
+    def forward(self, x, mode=Mode.PLAIN):
+        return self.fc(x).tanh() if mode is Mode.PLAIN else self.fc(x) * 2
+
+
+class DefaultDtype(Base):
+    def forward(self, x, dtype=torch.float32):
+        return self.fc(x).relu().to(dtype)
+
+
+class DefaultTensor(Base):
+    def forward(self, x, v=torch.ones(8)):  # noqa: B008
+        return self.fc(x).relu() + v
+
+
+class DefaultTuple(Base):
+    def forward(self, x, scales=(1, 2)):
+        return self.fc(x).relu() * scales[1]
+
+
+class DefaultInfinity(Base):
+    def forward(self, x, high=float("inf")):
+        return self.fc(x).relu().clamp(max=high)
+
+
+class KeywordOnly(Base):
+    def forward(self, x, *, mask=None, scale=1.0):
+        y = self.fc(x).relu() * scale
+        return y if mask is None else y * mask
+
+
+class StringAnnotations(Base):
+    def forward(self, x: "torch.Tensor", scale: "float", mask: "torch.Tensor | None" = None) -> "torch.Tensor":
+        return self.fc(x).relu() * scale
+
+
+class UnannotatedNumber(Base):
+    def forward(self, x, scale):
+        return self.fc(x).relu() * scale
+
+
+class VariableArguments(Base):
+    def forward(self, x, *rest, **options):
+        return self.fc(x).relu() * len(rest) + len(options)
+
+
+CALLS = {
+    "default None": (DefaultNone, (X,), {}),
+    "default None, given": (DefaultNone, (X, X), {}),
+    "default None, given by name": (DefaultNone, (X,), {"mask": X}),
+    "first default None": (FirstDefaultNone, (X,), {}),
+    "first default None, by name": (FirstDefaultNone, (), {"x": X, "mask": X}),
+    "first default None, not given": (FirstDefaultNone, (), {}),
+    "default number": (DefaultNumber, (X,), {}),
+    "default number, given": (DefaultNumber, (X, 3.0), {}),
+    "default number, equal but int": (DefaultNumber, (X, 2), {}),
+    "default number, tensor given": (DefaultNumber, (X,), {"scale": X}),
+    "default flag, given": (DefaultNumber, (X,), {"flag": False}),
+    "default function": (DefaultFunction, (X,), {}),
+    "default function, given": (DefaultFunction, (X, torch.tanh), {}),
+    "default enum": (DefaultEnum, (X,), {}),
+    "default enum, given": (DefaultEnum, (X, Mode.DOUBLE), {}),
+    "default dtype": (DefaultDtype, (X,), {}),
+    "default dtype, given": (DefaultDtype, (X, torch.float16), {}),
+    "default tensor": (DefaultTensor, (X,), {}),
+    "default tensor, given": (DefaultTensor, (X, X), {}),
+    "default tuple": (DefaultTuple, (X,), {}),
+    "default tuple, given": (DefaultTuple, (X, (3, 4)), {}),
+    "default infinity": (DefaultInfinity, (X,), {}),
+    "keyword only": (KeywordOnly, (X,), {}),
+    "keyword only, given": (KeywordOnly, (X,), {"mask": X, "scale": 2.0}),
+    "keyword": (DefaultNone, (), {"x": X}),
+    "string annotations": (StringAnnotations, (X, 2.0), {}),
+    "a number without annotation": (UnannotatedNumber, (X, 2.0), {}),
+    "an int without annotation": (UnannotatedNumber, (X, 3), {}),
+    "a 0-d tensor without annotation": (UnannotatedNumber, (X, torch.tensor(3.0)), {}),
+    "variable arguments": (VariableArguments, (X, 1, 2), {"a": 1}),
+    "too few arguments": (UnannotatedNumber, (X,), {}),
+    "unknown keyword": (DefaultNone, (X,), {"nonsense": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_mean_what_they_mean_in_eager(name):
+    make, args, kwargs = CALLS[name]
+    model = make().eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), *args, exact=False, **kwargs)
+
+
+def test_an_optional_first_input_does_not_hinder_fusing():
+    """What the report calls fused is what runs when the input is given."""
+    model = FirstDefaultNone().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        fast(X)
+    assert epilogues(fast) == ["relu(acc)"]
+    assert fxfuse.explain(fast).regions[0].kernel is not None
+
+
+def test_children_are_fused_when_an_optional_input_is_given():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(linear(), nn.Softsign())
+
+        def forward(self, x, mask=None):
+            return self.inner(x) if mask is None else self.inner(x) * mask
+
+    fast = fxfuse.optimize(Outer().eval())
+    with torch.no_grad():
+        fast(X, X)
+    assert any(region.kernel for region in fxfuse.explain(fast).regions)
+
+
+# ---------------------------------------------------------------------------------------------- outputs
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+OUTPUTS = {
+    "tuple": lambda m, x: (m.fc(x).relu(), x),
+    "dict": lambda m, x: {"a": m.fc(x).relu(), "b": [x, 3]},
+    "nested": lambda m, x: ({"a": (m.fc(x).relu(),)}, None, "text"),
+    "the input itself": lambda m, x: x,
+    "an unused result": lambda m, x: (m.fc(x).relu(), x + 1)[1],
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_keep_their_structure(name):
+    model = Net(OUTPUTS[name], fc=linear()).eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), X)
+
+
+def test_dataclass_outputs():
+    model = Net(lambda m, x: Output(m.fc(x).relu(), logits=x * 2), fc=linear()).eval()
+    with torch.no_grad():
+        expected, actual = model(X), fxfuse.optimize(model)(X)
+    assert type(actual) is Output
+    torch.testing.assert_close(actual.hidden, expected.hidden)
+    torch.testing.assert_close(actual.logits, expected.logits)
+
+
+# ------------------------------------------------------------------------------------------- untraceable
+
+
+class Branching(Base):
+    """Control flow on a value."""
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.fc(x).relu()
+        return self.fc(x).tanh()
+
+
+class Block(Base):
+    takes_two = True
+
+    def forward(self, x, skip=None):
+        y = self.fc(x).relu()
+        return y if skip is None else y + skip
+
+
+class Dispatching(nn.Module):
+    """An untraceable parent that looks at its children's attributes and items."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Block()])
+        self.named = nn.ModuleDict({"a": Block(), "b": Branching()})
+        self.stem = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        if x.numel() > 10**9 or bool(x.isnan().all()):
+            return x
+        for block in self.blocks:
+            x = block(x, x) if getattr(block, "takes_two", False) else block(x)
+        for layer in self.stem:
+            x = layer(x)
+        x = self.stem[0](x) + self.stem[-1](x) + len(self.stem)
+        x = x @ self.blocks[0].fc.weight + self.named["a"].fc.bias
+        return self.named["b"](self.named["a"](x))
+
+
+UNTRACEABLE = {
+    "branch": Branching,
+    "child": lambda: nn.Sequential(Branching(), nn.Linear(8, 8), nn.ReLU()),
+    "grandchild": lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), Branching()), nn.Tanh()),
+    "the same child twice": lambda: (lambda b: nn.Sequential(b, nn.Linear(8, 8), nn.ReLU(), b))(Branching()),
+    "dispatching parent": Dispatching,
+    "a scripted child": lambda: nn.Sequential(torch.jit.script(Branching()), nn.Linear(8, 8), nn.ReLU()),
+    "a scripted child of a branch": lambda: Net(
+        lambda m, x: m.s(x) if x.sum() > 0 else m.s(x) * 2,
+        s=torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+    ),
+    "numpy inside": lambda: Net(lambda m, x: torch.from_numpy(m.fc(x).detach().numpy()) * 2, fc=linear()),
+    "shape arithmetic": lambda: Net(lambda m, x: m.fc(x).relu() * int(x.shape[0]), fc=linear()),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_untraceable_models_compute_the_same(name):
+    model = UNTRACEABLE[name]().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for x in (X.abs(), -X.abs()):
+            assert_as_eager(model, fast, x, exact=False)
+
+
+def test_the_report_names_the_line_that_stopped_the_trace():
+    found = fxfuse.explain(fxfuse.optimize(nn.Sequential(Branching(), nn.ReLU())))
+    assert [item.node for item in found.skipped] == ["0"]
+    line = Branching.forward.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in found.skipped[0].reason
+    assert "control flow" in found.skipped[0].reason
+
+
+def test_children_of_untraceable_modules_are_fused():
+    model = Dispatching().eval()
+    found = fxfuse.explain(fxfuse.optimize(model))
+    assert [region.epilogue for region in found.regions].count("relu(acc)") >= 3
+    assert {item.node for item in found.skipped} >= {"the model", "named.b"}
+
+
+def test_what_follows_an_untraceable_child_is_fused():
+    assert epilogues(fxfuse.optimize(nn.Sequential(Branching(), nn.Linear(8, 8), nn.Tanh()))) == ["tanh(acc)"]
+
+
+def test_strict_names_the_line_instead():
+    with pytest.raises(fxfuse.CaptureError, match=r"test_capture\.py:\d+ in Branching\.forward"):
+        fxfuse.optimize(nn.Sequential(Branching(), nn.ReLU()), strict=True)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_modes_reach_untraceable_models(mode):
+    model = Net(lambda m, x: m.inner(x) if x.sum() > -1e9 else x, inner=nn.Sequential(linear(), nn.Dropout(1.0)))
+    fast = fxfuse.optimize(model.train(not mode))
+    fast.train(mode)
+    assert bool((fast(X) == 0).all()) is mode
+    assert fast.training is mode and all(module.training is mode for module in fast.modules())
+    assert all(module.training is not mode for module in model.modules())
+
+
+# ---------------------------------------------------------------------------------------- odd modules
+
+
+def test_tied_modules_and_parameters_stay_tied():
+    shared = linear()
+    model = Net(lambda m, x: m.b(m.a(x).relu()).relu() + m.c(x), a=shared, b=shared, c=linear())
+    model.c.weight = shared.weight
+    model.eval()
+    fast = fxfuse.optimize(model)
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert fast.a is fast.b and fast.c.weight is fast.a.weight is model.a.weight
+    with torch.no_grad():
+        assert_as_eager(model, fast, X)
+        model.a.weight.mul_(2)
+        assert_as_eager(model, fast, X)
+
+
+def test_plain_tensor_attributes_are_shared():
+    model = Net(lambda m, x: m.fc(x).relu() * m.scale, fc=linear())
+    model.scale = torch.full((8,), 2.0)
+    fast = fxfuse.optimize(model.eval())
+    model.scale.mul_(2)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+
+
+def test_tensors_in_containers_are_shared():
+    model = Net(lambda m, x: m.fc(x).relu() * m.scales[0], fc=linear())
+    model.scales = [torch.full((8,), 2.0)]
+    fast = fxfuse.optimize(model.eval())
+    model.scales[0].mul_(2)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+
+
+def with_attribute(value):
+    model = Net(lambda m, x: m.fc(x).relu(), fc=linear())
+    model.extra = value
+    return model
+
+
+UNCOPYABLE = {
+    "lock": threading.Lock,
+    "generator": lambda: (i for i in range(3)),
+    "module": lambda: types,
+    "tensor with a history, in a list": lambda: [torch.ones(3, requires_grad=True) * 2],
+}
+
+
+@pytest.mark.parametrize("name", UNCOPYABLE)
+def test_models_that_cannot_be_deep_copied(name):
+    model = with_attribute(UNCOPYABLE[name]()).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fxfuse.optimize(model)(X), model(X))
+
+
+def test_a_forward_set_on_an_instance_is_used():
+    for change in (
+        lambda m: setattr(m, "forward", types.MethodType(lambda self, x: -self.fc(x), m)),
+        lambda m: setattr(m.fc, "forward", lambda x: x * 3),
+        lambda m: setattr(m.act, "forward", lambda x: x * 3),
+    ):
+        model = Net(lambda m, x: m.act(m.fc(x)), fc=linear(), act=nn.ReLU()).eval()
+        change(model)
+        with torch.no_grad():
+            torch.testing.assert_close(fxfuse.optimize(model)(X), model(X))
+
+
+def test_parametrised_layers():
+    for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm):
+        model = nn.Sequential(wrap(linear()), nn.ReLU()).eval()
+        with torch.no_grad():
+            assert_as_eager(model, fxfuse.optimize(model), X, exact=False)
+
+
+def test_compiled_models_are_accepted():
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fxfuse.optimize(torch.compile(model, backend="eager"))(X), model(X))
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    def hook(self, module, args, output):
+        self.seen.append(output)
+
+
+HOOKED = {"leaf": lambda m: m[1], "container": lambda m: m[0], "model": lambda m: m}
+
+
+@pytest.mark.parametrize("where", HOOKED)
+def test_hooks_run_at_every_call(where):
+    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear(), nn.Tanh()).eval()
+    recorder = Recorder()
+    HOOKED[where](model).register_forward_hook(recorder.hook)
+    fast = fxfuse.optimize(model)
+    recorder.seen.clear()
+    with torch.no_grad():
+        fast(X), fast(X)
+    assert [type(value) for value in recorder.seen] == [torch.Tensor] * 2
+
+
+@pytest.mark.parametrize("where", HOOKED)
+def test_hooks_that_change_values_do(where):
+    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear(), nn.Tanh()).eval()
+    HOOKED[where](model).register_forward_hook(lambda module, args, output: output + 1)
+    HOOKED[where](model).register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    with torch.no_grad():
+        torch.testing.assert_close(fxfuse.optimize(model)(X), model(X))
+
+
+def test_graph_modules_are_taken_as_they_are():
+    model = fx.symbolic_trace(nn.Sequential(linear(), nn.ReLU()).eval())
+    code = model.code
+    fast = fxfuse.optimize(model)
+    assert epilogues(fast) == ["relu(acc)"] and model.code == code
+    with torch.no_grad():
+        assert_as_eager(model, fast, X)
+
+
+def test_an_optimised_model_inside_another():
+    inner = fxfuse.optimize(nn.Sequential(linear(), nn.ReLU()).eval())
+    model = nn.Sequential(inner, nn.Linear(8, 8), nn.Tanh()).eval()
+    fast = fxfuse.optimize(model)
+    assert sorted(epilogues(fast)) == ["relu(acc)", "tanh(acc)"]
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)
+
+
+KEYWORD_CALLS = {
+    "batch norm": Net(lambda m, x: m.bn(input=m.c(x)), c=conv(), bn=nn.BatchNorm2d(8)),
+    "in-place module": Net(lambda m, x: m.r(input=m.c(x)), c=conv(), r=nn.ReLU(inplace=True)),
+    "dropout": Net(lambda m, x: m.d(input=m.c(input=x)).relu(), c=conv(), d=nn.Dropout(0.5)),
+    "in-place function": Net(lambda m, x: F.relu(input=m.c(x), inplace=True).tanh(), c=conv()),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORD_CALLS)
+def test_arguments_given_by_name_inside_the_model(name):
+    model = KEYWORD_CALLS[name].eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), randn(2, 4, 6, 6))
+
+
+@pytest.mark.parametrize("value", [3, None, "text", lambda x: x])
+def test_only_modules_are_optimised(value):
+    with pytest.raises(fxfuse.FxfuseError, match=r"nn\.Module"):
+        fxfuse.optimize(value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripts_are_refused():
+    with pytest.raises(fxfuse.FxfuseError, match=r"before torch\.jit"):
+        fxfuse.optimize(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+
+
+# -------------------------------------------------------------------------------------- overwritten values
+
+
+def aliasing(make_alias):
+    def forward(m, x):
+        y = m.fc(x)
+        alias = make_alias(y)
+        changed = y.relu_()
+        return alias + changed
+
+    return forward
+
+
+def overwriting_the_alias(make_alias):
+    def forward(m, x):
+        y = m.fc(x)
+        changed = make_alias(y).relu_()
+        return y + changed
+
+    return forward
+
+
+ALIASES = {
+    "detach": lambda y: y.detach(),
+    "contiguous": lambda y: y.contiguous(),
+    "float": lambda y: y.float(),
+    "to": lambda y: y.to(torch.float32),
+    "type_as": lambda y: y.type_as(y),
+    "identity": lambda y: F.dropout(y, training=False),
+    "view": lambda y: y.view(-1).view(5, 8),
+    "reshape": lambda y: y.reshape(5, 8),
+    "slice": lambda y: y[:],
+}
+
+
+@pytest.mark.parametrize("pattern", [aliasing, overwriting_the_alias])
+@pytest.mark.parametrize("name", ALIASES)
+def test_values_that_share_memory_change_together(name, pattern):
+    model = Net(pattern(ALIASES[name]), fc=linear()).eval()
+    with torch.no_grad():
+        # not against float64, where .float() is a copy
+        assert_as_eager(model, fxfuse.optimize(model), X, exact=False)
+
+
+def test_the_model_is_not_changed():
+    model = nn.Sequential(nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU()), nn.Dropout(), Branching())
+    model[1].register_forward_hook(lambda module, args, output: None)
+    model.note = ["a", {"b": 1}]
+    model.train()
+    model[1].eval()
+
+    def snapshot():
+        modules = {
+            name: (type(m), m.training, sorted(vars(m)), dict(m._forward_hooks)) for name, m in model.named_modules()
+        }
+        tensors = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
+        return modules, tensors, copy.deepcopy(model.note)
+
+    before = snapshot()
+    fast = fxfuse.optimize(model)
+    fast.eval()
+    fast.train()
+    fast.note.append(3)
+    assert snapshot() == before
+
+
+def test_two_optimised_models_share_weights():
+    model = Net2(lambda m, x, y: m.fc(x).relu() + y, fc=linear()).eval()
+    first, second = fxfuse.optimize(model), fxfuse.optimize(model)
+    with torch.no_grad():
+        first.fc.weight.mul_(2)
+        torch.testing.assert_close(second(X, X), model(X, X))
+        torch.testing.assert_close(first(X, X), model(X, X))

@@ -1,0 +1,158 @@
+"""Which CUDA kernels are offered for a convolution: arithmetic on sizes and strides, no GPU."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+
+from fxfuse.cuda.conv2d import Conv2dProblem, candidates, pack, unsupported
+
+
+def nchw(channels: int, height: int, width: int) -> tuple[int, int, int, int]:
+    return (channels * height * width, height * width, width, 1)
+
+
+def nhwc(channels: int, height: int, width: int) -> tuple[int, int, int, int]:
+    return (height * width * channels, 1, width * channels, channels)
+
+
+def problem(
+    channels: int = 64,
+    size: tuple[int, int] = (56, 56),
+    filters: int = 64,
+    kernel: tuple[int, int] = (3, 3),
+    *,
+    images: int = 8,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+    layout: str = "nchw",
+    weight_layout: str | None = None,
+    precision: str = "tf32",
+    alignment: int = 16,
+) -> Conv2dProblem:
+    strides = {"nchw": nchw, "nhwc": nhwc}
+    return Conv2dProblem(
+        images=images,
+        channels=channels,
+        size=size,
+        out_channels=filters,
+        out_size=tuple((s + 2 * padding - k) // stride + 1 for s, k in zip(size, kernel, strict=True)),  # type: ignore[arg-type]
+        kernel=kernel,
+        stride=(stride, stride),
+        padding=(padding, padding),
+        dilation=(1, 1),
+        groups=groups,
+        x_strides=strides[layout](channels, *size),
+        weight_strides=strides[weight_layout or layout](channels // groups, *kernel),
+        out_layout=layout,  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]
+        x_alignment=alignment,
+        weight_alignment=alignment,
+    )
+
+
+def families(of: Conv2dProblem) -> list[str]:
+    """The templates of the candidates in order, without repetitions."""
+    return list(dict.fromkeys(kernel.type.split("<")[0] for kernel in candidates(of)))
+
+
+def access(of: Conv2dProblem) -> tuple[int, str, int]:
+    """Bytes per copy of x, how filters are read, bytes per copy of filters: of the first implicit GEMM."""
+    kernel = next(k for k in candidates(of) if k.type.startswith("Conv2d<"))
+    *_, x_access, filters, weight_access = kernel.type.split("Conv2dConfig<")[1].split(">")[0].split(", ")
+    return int(x_access), filters.removeprefix("Filters::"), int(weight_access)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (problem(), ["Conv2dDirect", "Conv2d"]),
+        (problem(padding=1), ["Conv2dDirect", "Conv2d"]),
+        (problem(size=(14, 14), padding=1), ["Conv2d"]),  # a direct tile would be mostly empty
+        (problem(stride=2), ["Conv2d"]),
+        (problem(kernel=(5, 5)), ["Conv2d"]),
+        (problem(precision="tf32x3"), ["Conv2d"]),
+        (problem(precision="bf16"), ["Conv2d"]),
+        (problem(layout="nhwc"), ["Conv2d"]),
+        (problem(weight_layout="nhwc"), ["Conv2d"]),
+        (problem(groups=64), ["DepthwiseNchw", "Conv2d"]),
+        (problem(groups=64, layout="nhwc"), ["DepthwiseNhwc", "Conv2d"]),
+        (problem(filters=128, groups=64), ["DepthwiseNchw", "Conv2d"]),
+    ],
+)
+def test_families_that_fit_are_offered_in_order(case: Conv2dProblem, expected: list[str]) -> None:
+    assert families(case) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (problem(kernel=(1, 1)), (16, "kContiguous", 16)),  # a row of the reduction is contiguous in x
+        (problem(kernel=(1, 1), stride=2), (4, "kContiguous", 16)),
+        (problem(kernel=(1, 1), size=(7, 7)), (4, "kContiguous", 16)),  # 49 floats: channels are not 16 bytes apart
+        (problem(kernel=(1, 1), size=(7, 7), precision="bf16"), (2, "kContiguous", 16)),
+        (problem(kernel=(1, 1), size=(6, 6), precision="bf16"), (8, "kContiguous", 16)),
+        (problem(kernel=(1, 1), alignment=4), (4, "kContiguous", 4)),
+        (problem(channels=3, kernel=(7, 7), stride=2), (4, "kContiguous", 4)),
+        (problem(channels=3, kernel=(7, 7), precision="fp16"), (2, "kContiguous", 2)),
+        (problem(layout="nhwc"), (16, "kContiguous", 16)),
+        (problem(layout="nhwc", channels=6), (8, "kContiguous", 8)),
+        (problem(layout="nhwc", channels=6, precision="bf16"), (4, "kContiguous", 4)),
+        (problem(layout="nhwc", weight_layout="nchw"), (16, "kStrided", 4)),
+        (problem(layout="nhwc", weight_layout="nchw", kernel=(1, 1)), (16, "kContiguous", 16)),
+    ],
+)
+def test_copies_are_as_wide_as_alignment_allows(case: Conv2dProblem, expected: tuple[int, str, int]) -> None:
+    assert access(case) == expected
+
+
+def test_permuted_and_sliced_inputs_need_no_copy() -> None:
+    transposed = replace(problem(), x_strides=(64 * 56 * 56, 56 * 56, 1, 56))
+    assert families(transposed) == ["Conv2d"]
+    assert access(transposed)[0] == 4
+    cropped = replace(problem(), x_strides=nchw(64, 60, 60))
+    assert families(cropped) == ["Conv2dDirect", "Conv2d"]
+    cropped_pointwise = replace(problem(kernel=(1, 1)), x_strides=nchw(64, 60, 60))
+    assert access(cropped_pointwise)[0] == 4  # pixels of one row do not follow those of the one before
+
+
+def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:
+    assert "32x64" in candidates(problem(512, (7, 7), 512, images=1, padding=1))[0].name
+    assert "128x128" in candidates(problem(128, (56, 56), 128, images=256, stride=2))[0].name
+
+
+def test_every_problem_of_a_kind_shares_its_kernels() -> None:
+    small, large = candidates(problem(images=2)), candidates(problem(images=64))
+    assert {kernel.type for kernel in small} == {kernel.type for kernel in large}
+    assert small[0].params != large[0].params
+
+
+def test_params_are_the_fields_of_the_struct_in_order() -> None:
+    case = replace(problem(8, (20, 30), 16, (3, 5), images=2), stride=(1, 2), padding=(3, 4), dilation=(5, 6))
+    assert struct.unpack("<25q", pack(case)) == (
+        *(2, 8, 20, 30, 16, 18, 26, 3, 5, 1, 2, 3, 4, 5, 6, 1),
+        *(4800, 600, 30, 1, 120, 15, 5, 1, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (problem(channels=2**10, size=(2**11, 2**11), kernel=(1, 1), images=1), "an image spans"),
+        (replace(problem(), groups=3), "unevenly"),
+        (replace(problem(), dilation=(2**30, 1)), "dilated filter"),
+        (replace(problem(channels=0)), "empty"),
+    ],
+)
+def test_what_32_bit_offsets_cannot_reach_is_refused_with_a_reason(case: Conv2dProblem, reason: str) -> None:
+    assert candidates(case) == ()
+    assert reason in (unsupported(case) or "")
+
+
+def test_outputs_beyond_2_31_bytes_are_supported() -> None:
+    case = problem(64, (256, 256), 128, images=128, padding=1)
+    assert unsupported(case) is None
+    assert families(case) == ["Conv2dDirect", "Conv2d"]

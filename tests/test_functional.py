@@ -1,0 +1,651 @@
+"""The fused operators on CPU: every operand, dtype and layout gives eager's result, by a kernel or with the reason."""
+
+import operator
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from helpers import (
+    Net,
+    Net2,
+    assert_as_close_as,
+    assert_as_eager,
+    assert_same_kind,
+    batch_norm,
+    conv,
+    epilogues,
+    linear,
+    randn,
+    regions,
+)
+from torch import nn
+
+import fxfuse
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ALL_DTYPES = (
+    *FLOATS, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32,
+)  # fmt: skip
+
+
+def fused(model, *inputs, exact=True):
+    """Optimises, compares with eager without gradients, and returns the report's only region."""
+    fast = fxfuse.optimize(model.eval())
+    assert len(regions(fast)) == 1, fxfuse.explain(fast)
+    with torch.no_grad():
+        assert_as_eager(model, fast, *inputs, exact=exact)
+    return regions(fast)[0]
+
+
+# --------------------------------------------------------------------------------------------- operands
+
+LINEAR_OPERANDS = {
+    "scalar tensor": lambda: torch.tensor(1.5),
+    "one element": lambda: randn(1),
+    "row": lambda: randn(8),
+    "row with rank": lambda: randn(1, 1, 8),
+    "column": lambda: randn(5, 1),
+    "batch": lambda: randn(3, 1, 1),
+    "batch and row": lambda: randn(3, 1, 8),
+    "all ones": lambda: randn(1, 1, 1),
+    "full": lambda: randn(3, 5, 8),
+    "transposed": lambda: randn(3, 8, 5).transpose(1, 2),
+    "batch innermost": lambda: randn(5, 8, 3).permute(2, 0, 1),
+    "strided": lambda: randn(3, 5, 16)[..., ::2],
+    "sliced rows": lambda: randn(3, 9, 8)[:, 2:7],
+    "reversed by flip": lambda: randn(3, 5, 8).flip(-1),
+    "expanded": lambda: randn(1, 5, 1).expand(3, 5, 8),
+    "expanded scalar": lambda: torch.tensor(2.0).expand(8),
+    "unaligned": lambda: randn(3 * 5 * 8 + 1)[1:].view(3, 5, 8),
+    "enlarging in front": lambda: randn(2, 1, 1, 8),
+    "nan and inf": lambda: torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan, 1e38, 1e-40]),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_OPERANDS)
+def test_operands_of_a_linear(name):
+    model = Net2(lambda m, x, y: (m.fc(x) * y - y).tanh(), fc=linear())
+    found = fused(model, randn(3, 5, 8), LINEAR_OPERANDS[name]())
+    assert (found.kernel is None) == ("enlarging" in name), found
+    assert "enlarging" not in name or "enlarges the result" in found.fallback
+
+
+CONV_OPERANDS = {
+    "scalar tensor": lambda: torch.tensor(1.5),
+    "row": lambda: randn(5),
+    "column": lambda: randn(6, 1),
+    "channel": lambda: randn(8, 1, 1),
+    "channel with rank": lambda: randn(1, 8, 1, 1),
+    "image": lambda: randn(1, 1, 6, 5),
+    "batch": lambda: randn(3, 1, 1, 1),
+    "gate": lambda: randn(3, 8, 1, 1),
+    "full": lambda: randn(3, 8, 6, 5),
+    "channels last": lambda: randn(3, 8, 6, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: randn(3, 8, 5, 6).transpose(2, 3),
+    "expanded": lambda: randn(1, 8, 1, 5).expand(3, 8, 6, 5),
+    "rows and batch": lambda: randn(3, 1, 6, 1),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", CONV_OPERANDS)
+def test_operands_of_a_convolution(name, layout):
+    model = Net2(lambda m, x, y: (m.c(x) * y - y).tanh(), c=conv())
+    found = fused(model, randn(3, 4, 8, 7).to(memory_format=layout), CONV_OPERANDS[name]())
+    assert found.kernel is not None, found
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (5, 8), (5, 1)])
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_operands_of_every_dtype(dtype, shape):
+    if dtype.is_floating_point:
+        operand = randn(*shape).to(dtype)
+    else:
+        operand = torch.arange(7, 7 + max(1, torch.Size(shape).numel())).reshape(shape).to(dtype)
+    for acc_dtype in FLOATS:
+        model = Net2(lambda m, x, y: m.fc(x).tanh() * y, fc=linear()).to(acc_dtype)
+        assert_reason_or_kernel(fused(model, randn(5, 8, dtype=acc_dtype), operand))
+
+
+def assert_reason_or_kernel(region):
+    assert (region.kernel is None) == (region.fallback is not None), region
+
+
+WIDE = {
+    "compared": lambda m, x, y: (lambda a: torch.where(a > y, a, 0.0))(m.fc(x)),
+    "in place": lambda m, x, y: m.fc(x).add_(y),
+    "then float": lambda m, x, y: (m.fc(x) * y).float(),
+    "type_as": lambda m, x, y: (m.fc(x) + y).type_as(x),
+    "chosen by": lambda m, x, y: torch.where(y > 2, m.fc(x), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_vectors_whose_dtype_kernels_do_not_have(dtype, name):
+    """The result is float32 all the same."""
+    fused(Net2(WIDE[name], fc=linear()), randn(5, 8), (torch.arange(8) - 0.0).to(dtype), exact=False)
+
+
+def test_numbers_given_as_arguments():
+    model = Net2(lambda m, x, y: m.fc(x).tanh() * y, fc=linear())
+    for number in (2.0, 3, True, float("inf"), torch.tensor(2.0, dtype=torch.float64)):
+        fused(model, randn(5, 8), number)
+
+
+# ---------------------------------------------------------------------------------------- kinds of value
+
+
+def bools(y):
+    return (y > 0) + (y < 0.5)
+
+
+INTEGERS = {
+    "a sum of comparisons": lambda m, x, y: (lambda a: bools(a) * a)(m.fc(x)),
+    "a sum of comparisons and a number": lambda m, x, y: (lambda a: (bools(a) + 1) * a)(m.fc(x)),
+    "a product of comparisons": lambda m, x, y: (lambda a: ((a > 0) * (a < 1)) * a)(m.fc(x)),
+    "a difference to a comparison": lambda m, x, y: (lambda a: (1 - (a > 0) * 1) * a)(m.fc(x)),
+    "a sum of counts": lambda m, x, y: (lambda a: ((a > 0) * 200 + (a < 1) * 100) * a)(m.fc(x)),
+    "bytes that wrap around": lambda m, x, y: torch.where(m.fc(x) > 0, y, y) + (y + y) * 1.0,
+    "bytes that wrap around inside": lambda m, x, y: (torch.where(m.fc(x) > 0, y, y - y) + y) * 1.5,
+    "a rounding type_as": lambda m, x, y: m.fc(x).mul(10).type_as(y) * 0.5,
+    "a rounding type_as of a half": lambda m, x, y: m.fc(x).mul(1e5).type_as(x.half()) * 0.5,
+    "integers chosen": lambda m, x, y: torch.where(m.fc(x) > 0, 3, 4) / 2,
+    "integers compared": lambda m, x, y: torch.where(torch.where(m.fc(x) > 0, 3, 4) == 3, x, 0.0),
+    "a comparison clamped": lambda m, x, y: (m.fc(x) > 0).clamp(0, 1),
+    "a comparison clamped to floats": lambda m, x, y: (m.fc(x) > 0).clamp(0.0, 1.0),
+    "a comparison as a float": lambda m, x, y: (m.fc(x) > 0).float(),
+    "a comparison squared": lambda m, x, y: (m.fc(x) > 0) ** 2 * 0.5,
+    "a comparison's sigmoid": lambda m, x, y: (lambda b: b * torch.sigmoid(b))(m.fc(x) > 0) * x,
+    "the same both ways": lambda m, x, y: torch.where(m.fc(x) > 0, m.v, m.v),
+    "the same number both ways": lambda m, x, y: torch.where(m.fc(x) > 0, 2.0, 2.0),
+    "the same number both ways, inside": lambda m, x, y: torch.minimum(torch.where(m.fc(x) > 0, 2.0, 2.0), x),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_intermediate_values_that_are_not_floats(name):
+    model = Net2(INTEGERS[name], fc=linear(), v=randn(8)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(5, 8), torch.full((8,), 200, dtype=torch.uint8), exact=False)
+
+
+FUNCTIONS = {
+    "lerp at infinity": lambda y: torch.lerp(y * torch.inf, y, 0.7),
+    "lerp to the end": lambda y: torch.lerp(y * 1e8, y, 1.0),
+    "softplus with a low threshold": lambda y: F.softplus(y.clamp(-1, 0.1), 1, 0).clamp(0, 0.5),
+    "mish written out": lambda y: y * torch.tanh(F.softplus(y)),
+    "silu written out": lambda y: y * torch.sigmoid(y),
+    "a clamp with swapped bounds": lambda y: y.clamp(1, -1),
+    "a clamp by tensors": lambda y: y.clamp(torch.tensor(-0.5), torch.tensor(0.5)),
+    "a clamp with NaN": lambda y: y.clamp(float("nan"), 1.0),
+    "a huge constant": lambda y: y * 1e39 - y * 1e300,
+    "a tiny constant": lambda y: y * 1e-44 * 1e30,
+    "a huge integer": lambda y: y + 10**18,
+    "zero to the zero": lambda y: (y * 0) ** 0.0,
+    "a negative base": lambda y: y**3.0 + y**2.5 + (-2.0) ** y,
+    "divisions by zero": lambda y: y / 0 + 1 / (y * 0) - y / -0.0,
+    "masked_fill": lambda y: y.masked_fill(y > 0.5, -torch.inf),
+    "masked_fill_": lambda y: (lambda z: z.masked_fill_(z > 0.5, 7.0))(y * 1),
+    "addcmul": lambda y: torch.addcmul(y, y, y, value=0.5),
+    "threshold": lambda y: F.threshold(y, 0.1, -3.0),
+    "hardtanh of relu6": lambda y: F.hardtanh(F.relu6(y * 5), 0, 3),
+}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_their_edges(name, special):
+    model = Net2(lambda m, x, y: FUNCTIONS[name](m.fc(x) + y), fc=linear())
+    values = torch.tensor([0.0, -0.0, 88.8, torch.inf, -torch.inf, torch.nan, 3e38, -1e-40])
+    fused(model, randn(64, 8), values if special else torch.zeros(8))
+
+
+# ----------------------------------------------------------------------------------------------- anchors
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (7, 8), (2, 3, 8), (2, 1, 3, 2, 8), (0, 8), (2, 0, 8)], ids=str)
+def test_linear_inputs_of_every_rank(shape, dtype):
+    for model in (
+        Net(lambda m, x: F.silu(m.fc(x)) + m.v, fc=linear(), v=randn(8)),
+        Net(lambda m, x: F.silu(x @ m.w) + m.v, w=randn(8, 5), v=randn(5)),
+        Net(lambda m, x: F.silu(x @ m.w.t()), w=randn(5, 8)),
+    ):
+        fused(model.to(dtype), randn(*shape, dtype=dtype))
+
+
+LAYOUTS = {
+    "transposed": lambda: randn(8, 6).t(),
+    "strided": lambda: randn(6, 16)[:, ::2],
+    "expanded": lambda: randn(1, 8).expand(6, 8),
+    "permuted": lambda: randn(8, 3, 6).permute(1, 2, 0),
+    "sliced": lambda: randn(4, 9, 8)[:, 1:7],
+    "unaligned": lambda: randn(49)[1:].view(6, 8),
+    "negated lazily": lambda: torch.randn(6, 8, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_inputs_and_operands_of_every_layout(name):
+    model = Net2(lambda m, x, y: torch.tanh(m.fc(x)) + y, fc=linear())
+    x = LAYOUTS[name]()
+    fused(model, x, torch.zeros(8))
+    fused(model, torch.zeros_like(x), x)
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "stride": {"stride": 2},
+    "padding": {"padding": (1, 2)},
+    "same": {"padding": "same"},
+    "same, even kernel": {"kernel_size": (2, 4), "padding": "same", "dilation": (3, 1)},
+    "valid": {"padding": "valid"},
+    "dilation": {"dilation": 2},
+    "groups": {"groups": 2},
+    "depthwise": {"groups": 4},
+    "pointwise": {"kernel_size": 1},
+    "no bias": {"bias": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, dtype):
+    options = {"kernel_size": 3, **CONVOLUTIONS[name]}
+    model = Net(lambda m, x: F.hardswish(m.c(x)) * m.v, c=nn.Conv2d(4, 8, **options), v=randn(8, 1, 1)).to(dtype)
+    inputs = {
+        "batched": randn(3, 4, 9, 10, dtype=dtype),
+        "unbatched": randn(4, 9, 10, dtype=dtype),
+        "channels last": randn(3, 4, 9, 10, dtype=dtype).to(memory_format=torch.channels_last),
+        "one channels-last image": randn(1, 4, 9, 10, dtype=dtype).to(memory_format=torch.channels_last),
+        "sliced": randn(3, 6, 9, 12, dtype=dtype)[:, 1:5, :, 1:11],
+        "empty batch": randn(0, 4, 9, 10, dtype=dtype),
+    }
+    for x in inputs.values():
+        fused(model, x)
+
+
+def test_convolution_weights_in_channels_last():
+    model = Net(lambda m, x: F.hardswish(m.c(x)) * m.v, c=conv(), v=randn(8, 1, 1)).to(
+        memory_format=torch.channels_last
+    )
+    for x in (randn(3, 4, 9, 10), randn(1, 4, 9, 10), randn(4, 9, 10)):
+        assert fused(model, x).kernel is not None
+
+
+def test_batch_norm_and_prelu_follow_eager():
+    image = randn(3, 4, 6, 6)
+    assert fused(Net(lambda m, x: m.bn(m.c(x)).relu(), c=conv(), bn=batch_norm()), image).kernel is not None
+    assert fused(Net(lambda m, x: m.p(m.c(x)), c=conv(), p=nn.PReLU(8)), image).kernel is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_batch_norm_in_float32_after_a_convolution_in_less(dtype):
+    fused(Net(lambda m, x: m.bn(m.c(x)), c=conv().to(dtype), bn=batch_norm()), randn(3, 4, 6, 6, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fallbacks_are_as_close_as_eager(dtype):
+    """With gradients enabled the torch reference runs."""
+    model = Net(lambda m, x: m.bn(m.c(x)).relu(), c=conv(), bn=batch_norm()).to(dtype).eval()
+    assert_as_eager(model, fxfuse.optimize(model), randn(3, 4, 16, 16, dtype=dtype))
+
+
+CASTS = {
+    "half to float": (torch.float16, lambda y: y.float() * 1.2345),
+    "float to half": (torch.float32, lambda y: (y * 1.2345).half()),
+    "float to half, large": (torch.float32, lambda y: (y * 1e5).half()),
+    "float to bfloat16 and back": (torch.float32, lambda y: y.bfloat16().float() * 3),
+    "half and back": (torch.float32, lambda y: (y * 1e5).half().float()),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts(name):
+    dtype, function = CASTS[name]
+    model = Net(lambda m, x: function(m.fc(x)), fc=linear()).to(dtype).eval()
+    x = randn(16, 8, dtype=dtype)
+    with torch.no_grad():
+        expected, actual = model(x), fxfuse.optimize(model)(x)
+        exact = function(model.fc(x)).double() if "back" in name else None
+    assert_same_kind(actual, expected)
+    if exact is None:
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert_as_close_as(actual, expected, exact)
+
+
+# --------------------------------------------------------------------------------------------- gradients
+
+DIFFERENTIABLE = {
+    "linear": (Net2(lambda m, x, y: F.gelu(m.fc(x) * y + m.v), fc=linear(), v=randn(8)), (5, 8), (8,)),
+    "matmul": (Net2(lambda m, x, y: F.mish(x @ m.w) - y, w=randn(8, 8)), (2, 5, 8), (5, 1)),
+    "addmm": (Net2(lambda m, x, y: torch.addmm(y, x, m.w, alpha=2).tanh(), w=randn(8, 8)), (5, 8), (8,)),
+    "detached": (Net2(lambda m, x, y: m.fc(x).detach() * y + y, fc=linear()), (5, 8), (8,)),
+    "conv": (Net2(lambda m, x, y: F.elu(m.bn(m.c(x))) * y, c=conv(), bn=batch_norm()), (2, 4, 6, 6), (8, 1, 1)),
+    "prelu": (Net2(lambda m, x, y: m.p(m.c(x)) + y, c=conv(), p=nn.PReLU(8)), (2, 4, 6, 6), (2, 8, 4, 4)),
+    "clamped": (Net2(lambda m, x, y: (m.fc(x) * m.fc(x).sigmoid()).clamp(-0.1, 0.3) + y, fc=linear()), (5, 8), (1,)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_are_eagers(name, training):
+    model, *shapes = DIFFERENTIABLE[name]
+    model = model.train(training)
+
+    def gradients(call):
+        inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+        tensors = [*inputs, *model.parameters()]
+        result = call(*inputs)
+        return torch.autograd.grad((result * result.detach().cos()).sum(), tensors, allow_unused=True)
+
+    for actual, expected in zip(gradients(fxfuse.optimize(model)), gradients(model), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_second_derivatives():
+    model = Net(lambda m, x: m.fc(x).tanh() * m.fc(x), fc=linear()).double()
+    assert torch.autograd.gradgradcheck(fxfuse.optimize(model), (randn(2, 8, dtype=torch.float64, requires_grad=True),))
+
+
+def tanh_model():
+    return Net(lambda m, x: m.fc(x).tanh() + m.v, fc=linear(), v=randn(8)).eval().requires_grad_(False)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda row: f(row).sum()))(x),
+    "functional_call": lambda f, x: torch.func.functional_call(f, {"v": torch.ones(8)}, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_function_transforms(name):
+    model, x = tanh_model(), randn(3, 8)
+    torch.testing.assert_close(TRANSFORMS[name](fxfuse.optimize(model), x), TRANSFORMS[name](model, x))
+
+
+def test_forward_mode_derivatives():
+    model, x = tanh_model(), randn(3, 8)
+
+    def tangent(f):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    torch.testing.assert_close(tangent(fxfuse.optimize(model)), tangent(model))
+
+
+def test_inference_mode():
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(x), model(x))
+        made_inside = fast(x)
+    assert made_inside.is_inference()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(made_inside), model(made_inside))
+
+
+def test_results_without_gradients_require_none():
+    fast = fxfuse.optimize(nn.Sequential(linear(), nn.ReLU()).eval())
+    with torch.no_grad():
+        assert not fast(randn(3, 8)).requires_grad
+    assert fast(randn(3, 8)).requires_grad
+
+
+AUTOCAST = {
+    "linear": Net(lambda m, x: m.fc(x).relu() + m.v, fc=linear(), v=randn(8)),
+    "pow": Net(lambda m, x: m.fc(x) ** 2, fc=linear()),
+    "mish written out": Net(lambda m, x: (lambda y: y * torch.tanh(F.softplus(y)))(m.fc(x)), fc=linear()),
+    "matmul": Net(lambda m, x: (x @ m.w).sigmoid(), w=randn(8, 8)),
+    "batch norm": Net(lambda m, x: m.bn(m.c(x.view(-1, 4, 4, 4))), c=conv(), bn=batch_norm()),
+    "prelu": Net(lambda m, x: m.p(m.c(x.view(-1, 4, 4, 4))), c=conv(), p=nn.PReLU(8)),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_gives_eagers_dtypes(name):
+    model = AUTOCAST[name].eval()
+    fast, x = fxfuse.optimize(model), randn(16, 8)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            expected, actual = model(x), fast(x)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_the_operators_pass_torchs_own_checks():
+    x, w, b, v = randn(3, 8), randn(5, 8), randn(5), randn(5)
+    for tensors in ((x, w, b, [v]), (x, w, None, [v]), (x[:0], w, b, [v])):
+        torch.library.opcheck(torch.ops.fxfuse.linear.default, (*tensors, "relu(acc) * o0"))
+    image, kernel = randn(2, 4, 6, 6), randn(8, 4, 3, 3)
+    arguments = (image, kernel, None, [], "relu(acc)", [1, 1], [0, 0], [1, 1], 1)
+    torch.library.opcheck(torch.ops.fxfuse.conv2d.default, arguments)
+
+
+def test_compiled_and_exported():
+    model = nn.Sequential(linear(), nn.Tanh()).eval().requires_grad_(False)
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    torch.testing.assert_close(torch.compile(fast, backend="aot_eager", fullgraph=True)(x), model(x))
+    exported = torch.export.export(fast, (x,))
+    assert any(node.target is torch.ops.fxfuse.linear.default for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+# -------------------------------------------------------------------------------------- when things are wrong
+
+WRONG_SHAPES = {
+    "features": (Net(lambda m, x: m.fc(x).relu(), fc=linear()), (randn(3, 5),)),
+    "no dimensions": (Net(lambda m, x: m.fc(x).relu(), fc=linear()), (torch.tensor(1.0),)),
+    "channels": (Net(lambda m, x: m.c(x).relu(), c=conv()), (randn(1, 3, 8, 8),)),
+    "too small an image": (Net(lambda m, x: m.c(x).relu(), c=conv()), (randn(1, 4, 2, 2),)),
+    "conv of 2 dimensions": (Net(lambda m, x: m.c(x).relu(), c=conv()), (randn(4, 8),)),
+    "batch norm of an unbatched image": (
+        Net(lambda m, x: m.bn(m.c(x)), c=conv(), bn=batch_norm()), (randn(4, 8, 8),),
+    ),
+    "prelu of an unbatched image": (Net(lambda m, x: m.p(m.c(x)), c=conv(), p=nn.PReLU(8)), (randn(4, 8, 8),)),
+    "operand": (Net2(lambda m, x, y: m.fc(x) + y, fc=linear()), (randn(3, 8), randn(7))),
+    "in-place operand too large": (Net2(lambda m, x, y: m.fc(x).add_(y), fc=linear()), (randn(8), randn(3, 8))),
+    "mm of 3 dimensions": (Net(lambda m, x: torch.mm(x, m.w).relu(), w=randn(8, 8)), (randn(2, 3, 8),)),
+    "mm of 1 dimension": (Net(lambda m, x: x.mm(m.w).relu(), w=randn(8, 8)), (randn(8),)),
+    "addmm's bias too large": (
+        Net2(lambda m, x, y: torch.addmm(y, x, m.w), w=randn(8, 8)), (randn(3, 8), randn(2, 1, 8)),
+    ),
+    "strided 'same'": (
+        Net(lambda m, x: F.conv2d(x, m.w, padding="same", stride=2).relu(), w=randn(8, 4, 3, 3)), (randn(1, 4, 8, 8),),
+    ),
+}  # fmt: skip
+
+WRONG_TYPES = {
+    "input's dtype": (Net(lambda m, x: m.fc(x).relu(), fc=linear()), (randn(3, 8, dtype=torch.float64),)),
+    "integer input": (Net(lambda m, x: m.fc(x).relu(), fc=linear()), (torch.ones(3, 8, dtype=torch.int64),)),
+    "mask of floats": (Net2(lambda m, x, y: m.fc(x).masked_fill(y, 0.0), fc=linear()), (randn(3, 8), randn(8))),
+}
+
+
+def assert_refused_alike(model, strict, inputs):
+    fast = fxfuse.optimize(model.eval(), strict=strict)
+    with torch.no_grad():
+        for _ in range(2):
+            assert isinstance(assert_as_eager(model, fast, *inputs, exact=False), Exception)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_shapes_that_torch_refuses_raise_what_torch_raises(name, strict):
+    model, inputs = WRONG_SHAPES[name]
+    assert_refused_alike(model, strict, inputs)
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_types_that_torch_refuses_raise_what_torch_raises(name):
+    model, inputs = WRONG_TYPES[name]
+    assert_refused_alike(model, False, inputs)
+
+
+UNSUPPORTED = {
+    "float64": (torch.float64, "float64"),
+    "complex64": (torch.complex64, "complex64"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_dtypes_without_kernels(name, forget):
+    dtype, reason = UNSUPPORTED[name]
+    model = Net(lambda m, x: m.fc(x).tanh() * 2, fc=linear()).to(dtype).eval()
+    fast, x = fxfuse.optimize(model), randn(3, 8).to(dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
+        assert reason in regions(fast)[0].fallback and regions(fast)[0].kernel is None
+        with pytest.raises(fxfuse.UnsupportedError, match=rf"tanh\(acc\).*{reason}"):
+            fxfuse.optimize(model, strict=True)(x)
+
+
+EMPTY = {
+    "enlarged": (Net2(lambda m, x, y: m.fc(x) + y, fc=linear()), (randn(0, 8), randn(3, 1, 8))),
+    "integers": (Net(lambda m, x: torch.where(m.fc(x) > 0, 1, 2), fc=linear()), (randn(0, 8),)),
+    "another dtype": (Net2(lambda m, x, y: m.fc(x) + y, fc=linear()), (randn(0, 8), randn(8, dtype=torch.float64))),
+    "half": (Net(lambda m, x: m.fc(x).half(), fc=linear()), (randn(0, 8),)),
+    "no features": (Net(lambda m, x: m.fc(x).relu(), fc=nn.Linear(8, 0)), (randn(3, 8),)),
+    "nothing to sum": (Net(lambda m, x: m.fc(x).relu() + 1, fc=nn.Linear(0, 8)), (randn(3, 0),)),
+    "channels last": (
+        Net(lambda m, x: m.c(x).relu(), c=conv()), (randn(0, 4, 6, 6).to(memory_format=torch.channels_last),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_tensors(name):
+    model, inputs = EMPTY[name]
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model.eval()), *inputs)
+
+
+OTHER_TENSORS = {
+    "sparse": lambda: randn(5, 8).relu().to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([randn(3, 8), randn(5, 8)]),
+    "jagged": lambda: torch.nested.nested_tensor([randn(3, 8), randn(5, 8)], layout=torch.jagged),
+    "parameter": lambda: nn.Parameter(randn(5, 8)),
+    "meta": lambda: randn(5, 8).to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_other_kinds_of_tensor(name):
+    model = Net(lambda m, x: m.fc(x).relu(), fc=linear()).eval()
+    if name == "meta":
+        model = model.to("meta")
+    fast, x = fxfuse.optimize(model), OTHER_TENSORS[name]()
+    with torch.no_grad():
+        expected, actual = model(x), fast(x)
+    assert (type(actual), actual.layout, actual.device) == (type(expected), expected.layout, expected.device)
+    if name in ("nested", "jagged"):
+        actual, expected = actual.unbind(), expected.unbind()
+    if name != "meta":
+        torch.testing.assert_close(actual, expected)
+
+
+def test_an_unknown_operation_in_a_text_names_the_remedy():
+    with pytest.raises(fxfuse.ExpressionError, match="register_pointwise"):
+        torch.ops.fxfuse.linear(randn(3, 8), randn(5, 8), None, [], "unheard_of(acc)")
+
+
+def test_unsupported_in_a_lenient_model_is_an_error_in_a_strict_one():
+    model = Net(lambda m, x: m.fc(x).tanh() * 3, fc=linear()).double().eval()
+    x = randn(3, 8, dtype=torch.float64)
+    with torch.no_grad():
+        fxfuse.optimize(model)(x)
+        with pytest.raises(fxfuse.UnsupportedError):
+            fxfuse.optimize(model, strict=True)(x)
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+ONE_SOURCE = {
+    "row": (Net(lambda m, x: m.fc(x).sin() + m.v, fc=linear(), v=randn(8)), lambda n: (randn(n, 8),)),
+    "rank 3": (Net(lambda m, x: m.fc(x).sin() - m.v, fc=linear(), v=randn(8)), lambda n: (randn(n, 3, 8),)),
+    "column": (Net2(lambda m, x, y: m.fc(x).sin() * y, fc=linear()), lambda n: (randn(n, 8), randn(n, 1))),
+    "residual": (Net2(lambda m, x, y: m.fc(x).cos() * y, fc=linear()), lambda n: (randn(n, 8), randn(n, 8))),
+    "channel": (Net(lambda m, x: m.c(x).sin() + m.v, c=conv(), v=randn(8, 1, 1)), lambda n: (randn(n, 4, 6, 6),)),
+    "channel and residual": (
+        Net2(lambda m, x, y: m.c(x).sin() + m.v - y, c=conv(), v=randn(8, 1, 1)),
+        lambda n: (randn(n, 4, 6, 6), randn(n, 8, 4, 4)),
+    ),
+    "gate": (Net2(lambda m, x, y: m.c(x).cos() * y, c=conv()), lambda n: (randn(n, 4, 6, 6), randn(n, 8, 1, 1))),
+    "batch norm": (Net(lambda m, x: m.bn(m.c(x)).cos(), c=conv(), bn=batch_norm()), lambda n: (randn(n, 4, 6, 6),)),
+    "channels last": (
+        Net(lambda m, x: m.c(x).cos() - m.v, c=conv(), v=randn(8, 1, 1)),
+        lambda n: (randn(n, 4, 6, 6).to(memory_format=torch.channels_last),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_SOURCE)
+def test_a_new_batch_size_compiles_nothing(name, sources, forget):
+    model, inputs = ONE_SOURCE[name]
+    fast = fxfuse.optimize(model.eval())
+    with torch.no_grad():
+        for batch in (4, 7, 1, 33, 0):
+            assert_as_eager(model, fast, *inputs(batch))
+    assert len(sources) == 1
+
+
+def test_values_do_not_compile_anything(sources, forget):
+    model = Net2(lambda m, x, y: m.fc(x).sin() * y, fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for value in (1.0, 2.5, float("nan")):
+            assert_as_eager(model, fast, randn(3, 8), torch.tensor(value))
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_large_results_and_every_number_of_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = Net2(lambda m, x, y: F.silu(m.fc(x)) * y + m.v, fc=linear(1025), v=randn(1025))
+        assert fused(model, randn(331, 8), randn(331, 1)).kernel is not None
+        model = Net2(lambda m, x, y: F.silu(m.c(x)) * m.v + y, c=conv(), v=randn(8, 1, 1))
+        assert fused(model, randn(5, 4, 67, 71), randn(5, 8, 65, 69)).kernel is not None
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_warnings_are_not_errors_of_the_model():
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        fxfuse.optimize(model)(randn(2, 8))
+
+
+def test_operators_take_the_spelling_of_the_graph():
+    """A fused node is an ordinary operator call that prints what it does."""
+    fast = fxfuse.optimize(Net(lambda m, x: operator.mul(m.fc(x), 2).relu(), fc=linear()).eval())
+    assert epilogues(fast) == ["relu(acc * 2)"]
+    assert "torch.ops.fxfuse.linear" in fast.code and "relu(acc * 2)" in fast.code
+
+
+def test_nothing_is_left_of_what_was_fused():
+    for model in (
+        Net(lambda m, x: (x @ m.w.t()).relu(), w=randn(8, 8)),
+        Net(lambda m, x: torch.addmm(m.v, x, m.w, beta=0).relu(), w=randn(8, 8), v=randn(8)),
+        Net(lambda m, x: m.fc(x).clamp(m.lo, m.hi), fc=linear(), lo=randn(8), hi=randn(8)),
+    ):
+        fast = fxfuse.optimize(model.eval())
+        assert all(node.users or node.op in ("output", "placeholder") for node in fast.graph.nodes), fast.code

@@ -1,0 +1,168 @@
+"""verify() tells right from wrong; benchmark() measures what it is asked to."""
+
+import copy
+import dataclasses
+import re
+
+import pytest
+import torch
+from helpers import Net, batch_norm, conv, linear, randn
+from torch import nn
+
+import fxfuse
+
+X = randn(16, 8)
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    net = Net(changes.get("forward", lambda m, x: m.fc(x).tanh()), fc=linear())
+    return net.to(changes.get("dtype", torch.float32)).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_right_model_is_ok(dtype):
+    original = model(dtype=dtype)
+    found = fxfuse.verify(original, fxfuse.optimize(original), (X.to(dtype),))
+    assert found and found.ok and found.problem is None
+    assert str(found).startswith("ok: error ")
+    assert found.error <= 1.25 * found.eager_error + torch.finfo(dtype).eps
+
+
+def test_errors_are_relative_frobenius_norms_against_float64():
+    original = model()
+    found = fxfuse.verify(original, model(forward=lambda m, x: m.fc(x).tanh() * 1.5), (X,))
+    with torch.no_grad():
+        exact = copy.deepcopy(original).double()(X.double())
+        eager_error = (original(X).double() - exact).norm() / exact.norm()
+    assert found.error == pytest.approx(0.5, rel=1e-5)
+    assert found.eager_error == pytest.approx(float(eager_error), rel=1e-5)
+
+
+def poke(value, places=((3, 2),)):
+    def forward(m, x):
+        y = m.fc(x).tanh().clone()
+        for place in places:
+            y[place] = value
+        return y
+
+    return forward
+
+
+WRONG = {
+    "a value": (poke(0.5), "times eager's own"),
+    "a slightly wrong function": (lambda m, x: m.fc(x).tanh() * 1.00001, "times eager's own"),
+    "NaN": (poke(float("nan")), "NaN"),
+    "infinity": (poke(float("inf")), "infinit"),
+    "dtype": (lambda m, x: m.fc(x).tanh().double(), "float64"),
+    "shape": (lambda m, x: m.fc(x).tanh()[None], r"\(1, 16, 8\)"),
+    "number of outputs": (lambda m, x: (m.fc(x).tanh(), x), "2 outputs instead of 1"),
+    "type": (lambda m, x: 3, "int instead of a Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_model_is_not(name):
+    forward, problem = WRONG[name]
+    found = fxfuse.verify(model(), model(forward=forward), (X,))
+    assert not found and not found.ok
+    assert re.search(problem, found.problem) and "NOT OK" in str(found)
+
+
+def test_nonfinite_values_in_the_same_places_are_ok():
+    original = model(forward=poke(float("nan"), ((0, 0),)))
+    assert fxfuse.verify(original, copy.deepcopy(original), (X,))
+    original = model(forward=poke(float("-inf"), ((0, 0),)))
+    assert fxfuse.verify(original, copy.deepcopy(original), (X,))
+    assert not fxfuse.verify(original, model(forward=poke(float("inf"), ((0, 0),))), (X,))
+
+
+def test_a_small_output_beside_a_large_one_counts():
+    def outputs(small):
+        return lambda m, x: {"large": m.fc(x) * 1e6, "small": m.fc(x).tanh() * small}
+
+    assert fxfuse.verify(model(forward=outputs(1e-3)), model(forward=outputs(1e-3)), (X,))
+    assert not fxfuse.verify(model(forward=outputs(1e-3)), model(forward=outputs(2e-3)), (X,))
+
+
+def test_structures_of_inputs_and_outputs():
+    def forward(m, x):
+        return {"y": (m.fc(x["a"][0]).relu(), None, "text", x["b"]), "i": x["a"][0].argmax(-1)}
+
+    original = model(forward=forward)
+    assert fxfuse.verify(original, fxfuse.optimize(original), ({"a": [X], "b": torch.arange(3)},))
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+
+
+def test_dataclass_outputs():
+    original = model(forward=lambda m, x: Output(m.fc(x).relu()))
+    assert fxfuse.verify(original, fxfuse.optimize(original), (X,))
+    assert not fxfuse.verify(original, model(forward=lambda m, x: Output(m.fc(x))), (X,))
+
+
+def test_nothing_is_changed():
+    original = nn.Sequential(nn.ReLU(inplace=True), conv(), nn.BatchNorm2d(8), nn.Dropout(0.0)).train()
+    before, image = copy.deepcopy(original.state_dict()), randn(2, 4, 6, 6)
+    assert fxfuse.verify(original, fxfuse.optimize(original), (image,))
+    assert torch.equal(image, randn(2, 4, 6, 6))
+    assert all(torch.equal(value, before[name]) for name, value in original.state_dict().items())
+
+
+def test_dropout_drops_the_same_in_all_runs():
+    original = nn.Sequential(linear(), nn.ReLU(), nn.Dropout()).train()
+    assert fxfuse.verify(original, fxfuse.optimize(original), (X,))
+
+
+def test_random_weights_of_reference_blocks():
+    original = nn.Sequential(conv(), batch_norm(), nn.Hardswish(), nn.Conv2d(8, 8, 3, groups=8), nn.GELU()).eval()
+    assert fxfuse.verify(original, fxfuse.optimize(original), (randn(2, 4, 16, 16),))
+
+
+# ------------------------------------------------------------------------------------------- benchmark
+
+
+def test_the_table_has_the_contestants_asked_for():
+    original = model()
+    found = fxfuse.benchmark(original, fxfuse.optimize(original), (X,), compare=("eager",), seconds=0.05)
+    assert [timing.name for timing in found.timings] == ["eager", "fxfuse"]
+    for timing in found.timings:
+        assert 0 < timing.minimum <= timing.median and timing.first_call > 0 and timing.runs >= 3
+        assert timing.name in str(found)
+    assert found.median("eager") == found.timings[0].median
+    assert "CPU" in str(found) and torch.__version__ in str(found)
+
+
+def test_fxfuse_alone():
+    original = model()
+    found = fxfuse.benchmark(original, fxfuse.optimize(original), (X,), compare=(), seconds=0.01)
+    assert [timing.name for timing in found.timings] == ["fxfuse"]
+
+
+def test_an_unknown_peer_is_refused():
+    original = model()
+    with pytest.raises(fxfuse.FxfuseError, match=r"'onnx'.*eager, torch\.compile"):
+        fxfuse.benchmark(original, fxfuse.optimize(original), (X,), compare=("onnx",))
+
+
+def test_a_peer_that_fails_is_left_out_and_the_table_says_so():
+    broken = model(forward=lambda m, x: m.no_such_layer(x))
+    found = fxfuse.benchmark(broken, fxfuse.optimize(model()), (X,), compare=("eager",), seconds=0.01)
+    assert [timing.name for timing in found.timings] == ["fxfuse"]
+    assert "eager" in str(found) and "no_such_layer" in str(found)
+
+
+def test_fxfuses_own_failure_is_raised():
+    with pytest.raises(RuntimeError):
+        fxfuse.benchmark(model(), fxfuse.optimize(model()), (randn(3, 5),), compare=(), seconds=0.01)
+
+
+def test_gradients_are_off_and_modes_stay():
+    original = nn.Sequential(linear(), nn.Tanh(), nn.Dropout()).train()
+    seen = []
+    original.register_forward_hook(lambda module, args, output: seen.append((output.requires_grad, module.training)))
+    fxfuse.benchmark(original, model(), (X,), compare=("eager",), seconds=0.01)
+    assert set(seen) == {(False, True)} and original.training
