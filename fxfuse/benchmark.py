@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from fxfuse.errors import FxfuseError
+from fxfuse.state import unchanged
 
 L2_FLUSH_BYTES: Final = 256 << 20
 """Written between timed runs on a GPU, several times any L2, so that every run starts from memory."""
@@ -36,6 +37,8 @@ class Benchmark:
 
     timings: tuple[Timing, ...]
     device: str
+    failures: tuple[str, ...] = ()
+    """Peers that could not run, each with its error."""
 
     def median(self, name: str) -> float:
         """The median of the contestant of that name, in seconds."""
@@ -55,7 +58,9 @@ class Benchmark:
             for t in self.timings
         ]
         headers = ("", "median ms", "min ms", "of fxfuse's", "first call s", "runs")
-        return f"{self.device}\n" + tabulate(rows, headers=headers, tablefmt="simple_outline", disable_numparse=True)
+        notes = "".join(f"\nleft out: {failure}" for failure in self.failures)
+        table = tabulate(rows, headers=headers, tablefmt="simple_outline", disable_numparse=True)
+        return f"{self.device}\n{table}{notes}"
 
 
 def benchmark(
@@ -74,7 +79,7 @@ def benchmark(
         seconds: how long to measure all contestants together, first calls not counted.
 
     On a GPU each run is timed with events after flushing the L2 cache. Runs under torch.no_grad(). Raises FxfuseError
-    for an unknown peer; a peer that fails to run is left out with a note in its name.
+    for an unknown peer; a peer that fails to run is left out, with its error below the table.
     """
     contestants: dict[str, Callable[..., Any]] = {}
     for name in compare:
@@ -82,7 +87,7 @@ def benchmark(
     contestants["fxfuse"] = fast
     device = _device_of(model, inputs)
     time_once = _gpu_timer(device) if device.type == "cuda" else _cpu_time
-    with torch.no_grad():
+    with unchanged(model, fast):
         first_calls = {name: _first_call(call, inputs, device) for name, call in contestants.items()}
         failed = {name for name, (_, error) in first_calls.items() if error is not None}
         if "fxfuse" in failed:
@@ -101,7 +106,8 @@ def benchmark(
         Timing(name, statistics.median(samples), min(samples), first_calls[name][0], len(samples))
         for name, samples in times.items()
     )
-    return Benchmark(timings, _describe(device))
+    failures = tuple(f"{name}: {first_calls[name][1]}" for name in sorted(failed))
+    return Benchmark(timings, _describe(device), failures)
 
 
 def _peer(model: nn.Module, name: str) -> Callable[..., Any]:

@@ -82,7 +82,6 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fxfuse"
 
 
-@functools.cache
 def _private(directory: Path) -> Path:
     """`directory`, created if need be, if only this user can write there; else a temporary one, with a warning."""
     try:
@@ -94,12 +93,17 @@ def _private(directory: Path) -> Path:
             raise PermissionError(f"{directory} is not writable")
         return directory
     except OSError as error:
-        fallback = Path(tempfile.mkdtemp(prefix="fxfuse-"))
-        logger.warning(
-            "fxfuse: the kernel cache cannot be used (%s); building in %s for this process only. "
-            "Set FXFUSE_CACHE_DIR to a folder of your own.", error, fallback,
-        )  # fmt: skip
-        return fallback
+        return _temporary(directory, str(error))
+
+
+@functools.cache
+def _temporary(instead_of: Path, reason: str) -> Path:
+    fallback = Path(tempfile.mkdtemp(prefix="fxfuse-"))
+    logger.warning(
+        "fxfuse: the kernel cache cannot be used (%s); building in %s for this process only. "
+        "Set FXFUSE_CACHE_DIR to a folder of your own.", reason, fallback,
+    )  # fmt: skip
+    return fallback
 
 
 @functools.cache
@@ -221,7 +225,7 @@ def _load_cached(key: str) -> Launch | None:
         if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
             raise ValueError("its library is damaged")
         return _import(library)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         logger.info("fxfuse: rebuilding a cached kernel: %s", error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
@@ -244,7 +248,10 @@ def _build(source: Source, key: str) -> Launch:
     name = f"fxfuse_{key}"
     started = time.monotonic()
     logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
-    building = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache))
+    try:
+        building = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache))
+    except OSError as error:
+        raise ToolchainError(f"nothing can be written to the kernel cache {cache}: {error}") from error
     try:
         with _build_environment():
             _load_inline(source, name, building)

@@ -57,7 +57,8 @@ class Captured:
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose tensors are the model's own: parameters, buffers, and tensors in attributes.
+    """A copy of `model` whose tensors are the model's own: parameters and buffers (the dictionaries that hold them),
+    and tensors in attributes.
 
     A deep copy but for the tensors; where something in the model cannot be copied (a lock, an open file), a copy of
     the modules alone, which then share their other attributes with the model's.
@@ -66,6 +67,8 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
     for module in model.modules():
         leaves = pytree.tree_leaves([module._parameters, module._buffers, dict(vars(module))])
         memo.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        # the dictionaries themselves, so that a conversion (to, half) of either converts both, buffers included
+        memo.update((id(table), table) for table in (module._parameters, module._buffers))
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         memo.update((id(hook), hook) for table in hooks for hook in table.values())
     try:
@@ -76,12 +79,10 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
 
 
 def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A copy of a tree of modules with dictionaries of its own; everything that is no module is shared."""
+    """A copy of a tree of modules; everything that is no module is shared."""
     if module not in done:
         twin = done[module] = module.__class__.__new__(module.__class__)
         twin.__dict__.update(module.__dict__)
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-            twin.__dict__[name] = copy.copy(module.__dict__[name])
         children = ((name, child) for name, child in module._modules.items())
         twin.__dict__["_modules"] = {
             name: None if child is None else _copy_modules(child, done) for name, child in children
@@ -117,8 +118,9 @@ class _Tracer(fx.Tracer):
         prefixes: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
-        if self._asked is None and parameters and all(p.default is not kinds.empty for p in parameters):
-            self.given = frozenset({parameters[0].name})
+        named = [parameter for parameter in parameters if parameter.kind not in prefixes]
+        if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
+            self.given = frozenset({named[0].name})
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty

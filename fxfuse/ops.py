@@ -7,7 +7,8 @@ contains to a row; `row` from a name in an epilogue's text. Adding an operation 
 with `register_pointwise`.
 
 C++ text: `{0}`, `{1}`, … stand for the arguments (variables or literals, type float, or bool for comparisons);
-`{name} = …;` before the final expression introduces a float. Functions are those of cuda/kernels/math.cuh and
+`{name} = …;` before the final expression introduces a float. `divide(a, b)` is a faster a / b for |b| from 2^-126 to
+2^126. Functions are those of cuda/kernels/math.cuh and
 cpu/kernels/math.h: float to float, NaN and infinities as torch has them.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -299,7 +301,7 @@ _ROWS: Final[list[Row]] = [
                 interval.valley(-1.27847, -0.27847, left_limit=0.0), UNARY, (nn.SiLU,)),
     # x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2), n = e * (e + 2); at 20 the quotient is 1 in float32.
     PointwiseOp("mish", F.mish,
-                "{e} = exp(minimum({0}, 20.0f)); {n} = {e} * ({e} + 2.0f); {0} * ({n} / ({n} + 2.0f))",
+                "{e} = exp(minimum({0}, 20.0f)); {n} = {e} * ({e} + 2.0f); {0} * divide({n}, {n} + 2.0f)",
                 interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,)),
     PointwiseOp("softplus", F.softplus, "{0} * {1} > {2} ? {0} : log1p(exp({0} * {1})) / {1}",
                 interval.increasing(0.0, sign=lambda beta, threshold: beta > 0 and threshold >= 10),
@@ -501,7 +503,11 @@ def register_pointwise(
 
     Raises FxfuseError if the name is taken or not an identifier, or the code does not fit the parameters.
     """
-    if not name.isidentifier() or name in ("acc", "inf", "nan") or (name[0] in "ot" and name[1:].isdigit()):
+    if (
+        not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        or name in ("acc", "inf", "nan")
+        or (name[0] in "ot" and name[1:].isdigit())
+    ):
         raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
     if name in _by_name:
         raise FxfuseError(f"register_pointwise: the operation {name!r} exists already")

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxfuse import functional
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
-from fxfuse.patterns import Attribute, Region, Skipped, find_regions
+from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
 from fxfuse.patterns.anchors import Source
+from fxfuse.state import copies, unchanged
 
 logger = logging.getLogger("fxfuse")
 
@@ -84,15 +84,9 @@ def _fuse_children(module: nn.Module, strict: bool) -> None:
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
-    inputs = pytree.tree_map_only(torch.Tensor, torch.clone, list(example_inputs))  # the model may overwrite them
-    buffers = {buffer: buffer.clone() for buffer in fast.buffers()}  # batch normalisation in training mode counts
-    devices = {tensor.device.index for tensor in fast.parameters() if tensor.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        with functional.collect_problems() as problems:
-            fast(*inputs)
-        functional.prepare(problems, threads=os.cpu_count() or 1)
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
+    with unchanged(fast), functional.collect_problems() as problems:
+        fast(*copies(list(example_inputs)))
+    functional.prepare(problems, threads=os.cpu_count() or 1)
 
 
 # ------------------------------------------------------------------------------------------ replacement
@@ -182,6 +176,8 @@ class FusedModule(fx.GraphModule):
     own_attributes: frozenset[str]
     regions: tuple[FusedRegion, ...]
     skipped: tuple[Skipped, ...]
+    modes: tuple[tuple[nn.Module, bool], ...]
+    """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
     variants: dict[frozenset[str], FusedModule]
     """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
 
@@ -201,6 +197,7 @@ class FusedModule(fx.GraphModule):
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
         self.__dict__["captured"] = captured
         self.__dict__["variants"] = {}
+        self.__dict__["modes"] = _modes(captured)
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         if captured.graph is None:
@@ -224,8 +221,11 @@ class FusedModule(fx.GraphModule):
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
-        if "captured" in self.__dict__ and self.captured.defaults:
-            type(self).forward = _guarded(type(self).forward, self.captured)
+        if "captured" in self.__dict__:
+            if self.captured.defaults:
+                type(self).forward = _guarded(type(self).forward, self.captured)
+            if self.modes:
+                type(self).forward = _watching(type(self).forward)
         return code
 
     def variant(self, given: frozenset[str]) -> FusedModule:
@@ -283,6 +283,27 @@ def _rebuild(root: nn.Module, strict: bool, extras: dict[str, Any]) -> FusedModu
     fused = FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
     fused.__dict__.update(extras)
     return fused
+
+
+def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
+    if captured.graph is None:
+        return ()
+    called = {str(node.target) for node in captured.graph.nodes if node.op == "call_module"}
+    modules = [captured.root.get_submodule(path) for path in sorted(called)]
+    return tuple((module, module.training) for module in modules if isinstance(module, MODE_DEPENDENT))
+
+
+def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, after deriving the graph anew if a dropout or normalisation has changed its mode on its own."""
+
+    @functools.wraps(forward)
+    def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if any(module.training is not mode for module, mode in self.modes):
+            self._derive(self.captured)
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return watching
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,9 +14,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.state import copies, unchanged
 
-ALLOWANCE: Final = 1.25
-"""How much larger than eager's the error may be: both are one sample of rounding noise."""
+ALLOWANCE: Final = 2.0
+"""How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
+a correct network their ratio was seen between 0.7 and 1.5 over a few seeds."""
 
 TF32_ERROR: Final = 2.0**-10
 """Error that TF32's 11 significant bits may cause, where torch's switches allow TF32 for the model's float32."""
@@ -25,8 +28,8 @@ TF32_ERROR: Final = 2.0**-10
 class Verification:
     """The outcome of comparing an optimised model with the original; true in a condition if it is ok.
 
-    Errors are relative Frobenius norms, ‖y - y64‖ / ‖y64‖ over all floating outputs, against the original model run
-    in float64 on the same device.
+    Errors are relative Frobenius norms, ‖y - y64‖ / ‖y64‖, against the original model in float64 on the same device;
+    of several outputs, those of the one with the largest error.
     """
 
     ok: bool
@@ -47,29 +50,29 @@ def verify(model: nn.Module, fast: nn.Module, inputs: Sequence[Any]) -> Verifica
     """Compares `fast(*inputs)` with `model(*inputs)`, and both with the model in float64.
 
     It is ok if structure, dtypes and shapes are equal, NaN and ±inf stand in the same places, and the error is at most
-    1.25 times eager's own plus one ulp of the output's dtype. Where torch's switches allow TF32 (for convolutions they
+    twice eager's own plus one ulp of the output's dtype. Where torch's switches allow TF32 (for convolutions they
     do by default), eager still computes small problems exactly and large ones not; a float32 model on a GPU is then ok
     up to an error of 2^-10. Neither the models nor the inputs are changed.
 
     Args:
         inputs: positional arguments; tensors inside tuples, lists and dicts are understood.
     """
-    with torch.no_grad():
-        expected = _outputs(model, inputs)
-        actual = _outputs(fast, inputs)
-        exact = _outputs(_as_float64(model), pytree.tree_map(_to_float64, list(inputs)))
+    double = copy.deepcopy(model).double()
+    expected, actual = _outputs(model, inputs), _outputs(fast, inputs)
+    exact = _outputs(double, pytree.tree_map_only(torch.Tensor, _to_float64, list(inputs)))
     problem = _difference_in_kind(expected, actual)
     if problem is not None:
-        return Verification(False, float("nan"), float("nan"), problem)
-    floating = [i for i, want in enumerate(expected) if isinstance(want, torch.Tensor) and want.is_floating_point()]
-    error = _relative_error([actual[i] for i in floating], [exact[i] for i in floating])
-    eager_error = _relative_error([expected[i] for i in floating], [exact[i] for i in floating])
-    ulp = max((torch.finfo(expected[i].dtype).eps for i in floating), default=0.0)
-    bound = ALLOWANCE * eager_error + ulp
-    if _may_use_tf32(model, expected):
-        bound = max(bound, TF32_ERROR)
-    if error > bound:
-        problem = f"the error is {error / max(eager_error, ulp):.1f} times eager's own"
+        return Verification(False, math.nan, math.nan, problem)
+    errors = [
+        (_relative_error(have, right), _relative_error(want, right), torch.finfo(want.dtype).eps)
+        for want, have, right in zip(expected, actual, exact, strict=True)
+        if isinstance(want, torch.Tensor) and want.is_floating_point()
+    ]
+    least = TF32_ERROR if _may_use_tf32(model, expected) else 0.0
+    for error, eager_error, ulp in errors:
+        if error > max(ALLOWANCE * eager_error + ulp, least):
+            problem = f"the error is {error / max(eager_error, ulp):.1f} times eager's own"
+    error, eager_error, _ = max(errors, default=(0.0, 0.0, 0.0))
     return Verification(problem is None, error, eager_error, problem)
 
 
@@ -82,17 +85,24 @@ def _may_use_tf32(model: nn.Module, outputs: Sequence[Any]) -> bool:
 
 
 def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
-    copies = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, list(inputs))
-    leaves: list[Any] = pytree.tree_leaves(model(*copies))
-    return leaves
+    """The leaves of what one call returns."""
+    with unchanged(model):
+        torch.manual_seed(0)  # dropout drops the same in every run
+        return _leaves(model(*copies(list(inputs))))
 
 
-def _to_float64(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+def _leaves(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):  # transformers' outputs are dictionaries, too
+        return [leaf for item in dataclasses.fields(value) for leaf in _leaves(getattr(value, item.name))]
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
 
 
-def _as_float64(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double()
+def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _difference_in_kind(expected: list[Any], actual: list[Any]) -> str | None:
@@ -118,12 +128,9 @@ def _difference_in_kind(expected: list[Any], actual: list[Any]) -> str | None:
     return None
 
 
-def _relative_error(outputs: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """‖outputs - exact‖ / ‖exact‖ over all elements that are finite in both."""
-    difference = norm = 0.0
-    for output, reference in zip(outputs, exact, strict=True):
-        value, reference = output.double(), reference.double()
-        finite = value.isfinite() & reference.isfinite()
-        difference += float((value - reference)[finite].square().sum())
-        norm += float(reference[finite].square().sum())
-    return math.sqrt(difference / norm) if norm > 0 else math.sqrt(difference)
+def _relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
+    """‖output - exact‖ / ‖exact‖ over the elements that are finite in both."""
+    finite = output.isfinite() & exact.isfinite()
+    value, reference = output.double()[finite], exact.double()[finite]
+    difference, norm = float((value - reference).norm()), float(reference.norm())
+    return difference / norm if norm > 0 else difference

@@ -31,11 +31,11 @@ def forget(monkeypatch):
         monkeypatch.setattr(functional, "_plans", {})
         monkeypatch.setattr(functional, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
-        build._private.cache_clear()
+        build._temporary.cache_clear()
 
     forget_everything()
     yield forget_everything
-    build._private.cache_clear()
+    build._temporary.cache_clear()
 
 
 @pytest.fixture

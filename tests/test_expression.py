@@ -52,8 +52,8 @@ def test_other_ways_to_write_it(text, same):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "acc +", "acc acc", "relu(acc", "foo", "acc @ o0", "t0 * 2", "t0 = acc; t0 = acc; t0", "acc; acc", "x = 1; acc",
-     "__import__('os')", "acc.real", "acc[0]", "1 if acc else 2"],
+    ["", "acc +", "acc acc", "relu(acc", "foo", "acc @ o0", "t0 * 2", "t0 = acc; t0 = acc; t0", "acc; acc",
+     "x = 1; acc", "__import__('os')", "acc.real", "acc[0]", "1 if acc else 2"],
 )  # fmt: skip
 def test_nothing_but_the_grammar_is_read(text):
     with pytest.raises(ExpressionError):

@@ -98,7 +98,7 @@ def test_operands_of_a_convolution(name, layout):
     assert found.kernel is not None, found
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (8,), (5, 8), (5, 1)])
+@pytest.mark.parametrize("shape", [(), (8,)], ids=str)
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_operands_of_every_dtype(dtype, shape):
     if dtype.is_floating_point:

@@ -1,6 +1,6 @@
 """Regions on a CUDA device: one launch each, eager's answers on odd sizes, layouts and dtypes.
 
-Expected values come from torch in float64; the error may be 1.25 times eager's own (fxfuse.verify) unless a test says
+Expected values come from torch in float64; the error may be as fxfuse.verify says unless a test says
 otherwise. Skipped without a GPU of compute capability 8.0.
 """
 

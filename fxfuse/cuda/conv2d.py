@@ -219,9 +219,8 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
     if layout == "nhwc" and x_access < 4:
         tiles = _GATHER_TILES
     elif problem.precision == "tf32x3" or min(x_access, weight_access) < 4:
-        # 3xTF32 leaves too few registers for the addresses of narrow copies to the largest tile.
-        largest = problem.precision != "tf32x3" or min(x_access, weight_access) == 16
-        tiles = _SMALL_WARP_TILES if largest else _SMALL_WARP_TILES[1:]
+        # The largest tile of 3xTF32 spills.
+        tiles = _SMALL_WARP_TILES[1:] if problem.precision == "tf32x3" else _SMALL_WARP_TILES
     elif min(x_access, weight_access) < 16:
         tiles = _NARROW_TILES
     else:

@@ -50,6 +50,8 @@ class Skipped:
 _DROPOUT_MODULES: Final = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
+MODE_DEPENDENT: Final = (*_DROPOUT_MODULES, nn.BatchNorm2d)
+"""Modules that join a region in one mode and end it in the other."""
 _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
 )  # fmt: skip
