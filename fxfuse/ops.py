@@ -18,7 +18,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -518,6 +518,11 @@ def register_pointwise(
         raise FxfuseError(
             f"register_pointwise: code {code!r} of {name!r} does not fit its parameters: {error}"
         ) from None
+    strange = [
+        item for item in spellings if not (isinstance(item, str) or (callable(item) and isinstance(item, Hashable)))
+    ]
+    if strange:
+        raise FxfuseError(f"register_pointwise: {strange[0]!r} is no function, module type or method name")
     taken = [item for item in spellings if item in _by_spelling or _method(str(item)) in _by_spelling]
     if taken:
         raise FxfuseError(f"register_pointwise: {taken[0]!r} already spells another operation")

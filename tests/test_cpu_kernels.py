@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import gelu_keeps_infinity
 
 from fxfuse import build, ops
 from fxfuse.codegen import OperandKind
@@ -350,6 +351,8 @@ def test_nan_and_infinity_go_through(passes: Callable[..., ctypes.CDLL]) -> None
         "relu(acc)", "clamp(acc, -1, 1)", "silu(acc)", "gelu(acc)", "mish(acc)", "sigmoid(acc)", "hardswish(acc)",
         "leaky_relu(acc, 0.01)", "softplus(acc, 1.0, 20.0)", "elu(acc, 1.0)", "acc * acc - acc * acc",
     ]  # fmt: skip
+    if not gelu_keeps_infinity():
+        texts.remove("gelu(acc)")  # eager's own places are wrong
     for text in texts:
         output = values.repeat(30).view(1, 1, -1).clone()
         want = evaluate(parse(text), values.repeat(30).view(1, 1, -1), [])

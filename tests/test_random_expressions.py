@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import randn
+from helpers import gelu_keeps_infinity, randn
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
@@ -149,6 +149,8 @@ def assert_right(actual: torch.Tensor, expression: Expr, acc: torch.Tensor, oper
     error, eager_error = quantiles(actual, exact), quantiles(eager, exact)
     allowed = 4 * eager_error + 16 * torch.finfo(torch.float32).eps
     assert (error <= allowed).all(), f"{expression}: errors {error.tolist()}, eager's {eager_error.tolist()}"
+    if "gelu" in str(expression) and not gelu_keeps_infinity():
+        return  # eager's own places are wrong
     stable = torch.ones_like(eager, dtype=torch.bool)
     for towards in (float("inf"), float("-inf")):
         nudged = [torch.where(t.isfinite() & (t != 0), t.nextafter(torch.tensor(towards)), t) for t in (acc, *operands)]
