@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -70,3 +72,22 @@ class OperandKind:
     """None for a number that the host passes at each call (a 0-d CPU tensor)."""
     varies: tuple[bool, bool, bool]
     """Along which of (batch, row, col) it varies; it broadcasts along the others."""
+
+
+INTEGER_TYPES: Final = {
+    torch.bool: "bool",
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+}
+"""C++ names that are the same on every device."""
+
+
+def operand_type(kind: OperandKind, cpp_types: Mapping[torch.dtype, str]) -> str:
+    """The C++ type that reads an operand: Operand<T, dimensions>, or HostScalar."""
+    if kind.dtype is None:
+        return "HostScalar"
+    names = [name for name, varies in zip(("kBatch", "kRow", "kCol"), kind.varies, strict=True) if varies]
+    return f"Operand<{cpp_types[kind.dtype]}, {' | '.join(names) or '0'}>"

@@ -7,19 +7,14 @@ from typing import Final
 
 import torch
 
-from fxfuse.codegen import OperandKind, function
+from fxfuse.codegen import INTEGER_TYPES, OperandKind, function, operand_type
 from fxfuse.expression import Expr
 
 CPP_TYPES: Final = {
     torch.float32: "float",
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
-    torch.bool: "bool",
-    torch.uint8: "uint8_t",
-    torch.int8: "int8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
+    **INTEGER_TYPES,
 }
 
 _TEMPLATE: Final = """\
@@ -43,13 +38,6 @@ extern "C" const char* fxfuse_error(int) {{ return "no error"; }}
 """
 
 
-def _operand_type(kind: OperandKind) -> str:
-    if kind.dtype is None:
-        return "HostScalar"
-    names = [name for name, varies in zip(("kBatch", "kRow", "kCol"), kind.varies, strict=True) if varies]
-    return f"Operand<{CPP_TYPES[kind.dtype]}, {' | '.join(names) or '0'}>"
-
-
 def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKind]) -> str:
     """The complete source of the pass that replaces each element acc of a result of dtype `output` by `expression`.
 
@@ -58,7 +46,7 @@ def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKi
     the result's and the operands', with a float's bits in place of a host scalar's; as context, the number of threads.
     It cannot fail.
     """
-    arguments = [CPP_TYPES[output], "Epilogue", *(_operand_type(kind) for kind in operands)]
+    arguments = [CPP_TYPES[output], "Epilogue", *(operand_type(kind, CPP_TYPES) for kind in operands)]
     return _TEMPLATE.format(
         function=function(expression, len(operands), "FXFUSE_INLINE static"), arguments=", ".join(arguments)
     )

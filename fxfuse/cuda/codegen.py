@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from fxfuse.codegen import OperandKind, function
+from fxfuse.codegen import INTEGER_TYPES, OperandKind, function, operand_type
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.expression import Expr
 
@@ -15,12 +15,7 @@ CPP_TYPES: Final = {
     torch.float32: "float",
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
-    torch.bool: "bool",
-    torch.uint8: "uint8_t",
-    torch.int8: "int8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
+    **INTEGER_TYPES,
 }
 
 _TEMPLATE: Final = """\
@@ -66,13 +61,6 @@ extern "C" const char* fxfuse_error(int code) { return cudaGetErrorString(static
 """
 
 
-def _operand_type(kind: OperandKind) -> str:
-    if kind.dtype is None:
-        return "HostScalar"
-    names = [name for name, varies in zip(("kBatch", "kRow", "kCol"), kind.varies, strict=True) if varies]
-    return f"Operand<{CPP_TYPES[kind.dtype]}, {' | '.join(names) or '0'}>"
-
-
 def generate(
     expression: Expr, output: torch.dtype, operands: Sequence[OperandKind], kernel: Kernel, uses_batch: bool = True
 ) -> str:
@@ -82,7 +70,7 @@ def generate(
     by three int64 strides per operand, its tensors' pointers followed by the operands'. `uses_batch`: whether operands
     tell rows of one batch from the same rows of another; if not, a GEMM numbers rows through all batches.
     """
-    members = "\n".join(f"    {_operand_type(kind)} operand{i};" for i, kind in enumerate(operands))
+    members = "\n".join(f"    {operand_type(kind, CPP_TYPES)} operand{i};" for i, kind in enumerate(operands))
     values = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))
     pointers, strides = ("pointers", "strides") if operands else ("", "")
     make = (
