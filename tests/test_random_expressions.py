@@ -249,3 +249,21 @@ def test_the_operator_computes_the_expression(index):
     with torch.no_grad():
         actual = torch.ops.fxfuse.linear(x, weight, None, operands, str(simplify(expression)))
     assert_right(actual, expression, x @ weight.t(), operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
+)
+@pytest.mark.parametrize("index", range(16))
+def test_a_cuda_kernel_computes_the_expression(index):
+    """The same in the epilogue of a GEMM; x has bfloat16's few digits, so that its product with 1 is exact."""
+    expression = simplify(drawn(100 + index, most_calls=20))
+    x = ACC.bfloat16().float().unsqueeze(1)
+    operands = [operand.unsqueeze(1) for operand in ARGUMENTS]
+    weight = torch.ones(7, 1)
+    with torch.no_grad():
+        actual = torch.ops.fxfuse.linear(
+            x.cuda(), weight.cuda(), None, [operand.cuda() for operand in operands], str(expression), strict=True
+        )
+    assert_right(actual.cpu(), expression, x.expand(-1, 7), [operand.expand(-1, 7) for operand in operands])
