@@ -196,11 +196,6 @@ _locks: dict[str, threading.Lock] = {}
 _locks_lock = threading.Lock()
 
 
-def is_loaded(source: Source) -> bool:
-    """Whether `load` would return at once."""
-    return _key(source) in _loaded
-
-
 def load(source: Source) -> Launch:
     """The compiled kernel: from this process, from the cache, or built now (seconds).
 
