@@ -7,6 +7,7 @@ otherwise. Skipped without a GPU of compute capability 8.0.
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Net
 from torch import nn
 
 import fxfuse
@@ -19,19 +20,6 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Net(nn.Module):
-    """A model from a function of (self, x, *others) and its members."""
-
-    def __init__(self, function, **members):
-        super().__init__()
-        for name, member in members.items():
-            setattr(self, name, nn.Parameter(member) if isinstance(member, torch.Tensor) else member)
-        self._function = function
-
-    def forward(self, x):
-        return self._function(self, x)
 
 
 def kernels_launched(call):
@@ -129,6 +117,14 @@ def test_matmul_with_weight_k_by_n(m, n, k, dtype):
         dtype,
     )
     check(Net(lambda s, x: (x @ s.w.t()).relu(), w=torch.randn(n, k)), tensor(m, k, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(0, 1), (0, 2.5), (0.5, 1), (-1, 0.5)])
+def test_addmm_scales_product_and_bias(beta, alpha):
+    model = Net(
+        lambda s, x: torch.addmm(s.b, x, s.w, beta=beta, alpha=alpha).relu(), w=torch.randn(40, 33), b=torch.randn(33)
+    )
+    check(model, tensor(17, 40))
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (2, 3, 5, 64), (1, 1, 1, 64)])

@@ -5,38 +5,11 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Net, Net2, conv, linear
 from torch import fx, nn
 
 import fxfuse
 from fxfuse import ops
-
-
-class Net(nn.Module):
-    """A model from a function of (self, x, …) and the modules and parameters it uses."""
-
-    def __init__(self, forward, **members):
-        super().__init__()
-        for name, member in members.items():
-            setattr(self, name, nn.Parameter(member) if isinstance(member, torch.Tensor) else member)
-        self._forward = forward
-
-    def forward(self, x, y=None):
-        return self._forward(self, x)
-
-
-class Net2(Net):
-    """The same with two inputs."""
-
-    def forward(self, x, y):
-        return self._forward(self, x, y)
-
-
-def linear(n=8, bias=True):
-    return nn.Linear(8, n, bias=bias)
-
-
-def conv(**options):
-    return nn.Conv2d(4, 8, 3, **options)
 
 
 def ones(*shape):

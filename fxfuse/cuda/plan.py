@@ -273,6 +273,7 @@ def _runner(
     device, index = problem.x.device, problem.x.device.index
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
+    reads_bias = len(operands.kinds) > len(problem.operands)  # addmm with beta = 0 has one and does not
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def run(
@@ -287,7 +288,7 @@ def _runner(
             weight = convert_weight(weight)
         out = torch.empty_strided(shape, strides, dtype=output, device=device)
         keep: list[object] = []  # copies stay alive until the launch is queued; the allocator then orders reuse
-        pointers = operands.pointers(others if bias is None else (*others, bias), keep)
+        pointers = operands.pointers((*others, bias) if reads_bias and bias is not None else others, keep)
         try:
             launch(params, current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *pointers)
         except RuntimeError as error:
