@@ -105,12 +105,12 @@ def _reference_plan(problem: Problem, reason: str) -> Plan:
     return Plan(run, None, reason)
 
 
-def _device_plan(problem: Problem) -> Plan:
+def _device_plan(problem: Problem, acc: torch.Tensor) -> Plan:
     if problem.x.device.type == "cuda":
         from fxfuse.cuda.plan import make_plan
     else:
         from fxfuse.cpu.plan import make_plan
-    return make_plan(problem)
+    return make_plan(problem, acc)
 
 
 def _make_plan(problem: Problem, strict: bool) -> Plan:
@@ -118,9 +118,9 @@ def _make_plan(problem: Problem, strict: bool) -> Plan:
     if 0 in (*problem.x.shape, *problem.weight.shape):
         return _reference_plan(problem, "a tensor is empty")
     try:
-        anchor_meta(problem)  # torch's own objections come first
+        acc = anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
-        return _device_plan(problem)
+        return _device_plan(problem, acc)
     except UnsupportedError as error:
         if strict and not isinstance(error, Refused):
             raise UnsupportedError(f"{problem.label}: {error}") from None

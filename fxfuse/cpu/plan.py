@@ -18,7 +18,7 @@ from fxfuse.cpu import codegen
 from fxfuse.errors import UnsupportedError
 from fxfuse.layout import flatten
 from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Plan, Problem, anchor_meta, channel_operands, run_anchor, typed
+from fxfuse.problem import Plan, Problem, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
 
@@ -58,10 +58,12 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
 
-def make_plan(problem: Problem) -> Plan:
-    """Compiles the pass for `problem`. Raises UnsupportedError, ToolchainError or BuildError."""
-    expected = anchor_meta(problem)
-    passes: dict[tuple[int, ...], _Pass | None] = {expected.stride(): _make_pass(problem, expected)}
+def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
+    """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
+
+    Raises UnsupportedError, ToolchainError or BuildError.
+    """
+    passes: dict[tuple[int, ...], _Pass | None] = {acc.stride(): _make_pass(problem, acc)}
     name = f"{problem.kind} by torch + one pass"
 
     def run(

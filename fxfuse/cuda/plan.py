@@ -30,7 +30,7 @@ from fxfuse.layout import (
     is_channels_last,
 )
 from fxfuse.operands import Grouping, OperandPlan, plan_operands
-from fxfuse.problem import Plan, Problem, TensorMeta, anchor_meta, channel_operands, typed
+from fxfuse.problem import Plan, Problem, TensorMeta, channel_operands, typed
 
 MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
@@ -108,13 +108,13 @@ def _gemm_grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout |
     return Layout((batch, row, sizes[-1]), strides)  # type: ignore[arg-type]
 
 
-def _prepare_gemm(problem: Problem) -> _Prepared:
+def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> _Prepared:
     if len(problem.weight.shape) != 2 or not problem.x.shape:
         raise UnsupportedError(f"a weight of shape {problem.weight.shape} is no matrix")
     features_in, features_out = problem.weight.shape[::-1] if problem.kind == "linear" else problem.weight.shape
     x, x_stride = _rows(problem.x)
     weight, layout, weight_stride = _matrix(problem.weight, problem.kind)
-    shape = (*problem.x.shape[:-1], features_out)
+    shape = tuple(acc.shape)
     device = torch.cuda.get_device_properties(problem.x.device)
 
     def candidates(result: Layout) -> Sequence[Kernel]:
@@ -148,12 +148,7 @@ def _prepare_gemm(problem: Problem) -> _Prepared:
 # ---------------------------------------------------------------------------------------------- conv2d
 
 
-def _window(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Output size of a convolution along one dimension; `padding` is the sum of both sides."""
-    return (size + padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
-def _prepare_conv2d(problem: Problem) -> _Prepared:
+def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> _Prepared:
     options = dict(problem.options)
     unbatched = len(problem.x.shape) == 3
     x, weight = problem.x, problem.weight
@@ -161,10 +156,8 @@ def _prepare_conv2d(problem: Problem) -> _Prepared:
         x = TensorMeta((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides), x.dtype, x.device, x.alignment)
     (images, channels, *size), (out_channels, _, *kernel) = x.shape, weight.shape
     sides = options["padding"]
-    top, bottom, left, right = sides if len(sides) == 4 else (sides[0], sides[0], sides[1], sides[1])
-    stride, dilation = options["stride"], options["dilation"]
-    out_height = _window(size[0], kernel[0], stride[0], top + bottom, dilation[0])
-    out_width = _window(size[1], kernel[1], stride[1], left + right, dilation[1])
+    top, left = (sides[0], sides[2]) if len(sides) == 4 else sides
+    out_height, out_width = acc.shape[-2:]
     shape: tuple[int, ...] = (images, out_channels, out_height, out_width)
     channels_last = is_channels_last(x.shape, x.strides) or is_channels_last(weight.shape, weight.strides)
     strides = channels_last_strides(shape) if channels_last else contiguous_strides(shape)
@@ -186,9 +179,9 @@ def _prepare_conv2d(problem: Problem) -> _Prepared:
             out_channels=out_channels,
             out_size=(out_height, out_width),
             kernel=(kernel[0], kernel[1]),
-            stride=stride,
+            stride=options["stride"],
             padding=(top, left),
-            dilation=dilation,
+            dilation=options["dilation"],
             groups=options["groups"],
             x_strides=source.meta.strides,  # type: ignore[arg-type]
             weight_strides=weight.strides,  # type: ignore[arg-type]
@@ -237,15 +230,18 @@ def _with_acc(expression: Expr, acc: Expr) -> Expr:
     return rewrite(expression, lambda node: acc if isinstance(node, Acc) else node)
 
 
-def make_plan(problem: Problem) -> Plan:
-    """Compiles the kernel for `problem`. Raises UnsupportedError, ToolchainError or BuildError."""
+def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
+    """Compiles the kernel for `problem`, whose anchor's result is like the meta tensor `acc`.
+
+    Raises UnsupportedError, ToolchainError or BuildError.
+    """
     device = problem.x.device
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
-    if anchor_meta(problem).numel() == 0:
+    if acc.numel() == 0:
         raise UnsupportedError("the result is empty")
-    prepared = (_prepare_conv2d if problem.kind == "conv2d" else _prepare_gemm)(problem)
+    prepared = (_prepare_conv2d if problem.kind == "conv2d" else _prepare_gemm)(problem, acc)
     shape, strides = prepared.result_shape, prepared.result_strides
     expression, output = typed(problem, torch.empty_strided(shape, strides, dtype=problem.x.dtype, device="meta"))
     channel = channel_operands(expression)
