@@ -20,3 +20,7 @@ class Kernel:
     """C++ type in namespace fxfuse, with {output} and {epilogue} to be filled in."""
     params: bytes
     """The kernel's `Problem` struct, packed."""
+    workspace: int = 0
+    """Bytes of scratch memory that a launch needs besides the output, 0 for none. If any, its address (aligned to 256
+    bytes, contents undefined) follows those of the kernel's tensors and precedes the operands'; the type's kTensors
+    counts it."""

@@ -284,9 +284,14 @@ def _runner(
             weight = convert_weight(weight)
         out = torch.empty_strided(shape, strides, dtype=output, device=device)
         keep: list[object] = []  # copies stay alive until the launch is queued; the allocator then orders reuse
+        scratch: tuple[int, ...] = ()
+        if kernel.workspace:
+            workspace = torch.empty(kernel.workspace, dtype=torch.uint8, device=device)
+            keep.append(workspace)
+            scratch = (workspace.data_ptr(),)
         pointers = operands.pointers((*others, bias) if reads_bias and bias is not None else others, keep)
         try:
-            launch(params, current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *pointers)
+            launch(params, current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *scratch, *pointers)
         except RuntimeError as error:
             raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
         return out
