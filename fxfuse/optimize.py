@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import functional
+from fxfuse import functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
@@ -84,9 +84,9 @@ def _fuse_children(module: nn.Module, strict: bool) -> None:
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
-    with unchanged(fast), functional.collect_problems() as problems:
+    with unchanged(fast), plans.collect() as calls:
         fast(*copies(list(example_inputs)))
-    functional.prepare(problems, threads=os.cpu_count() or 1)
+    plans.prepare(calls)
 
 
 # ------------------------------------------------------------------------------------------ replacement
@@ -110,7 +110,7 @@ def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Nod
         options = functional.option_values(anchor.kind, anchor.options)
         fused = graph.create_node(
             "call_function",
-            functional.operator(anchor.kind),
+            functional.function(anchor.kind),
             (*tensors, operands, str(region.epilogue), *options),
             {"region": number, **({"strict": True} if strict else {})},
             name=f"{region.nodes[0].name}_fused",
@@ -148,11 +148,13 @@ class FusedRegion:
     fused: str
     """The name of the node that replaced the others."""
     number: int
-    """Unique in the process; the operator gets it, so that its plans can be told apart (functional.plans)."""
+    """Unique in the process; the operator gets it, so that its plans can be told apart (plans.of_region)."""
     kind: str
     nodes: tuple[str, ...]
     epilogue: str
 
+
+_TABLES: Final = ("_parameters", "_modules", "_buffers")
 
 _SHARED: Final = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
@@ -221,6 +223,7 @@ class FusedModule(fx.GraphModule):
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
+        type(self).__call__ = nn.Module.__call__  # GraphModule's own adds a microsecond, and a line to errors
         if "captured" in self.__dict__:
             if self.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, self.captured)
@@ -246,12 +249,13 @@ class FusedModule(fx.GraphModule):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        own = self.__dict__
+        for table in _TABLES:  # as nn.Module's, in half the time: the graph reads every parameter at every call
+            if table in own and name in own[table]:
+                return own[table][name]
+        if "captured" not in own or name.startswith("__"):
             return super().__getattr__(name)
-        except AttributeError:
-            if "captured" not in self.__dict__ or name.startswith("__"):
-                raise
-            return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
+        return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
 
     def __bool__(self) -> bool:
         return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import fx
 
-from fxfuse import functional
+from fxfuse import plans
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, FusedRegion
 
@@ -108,9 +108,9 @@ def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
 
 
 def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
-    plans = functional.plans(region.number)
-    kernels = dict.fromkeys(plan.kernel for plan in plans if plan.kernel is not None)
-    reasons = dict.fromkeys(plan.reason for plan in plans if plan.reason is not None)
+    made = plans.of_region(region.number)
+    kernels = dict.fromkeys(plan.kernel for plan in made if plan.kernel is not None)
+    reasons = dict.fromkeys(plan.reason for plan in made if plan.reason is not None)
     return RegionReport(
         node=prefix + region.fused,
         anchor=region.kind,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxfuse import build, functional, ops
+from fxfuse import build, ops, plans
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,8 +28,8 @@ def forget(monkeypatch):
     """Call it to make the process as a new one: no plans, no loaded kernels, no warnings given."""
 
     def forget_everything():
-        monkeypatch.setattr(functional, "_plans", {})
-        monkeypatch.setattr(functional, "_warned", set())
+        monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(plans, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
         build._temporary.cache_clear()
 

@@ -1,13 +1,16 @@
-"""How a region runs on a CUDA device: one generated kernel that allocates its output and nothing else.
+"""How a region runs on a CUDA device: the candidates for a problem, from which tune.py chooses.
 
-The problem is described to the kernel family (gemm.py, conv2d.py), whose first candidate is compiled with the
-epilogue. The bias joins the operands: kernels know nothing of it. Tensors whose layout no kernel addresses are copied
-at every call, as eager's own kernels would.
+The problem is described to its kernel family (gemm.py, conv2d.py), whose kernels compute anchor and epilogue at once
+and allocate the output and nothing else, unless the report says so. The bias joins the operands: kernels know nothing
+of it. Tensors whose layout no kernel addresses are copied at every call, as eager's own kernels would. Beside them
+stands the anchor by torch's library, followed by one generated pass (pointwise.py): where a library is out of reach,
+as in 16 bits on Hopper, that is the choice, so that a fused region is never slower than what it replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse import build
-from fxfuse.cuda import codegen, conv2d, gemm
+from fxfuse.cuda import codegen, conv2d, gemm, pointwise, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import LaunchError, UnsupportedError
@@ -26,14 +29,20 @@ from fxfuse.layout import (
     channels_last_strides,
     collapse,
     contiguous_strides,
+    flatten,
     group,
     is_channels_last,
 )
 from fxfuse.operands import Grouping, OperandPlan, plan_operands
-from fxfuse.problem import Plan, Problem, TensorMeta, channel_operands, typed
+from fxfuse.problem import Draft, Problem, Run, TensorMeta, channel_operands, run_anchor, typed
 
 MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
+
+LIBRARY = "library + one pass"
+
+logger = logging.getLogger("fxfuse")
+current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -122,7 +131,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> _Prepared:
             m=math.prod(shape[:-1]),
             n=features_out,
             k=features_in,
-            precision=precision(problem.kind, problem.x.dtype),
+            precision=precision(problem.kind, problem.x.dtype, problem.fp32),
             weight_layout=layout,
             x_stride=x_stride,
             weight_stride=weight_stride,
@@ -230,13 +239,12 @@ def _with_acc(expression: Expr, acc: Expr) -> Expr:
     return rewrite(expression, lambda node: acc if isinstance(node, Acc) else node)
 
 
-def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
-    """Compiles the kernel for `problem`, whose anchor's result is like the meta tensor `acc`.
+def draft(problem: Problem, acc: torch.Tensor) -> Draft:
+    """Compiles what may run `problem`, whose anchor's result is like the meta tensor `acc`.
 
     Raises UnsupportedError, ToolchainError or BuildError.
     """
-    device = problem.x.device
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(problem.x.device)
     if capability < MINIMUM_CAPABILITY:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
     if acc.numel() == 0:
@@ -244,33 +252,83 @@ def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
     prepared = (_prepare_conv2d if problem.kind == "conv2d" else _prepare_gemm)(problem, acc)
     shape, strides = prepared.result_shape, prepared.result_strides
     expression, output = typed(problem, torch.empty_strided(shape, strides, dtype=problem.x.dtype, device="meta"))
-    channel = channel_operands(expression)
-    expression, operand_metas = _with_bias(problem, expression)
-    operands = plan_operands(shape, strides, operand_metas, channel, prepared.grouping)
+    region = _Region(problem, capability, prepared, expression, output, channel_operands(expression))
+    return tune.draft(problem, _ranked(region))
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A problem with what every candidate for it needs to know."""
+
+    problem: Problem
+    capability: tuple[int, int]
+    prepared: _Prepared
+    expression: Expr
+    """The epilogue, its dtypes settled."""
+    output: torch.dtype
+    channel: frozenset[int]
+    """Operands that are read along dimension 1 of the result."""
+
+    def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
+        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch)
+        return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
+
+
+def _ranked(region: _Region) -> list[tune.Candidate]:
+    """Every way to run the region, best first by the kernel families' models."""
+    library = _library_candidate(region)
+    try:
+        fused = _fused_candidates(region)
+    except UnsupportedError as error:
+        logger.info("fxfuse: %s runs by the library: %s", region.problem.label, error)
+        return [library]
+    return [library, *fused] if _library_is_faster(region) else [*fused, library]
+
+
+def _library_is_faster(region: _Region) -> bool:
+    """A guess for where nothing is measured: Hopper's libraries have instructions that these kernels do not use."""
+    problem = region.problem
+    arithmetic = precision(problem.kind, problem.x.dtype, problem.fp32)
+    operations = math.prod(problem.weight.shape) * math.prod(region.prepared.result_shape)
+    return problem.kind != "conv2d" and region.capability >= (9, 0) and arithmetic in ("tf32", "fp16", "bf16") and (
+        operations / problem.weight.shape[0 if problem.kind == "linear" else 1] >= 2**32
+    )
+
+
+# --------------------------------------------------------------------------------------- fused candidates
+
+
+def _fused_candidates(region: _Region) -> list[tune.Candidate]:
+    """The anchor and its epilogue as one kernel. Raises UnsupportedError if no template fits."""
+    prepared = region.prepared
+    expression, metas = _with_bias(region.problem, region.expression)
+    operands = plan_operands(
+        prepared.result_shape, prepared.result_strides, metas, region.channel, prepared.grouping
+    )
     assert operands is not None, "results are contiguous in one of the two layouts"
     kernels = prepared.candidates(operands.layout)
     if not kernels:
         raise UnsupportedError("no kernel template fits this problem")
-    kernel = kernels[0]
-    text = codegen.generate(expression, output, operands.kinds, kernel, prepared.splits_rows(operands.layout))
-    launch = build.load(build.Source(text, capability, problem.label))
-    return Plan(_runner(problem, prepared, operands, output, kernel, launch), kernel.name)
+    uses_batch = prepared.splits_rows(operands.layout)
+
+    def candidate(kernel: Kernel) -> tune.Candidate:
+        def compiled() -> Run:
+            return _fused_runner(region, operands, kernel, region.load(kernel, expression, operands, uses_batch))
+
+        return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace)
+
+    return [candidate(kernel) for kernel in kernels]
 
 
-def _runner(
-    problem: Problem,
-    prepared: _Prepared,
-    operands: OperandPlan,
-    output: torch.dtype,
-    kernel: Kernel,
-    launch: build.Launch,
-) -> Callable[..., torch.Tensor]:
+def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
+    problem, prepared = region.problem, region.prepared
     params = kernel.params + operands.packed_strides()
     device, index = problem.x.device, problem.x.device.index
-    shape, strides = prepared.result_shape, prepared.result_strides
+    shape, strides, output = prepared.result_shape, prepared.result_strides, region.output
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(problem.operands)  # addmm with beta = 0 has one and does not
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    addresses = operands.addresses()
+    workspace_size = kernel.workspace
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
@@ -283,15 +341,68 @@ def _runner(
         if convert_weight is not None:
             weight = convert_weight(weight)
         out = torch.empty_strided(shape, strides, dtype=output, device=device)
-        keep: list[object] = []  # copies stay alive until the launch is queued; the allocator then orders reuse
-        scratch: tuple[int, ...] = ()
-        if kernel.workspace:
-            workspace = torch.empty(kernel.workspace, dtype=torch.uint8, device=device)
-            keep.append(workspace)
-            scratch = (workspace.data_ptr(),)
-        pointers = operands.pointers((*others, bias) if reads_bias and bias is not None else others, keep)
+        pointers, _kept = addresses((*others, bias) if reads_bias and bias is not None else others)
+        if workspace_size:
+            workspace = torch.empty(workspace_size, dtype=torch.uint8, device=device)
+            pointers = (workspace.data_ptr(), *pointers)
         try:
-            launch(params, current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *scratch, *pointers)
+            launch(params, current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *pointers)
+        except RuntimeError as error:
+            raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
+        return out
+
+    return run
+
+
+# ----------------------------------------------------------------------------------- the library candidate
+
+
+def _library_candidate(region: _Region) -> tune.Candidate:
+    """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes.
+
+    A matrix product's bias is added by the library, before it rounds its result. A convolution's is added by the pass:
+    torch would make a pass of its own for it.
+    """
+    problem, prepared, output = region.problem, region.prepared, region.output
+    by_pass = problem.kind == "conv2d"
+    expression, metas = (
+        _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
+    )
+    shape, strides = prepared.result_shape, prepared.result_strides
+    operands = plan_operands(shape, strides, metas, region.channel, flatten)
+    assert operands is not None, "results are contiguous in one of the two layouts"
+    kernel = pointwise.kernel(operands.layout, problem.x.dtype, output)
+
+    def compiled() -> Run:
+        return _library_runner(region, operands, kernel, region.load(kernel, expression, operands, True), by_pass)
+
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
+
+
+def _library_runner(
+    region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch, bias_by_pass: bool
+) -> Run:
+    problem, output = region.problem, region.output
+    params = kernel.params + operands.packed_strides()
+    device, index = problem.x.device, problem.x.device.index
+    shape, strides = region.prepared.result_shape, region.prepared.result_strides
+    moves = [size > 1 for size in shape]
+    in_place = output == problem.x.dtype
+    addresses = operands.addresses()
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if current_device() != index:  # a launch goes to the current device
+            with torch.cuda.device(index):
+                return run(x, weight, bias, others)
+        acc = run_anchor(problem.kind, problem.options, x, weight, None if bias_by_pass else bias)
+        if any(have != want and moved for have, want, moved in zip(acc.stride(), strides, moves, strict=True)):
+            acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
+        out = acc if in_place else torch.empty_strided(shape, strides, dtype=output, device=device)
+        pointers, _kept = addresses((*others, bias) if bias_by_pass and bias is not None else others)
+        try:
+            launch(params, current_stream(index), acc.data_ptr(), out.data_ptr(), *pointers)
         except RuntimeError as error:
             raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
         return out
