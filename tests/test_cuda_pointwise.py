@@ -15,7 +15,7 @@ from fxfuse import build, layout
 from fxfuse.cuda import codegen, pointwise
 from fxfuse.expression import parse
 from fxfuse.functional import _meta
-from fxfuse.layout import Layout, channels_last_strides, contiguous_strides
+from fxfuse.layout import Layout
 from fxfuse.operands import plan_operands
 from fxfuse.problem import channel_operands
 from fxfuse.reference import evaluate
@@ -110,18 +110,8 @@ def check(text, acc, *operands, output=None):
 
 
 SHAPES = [
-    (1,),
-    (7,),
-    (100_003,),
-    (5, 1),
-    (33, 3),
-    (64, 49),
-    (77, 8192),
-    (1000, 1001),
-    (3, 5, 7, 7),
-    (2, 64, 2, 2),
-    (4, 6, 8, 9),
-]
+    (1,), (7,), (100_003,), (5, 1), (33, 3), (64, 49), (77, 8192), (1000, 1001), (3, 5, 7, 7), (2, 64, 2, 2), (4, 6, 8, 9),
+]  # fmt: skip
 
 
 @on_gpu
