@@ -11,6 +11,7 @@ def session_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         patch.delenv("FXFUSE_DISABLE", raising=False)
+        patch.setenv("FXFUSE_TUNE", "0")  # tests of tuning switch it on; the others need one kernel only
         yield
 
 

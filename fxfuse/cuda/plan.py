@@ -290,8 +290,11 @@ def _library_is_faster(region: _Region) -> bool:
     problem = region.problem
     arithmetic = precision(problem.kind, problem.x.dtype, problem.fp32)
     operations = math.prod(problem.weight.shape) * math.prod(region.prepared.result_shape)
-    return problem.kind != "conv2d" and region.capability >= (9, 0) and arithmetic in ("tf32", "fp16", "bf16") and (
-        operations / problem.weight.shape[0 if problem.kind == "linear" else 1] >= 2**32
+    return (
+        problem.kind != "conv2d"
+        and region.capability >= (9, 0)
+        and arithmetic in ("tf32", "fp16", "bf16")
+        and (operations / problem.weight.shape[0 if problem.kind == "linear" else 1] >= 2**32)
     )
 
 
@@ -302,9 +305,7 @@ def _fused_candidates(region: _Region) -> list[tune.Candidate]:
     """The anchor and its epilogue as one kernel. Raises UnsupportedError if no template fits."""
     prepared = region.prepared
     expression, metas = _with_bias(region.problem, region.expression)
-    operands = plan_operands(
-        prepared.result_shape, prepared.result_strides, metas, region.channel, prepared.grouping
-    )
+    operands = plan_operands(prepared.result_shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     kernels = prepared.candidates(operands.layout)
     if not kernels:
@@ -365,9 +366,7 @@ def _library_candidate(region: _Region) -> tune.Candidate:
     """
     problem, prepared, output = region.problem, region.prepared, region.output
     by_pass = problem.kind == "conv2d"
-    expression, metas = (
-        _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
-    )
+    expression, metas = _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
     operands = plan_operands(shape, strides, metas, region.channel, flatten)
     assert operands is not None, "results are contiguous in one of the two layouts"

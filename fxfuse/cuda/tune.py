@@ -198,6 +198,11 @@ def _example(problem: Problem) -> tuple[Any, ...]:
 _choices: dict[str, _Choice] = {}
 
 
+def _gpu(device: torch.device) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count
+
+
 def _key(problem: Problem) -> str:
     """What a choice depends on, as a file's name."""
 
@@ -213,9 +218,8 @@ def _key(problem: Problem) -> str:
             rows *= size
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
-    device = torch.cuda.get_device_properties(problem.x.device)
     parts = (
-        device.name, device.multi_processor_count, torch.__version__, torch.version.cuda, build.package_digest(),
+        *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(),
         problem.kind, problem.options, problem.epilogue, problem.fp32, tf32_allowed(problem.kind),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
         tensor(problem.weight, True),
