@@ -22,9 +22,8 @@ def gpu(tmp_path, monkeypatch):
     """Tuning as on a GPU whose candidates take the seconds in `times`; notes what is built and what is measured."""
 
     class Gpu:
-        times: dict[str, float] = {}
-        built: list[str] = []
-        measured: list[list[str]] = []
+        def __init__(self):
+            self.times, self.built, self.measured = {}, [], []
 
         def candidates(self, *names, broken=(), always=()):
             def build(name):
