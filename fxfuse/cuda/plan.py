@@ -40,6 +40,8 @@ MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
 
 LIBRARY = "library + one pass"
+LIBRARY_PRODUCTS = 2**32
+"""Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
 logger = logging.getLogger("fxfuse")
 current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
@@ -286,16 +288,13 @@ def _ranked(region: _Region) -> list[tune.Candidate]:
 
 
 def _library_is_faster(region: _Region) -> bool:
-    """A guess for where nothing is measured: Hopper's libraries have instructions that these kernels do not use."""
+    """A guess for where nothing is measured: Hopper's libraries use instructions (wgmma) that these kernels do not."""
     problem = region.problem
-    arithmetic = precision(problem.kind, problem.x.dtype, problem.fp32)
-    operations = math.prod(problem.weight.shape) * math.prod(region.prepared.result_shape)
-    return (
-        problem.kind != "conv2d"
-        and region.capability >= (9, 0)
-        and arithmetic in ("tf32", "fp16", "bf16")
-        and (operations / problem.weight.shape[0 if problem.kind == "linear" else 1] >= 2**32)
-    )
+    if problem.kind == "conv2d" or region.capability < (9, 0):
+        return False
+    depth = problem.weight.shape[1 if problem.kind == "linear" else 0]
+    products = math.prod(region.prepared.result_shape) * depth
+    return precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16") and products >= LIBRARY_PRODUCTS
 
 
 # --------------------------------------------------------------------------------------- fused candidates
