@@ -14,9 +14,9 @@ from helpers import relative_error
 from fxfuse import build, layout
 from fxfuse.cuda import codegen, pointwise
 from fxfuse.expression import parse
-from fxfuse.plans import _meta
 from fxfuse.layout import Layout
 from fxfuse.operands import plan_operands
+from fxfuse.plans import _meta
 from fxfuse.problem import channel_operands
 from fxfuse.reference import evaluate
 
