@@ -1,209 +1,89 @@
-// Direct 3x3 convolution, stride 1, NCHW, float32 operands rounded to TF32.
+// Direct 3x3 convolution, stride 1, NCHW, float32 operands rounded to the nearest TF32.
 //
 // A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, the patch of x under
-// the tile and the filters' 8 x 9 elements are copied to shared memory once and serve all nine taps: an implicit GEMM
-// fetches every pixel nine times. Filters are the M operand, pixels the N operand, the 8 channels the K of one
-// instruction. For each column of the filter, the fragments of its three rows stay in registers, and every input row
-// that is read feeds up to three output rows.
+// the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every pixel nine times.
+// Filters are the M operand, pixels the N operand, the 8 channels the K of one instruction. For each column of the
+// filter, the fragments of its three rows stay in registers, and every input row that is read feeds up to three output
+// rows. Blocks are persistent: the copies of the next tile's first channels are under way while a tile is stored.
+//
+// What occupies shared memory's bandwidth decides: filters are packed in the order of fragments beforehand (16 bytes
+// per lane and read), and x is rounded in shared memory, once, by the thread that copied it.
 #pragma once
 
 #include <cstdint>
 
+#include "conv2d_patch.cuh"
 #include "conv2d_problem.cuh"
+#include "divisor.cuh"
+#include "filter_fragments.cuh"
 #include "launch.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
 
 namespace fxfuse {
 
-// kMmasM: channels per block, in 16s. kWarpsY x kWarpsX warps of 2 rows x 32 columns of pixels each.
+// A warp computes 16 * kMmasM filters of kWarpRows rows of 8 * kMmasN pixels. kWarpsM x kWarpsY x kWarpsX warps share
+// a patch; kImages patches, of as many images, make up a tile where feature maps are small.
 // kBlocksPerSm: how many blocks the register allocation must leave room for.
-// kXAccess, kWAccess: bytes per copy (4, 8 or 16) that divide x's address, strides and width, and w's address, stride
-// and filter length; so what one copy fetches is inside or outside as a whole.
-template <int kMmasM_, int kWarpsY_, int kWarpsX_, int kStages_, int kBlocksPerSm_, int kXAccess_, int kWAccess_>
+// kResidentChunks: if not 0, all filters that a block needs are packed by itself and stay in shared memory, up to
+// 8 * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
+// kAlignedRows: whether all rows of x start at multiples of 16 bytes.
+template <int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_, int kStages_,
+          int kBlocksPerSm_, int kResidentChunks_, bool kAlignedRows_>
 struct Conv2dDirectConfig {
-    static constexpr int kMmasM = kMmasM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_;
-    static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
-    static constexpr int kXAccess = kXAccess_, kWAccess = kWAccess_;
-    static_assert(kStages >= 3, "one stage is filled and one is rounded while another is used");
+    static constexpr int kMmasM = kMmasM_, kWarpRows = kWarpRows_, kMmasN = kMmasN_;
+    static constexpr int kWarpsM = kWarpsM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_, kImages = kImages_;
+    static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_, kResidentChunks = kResidentChunks_;
+    static constexpr bool kAlignedRows = kAlignedRows_;
+    static_assert(kStages == 2 || kStages == 3, "PatchCopy remembers what it did one stage ago");
 
-    static constexpr int kThreads = kWarpsY * kWarpsX * 32;
+    static constexpr int kThreads = kWarpsM * kWarpsY * kWarpsX * kImages * 32;
     static constexpr int kKernel = 3, kTaps = kKernel * kKernel;
     static constexpr int kChannels = 8;  // per stage: K of the instruction
-    static constexpr int kWarpRows = 2, kMmasN = 4;
-    static constexpr int kFilterTile = kMmasM * kMmaM;
+    static constexpr int kFilterTile = kWarpsM * kMmasM * kMmaM;
     static constexpr int kTileRows = kWarpsY * kWarpRows, kTileCols = kWarpsX * kMmasN * kMmaN;
 
-    // The patch starts at a multiple of the access, up to 3 columns early.
+    // A row of the patch starts at a multiple of 16 bytes in x, up to 3 columns early.
     static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 8;
+    static constexpr int kImagePitch = kPatchRows * kPatchCols;
     // The 4 channels x 8 pixels that a warp reads at once fall on 32 banks if channels are 8 or 24 banks apart.
-    static constexpr int kUnpaddedPitch = kPatchRows * kPatchCols;
-    static constexpr int kChannelPitch = kUnpaddedPitch + (kUnpaddedPitch % 16 == 0 ? 8 : 0);
+    static constexpr int kUnpaddedPitch = kImages * kImagePitch;
+    static constexpr int kChannelPitch = kUnpaddedPitch + (40 - kUnpaddedPitch % 16) % 16;
     static_assert(kChannelPitch % 16 == 8);
-    // Likewise the 8 filters x 4 channels: filters are 12 banks apart, channels 9.
-    static constexpr int kFilterElements = kChannels * kTaps, kFilterPitch = kFilterElements + 4;
 
     static constexpr int kPatchBytes = kChannels * kChannelPitch * 4;
-    static constexpr int kStageBytes = kPatchBytes + kFilterTile * kFilterPitch * 4;
-    static constexpr int kStagedPitch = kTileRows * kTileCols + 8;
-    static constexpr int kStagedBytes = kFilterTile * kStagedPitch * 4;
-    static constexpr int kSharedBytes = kStages * kStageBytes > kStagedBytes ? kStages * kStageBytes : kStagedBytes;
+    static constexpr int kFilterBytes = kTaps * kFilterTile * kChannels * 4;  // of 8 channels
+    static constexpr int kStageBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
+    static constexpr int kSharedBytes = kStages * kStageBytes + kResidentChunks * kFilterBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
+
+    // Accumulators leave through the stage that was multiplied last, 16 or 8 filters of every warp at a time. Rows are
+    // 4 columns longer, because spans of outputs start up to 3 late (see `lead`). A warp writes 8 filters x 4 pairs of
+    // pixels at once: filters are 8 or 24 banks apart.
+    static constexpr int kStagedCols = kTileCols + 4, kUnpaddedSpanPitch = kTileRows * kStagedCols;
+    static constexpr int kSpanPitch = kUnpaddedSpanPitch + (40 - kUnpaddedSpanPitch % 16) % 16;
+    static constexpr int kHalfSliceBytes = kWarpsM * 8 * kImages * kSpanPitch * 4;
+    static constexpr int kRoom = kStageBytes - 16;  // spans are read in pieces of 16 bytes
+    static constexpr int kHalvesPerSlice = 2 * kHalfSliceBytes <= kRoom ? 2 : 1;
+    static constexpr int kSliceBytes = kHalvesPerSlice * kHalfSliceBytes;
+    static constexpr int kSlices = 2 * kMmasM / kHalvesPerSlice;
+    static constexpr int kSliceBuffers = 2 * kSliceBytes <= kRoom ? 2 : 1;
+    static_assert(kSliceBytes <= kRoom);
 };
 
-namespace detail {
-
-// One copy of kBytes, `valid` of them from `source` and the others zero.
-template <int kBytes>
-__device__ __forceinline__ void copy_piece(uint32_t destination, const float* source, int valid) {
-    if constexpr (kBytes == 16) {
-        ptx::cp_async_16(destination, source, valid);
-    } else {
-        ptx::cp_async_small<kBytes>(destination, source, valid);
-    }
-}
-
-// Rounds a piece that this thread has copied itself, so that no other thread need have finished.
-template <int kBytes>
-__device__ __forceinline__ void round_piece(uint32_t address) {
-    if constexpr (kBytes == 16) {
-        uint4 piece = ptx::load_shared_16(address);
-        piece.x = Tf32::round_to_tf32(piece.x);
-        piece.y = Tf32::round_to_tf32(piece.y);
-        piece.z = Tf32::round_to_tf32(piece.z);
-        piece.w = Tf32::round_to_tf32(piece.w);
-        ptx::store_shared_16(address, piece);
-    } else {
-#pragma unroll
-        for (int byte = 0; byte < kBytes; byte += 4) {
-            ptx::store_shared_4(address + byte, Tf32::round_to_tf32(ptx::load_shared_4(address + byte)));
-        }
-    }
-}
-
-// Copies the patch of x, 8 channels after 8 channels: kLanes threads per row of a channel.
-template <class Config>
-class PatchCopy {
-    static constexpr int kAccess = Config::kXAccess, kPiece = kAccess / 4;
-    static constexpr int kLanes = 8;
-    static constexpr int kRows = Config::kChannels * Config::kPatchRows;
-    static constexpr int kRowsPerPass = Config::kThreads / kLanes;
-    static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
-    static constexpr int kPiecesPerRow = Config::kPatchCols / kPiece;
-    static constexpr int kPiecesPerLane = (kPiecesPerRow + kLanes - 1) / kLanes;
-
-    const float* source_[kPasses];  // this thread's first piece
-    int channels_left_[kPasses];    // from that piece's channel; none if the row is outside the image
-    int64_t stride_;                // from 8 channels to the next
-    int col_, width_;               // of the first piece, in the image
-
-public:
-    static constexpr int kUnits = kPasses * kPiecesPerLane;
-
-    // `x` points to the image's first channel of the group; (row, col) of the image is the patch's corner.
-    __device__ __forceinline__ PatchCopy(const Conv2dProblem& problem, const float* x, int channels, int row, int col)
-        : stride_(Config::kChannels * problem.x_channel), width_(static_cast<int>(problem.width)) {
-        col_ = col + lane() * kPiece;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const int channel = row_of(pass) / Config::kPatchRows, y = row + row_of(pass) % Config::kPatchRows;
-            source_[pass] = x + channel * problem.x_channel + y * problem.x_row + col_;
-            channels_left_[pass] = 0 <= y && y < static_cast<int>(problem.height) ? channels - channel : 0;
-        }
-    }
-
-    // The unit-th copy of this thread's kUnits per stage.
-    __device__ __forceinline__ void start(uint32_t stage, int unit) const {
-        const int pass = unit / kPiecesPerLane, step = unit % kPiecesPerLane * kLanes;
-        if (!exists(unit)) return;
-        const bool inside = channels_left_[pass] > 0 &&
-                            static_cast<unsigned>(col_ + step * kPiece) < static_cast<unsigned>(width_);
-        copy_piece<kAccess>(stage + destination(unit), source_[pass] + step * kPiece, inside ? kAccess : 0);
-    }
-
-    __device__ __forceinline__ void round(uint32_t stage, int unit) const {
-        if (exists(unit)) round_piece<kAccess>(stage + destination(unit));
-    }
-
-    __device__ __forceinline__ void advance() {
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            source_[pass] += stride_;
-            channels_left_[pass] -= Config::kChannels;
-        }
-    }
-
-private:
-    static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
-    static __device__ __forceinline__ int row_of(int pass) {
-        return static_cast<int>(threadIdx.x) / kLanes + pass * kRowsPerPass;
-    }
-    static __device__ __forceinline__ bool exists(int unit) {
-        const int pass = unit / kPiecesPerLane, step = unit % kPiecesPerLane * kLanes;
-        return (kRows % kRowsPerPass == 0 || pass < kPasses - 1 || row_of(pass) < kRows) &&
-               (step + kLanes <= kPiecesPerRow || step + lane() < kPiecesPerRow);
-    }
-    static __device__ __forceinline__ uint32_t destination(int unit) {
-        const int row = row_of(unit / kPiecesPerLane), step = unit % kPiecesPerLane * kLanes;
-        const int element = row / Config::kPatchRows * Config::kChannelPitch +
-                            row % Config::kPatchRows * Config::kPatchCols + (lane() + step) * kPiece;
-        return static_cast<uint32_t>(element * 4);
-    }
+// How tiles are numbered: filters run fastest, so that blocks which share a patch run together and find it in L2.
+struct Conv2dTiles {
+    FastDivisor filters, groups, cols, rows;  // tiles of each
+    unsigned count;
 };
-
-// Copies the filters' elements of the same channels: contiguous (channel, row, column).
-template <class Config>
-class FilterSliceCopy {
-    static constexpr int kAccess = Config::kWAccess, kPiece = kAccess / 4;
-    static constexpr int kLanes = Config::kThreads / Config::kFilterTile;
-    static constexpr int kPieces = Config::kFilterElements / kPiece;
-    static_assert(Config::kThreads % Config::kFilterTile == 0);
-
-    const float* source_;
-    int elements_left_;  // from this thread's first piece to the end of its filter; none if there is no such filter
-
-public:
-    static constexpr int kUnits = (kPieces + kLanes - 1) / kLanes;
-
-    // `w` points to the tile's first filter; `filters` exist from there.
-    __device__ __forceinline__ FilterSliceCopy(const Conv2dProblem& problem, const float* w, int channels, int filters)
-        : source_(w + filter() * problem.w_filter + lane() * kPiece),
-          elements_left_(filter() < filters ? channels * Config::kTaps - lane() * kPiece : 0) {}
-
-    __device__ __forceinline__ void start(uint32_t stage, int unit) const {
-        if (!exists(unit)) return;
-        const int element = unit * kLanes * kPiece;
-        copy_piece<kAccess>(stage + destination(unit), source_ + element, element < elements_left_ ? kAccess : 0);
-    }
-
-    __device__ __forceinline__ void round(uint32_t stage, int unit) const {
-        if (exists(unit)) round_piece<kAccess>(stage + destination(unit));
-    }
-
-    __device__ __forceinline__ void advance() {
-        source_ += Config::kFilterElements;
-        elements_left_ -= Config::kFilterElements;
-    }
-
-private:
-    static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
-    static __device__ __forceinline__ int filter() { return static_cast<int>(threadIdx.x) / kLanes; }
-    static __device__ __forceinline__ bool exists(int unit) {
-        return (unit + 1) * kLanes <= kPieces || unit * kLanes + lane() < kPieces;
-    }
-    static __device__ __forceinline__ uint32_t destination(int unit) {
-        return Config::kPatchBytes + (filter() * Config::kFilterPitch + (lane() + unit * kLanes) * kPiece) * 4;
-    }
-};
-
-}  // namespace detail
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocksPerSm)
-    conv2d_direct_kernel(const __grid_constant__ Conv2dProblem problem, const float* __restrict__ x,
-                         const float* __restrict__ w, typename Kernel::Output* __restrict__ out,
-                         const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, w, out, epilogue);
+    conv2d_direct_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
+                         const float* __restrict__ x, const void* __restrict__ filters,
+                         typename Kernel::Output* __restrict__ out,
+                         const __grid_constant__ typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, tiles, x, filters, out, epilogue);
 }
 
 template <class Config_, class Output_, class Epilogue_>
@@ -213,237 +93,364 @@ struct Conv2dDirect {
     using Epilogue = Epilogue_;
     using Problem = Conv2dProblem;
 
-    static constexpr int kTensors = 3;  // x, w, out
+    static constexpr bool kResident = Config::kResidentChunks > 0;
+    static constexpr int kTensors = kResident ? 3 : 4;  // x, w, out, workspace
     static constexpr int kMmasM = Config::kMmasM, kMmasN = Config::kMmasN, kKernel = Config::kKernel;
     static constexpr int kWarpRows = Config::kWarpRows, kThreads = Config::kThreads;
     using PatchCopy = detail::PatchCopy<Config>;
-    using FilterSliceCopy = detail::FilterSliceCopy<Config>;
+    using Fragments = FilterFragments<Config::kFilterTile>;
     using Sum = float[kWarpRows][kMmasM][kMmasN][4];  // D fragments, see mma.cuh
 
-    static __device__ __forceinline__ void run(const Problem& problem, const float* x, const float* w, Output* out,
-                                               const Epilogue& epilogue) {
+    // `filters`: the problem's if they are to be resident, else packed ones.
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+                                               const void* filters, Output* out, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
-        __shared__ Tile tile_in_shared;  // until the store: the loop needs all registers
-        const Tile tile = Tile::of_block(problem);
-        if (threadIdx.x == 0) tile_in_shared = tile;
-        const int channels = static_cast<int>(divide(problem.channels, static_cast<unsigned>(problem.groups)));
-        const int left = tile.col - static_cast<int>(problem.pad_w);
-        constexpr int kPiece = Config::kXAccess / 4;
-        const int patch_col = left & -kPiece;  // rounded down, also below zero
-        PatchCopy patch(problem, x + tile.image * problem.x_image + tile.group * channels * problem.x_channel, channels,
-                        tile.row - static_cast<int>(problem.pad_h), patch_col);
-        FilterSliceCopy filters(problem, w + tile.channel * problem.w_filter, channels, tile.filters);
-
-        Sum sum = {};
-        multiply(sum, patch, filters, shared, left - patch_col, (channels + Config::kChannels - 1) / Config::kChannels);
-        __syncthreads();  // everyone has read the last stage
-        store(problem, tile_in_shared, sum, reinterpret_cast<float*>(shared), out, epilogue);
+        Stream stream(problem, tiles, x, filters, ptx::shared_address(shared));
+        if constexpr (kResident) {
+            const Tile tile(problem, tiles, blockIdx.x);  // all of a block's tiles have the same filters
+            for (int chunk = 0; chunk < Config::kResidentChunks; ++chunk) {
+                Fragments::template pack<kThreads>(
+                    problem, static_cast<const float*>(filters), stream.channels(), tile.channel, tile.filters, chunk,
+                    reinterpret_cast<uint4*>(shared + resident_offset() + chunk * Config::kFilterBytes));
+            }
+        }
+        stream.begin();
+        uint32_t use = 0;  // offset of the stage to multiply
+        for (unsigned index = blockIdx.x; index < tiles.count; index += gridDim.x) {
+            Sum sum = {};
+            const uint32_t skews = Skews::of(problem, Tile(problem, tiles, index), x);
+            for (int chunk = 0; chunk < stream.chunks(); ++chunk) {
+                __syncthreads();  // this stage is rounded, and everyone has read the one before
+                multiply(sum, stream, shared, use, chunk, skews);
+                use = next_stage(use);
+            }
+            __syncthreads();  // everyone has read the last stage
+            const uint32_t last = use == 0 ? (Config::kStages - 1) * Config::kStageBytes : use - Config::kStageBytes;
+            store(problem, Tile(problem, tiles, index), sum, shared + last, out, epilogue);
+        }
+        ptx::cp_async_wait<0>();
     }
 
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
         constexpr auto kKernel = &conv2d_direct_kernel<Conv2dDirect>;
-        const int64_t blocks =
-            problem.images * tiles_y(problem) * tiles_x(problem) * problem.groups * filter_tiles(problem);
-        if (blocks == 0) return cudaSuccess;
-        if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-        const cudaError_t error = allow_shared_memory<kKernel>(Config::kSharedBytes);
+        const auto tiles_of = [](int64_t extent, int tile) { return static_cast<unsigned>((extent + tile - 1) / tile); };
+        const unsigned filter_tiles = tiles_of(problem.out_channels / problem.groups, Config::kFilterTile);
+        const unsigned groups = static_cast<unsigned>(problem.groups);
+        const unsigned rows = tiles_of(problem.out_height, Config::kTileRows);
+        const unsigned cols = tiles_of(problem.out_width, Config::kTileCols);
+        const int64_t count = static_cast<int64_t>(tiles_of(problem.images, Config::kImages)) * rows * cols * groups *
+                              filter_tiles;
+        if (count == 0) return cudaSuccess;
+        if (count > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
+        const Conv2dTiles tiles{FastDivisor(filter_tiles), FastDivisor(groups), FastDivisor(cols), FastDivisor(rows),
+                                static_cast<unsigned>(count)};
+        cudaError_t error = allow_shared_memory<kKernel>(Config::kSharedBytes);
         if (error != cudaSuccess) return error;
-        kKernel<<<static_cast<unsigned>(blocks), kThreads, Config::kSharedBytes, stream>>>(
-            problem, reinterpret_cast<const float*>(pointers[0]), reinterpret_cast<const float*>(pointers[1]),
+        unsigned blocks = 0;
+        error = resident_blocks<kKernel>(kThreads, Config::kSharedBytes, &blocks);
+        if (error != cudaSuccess) return error;
+        const void* filters = reinterpret_cast<const void*>(pointers[1]);
+        if constexpr (kResident) {
+            const unsigned kinds = filter_tiles * groups;
+            blocks = blocks < kinds ? kinds : blocks - blocks % kinds;
+        } else {
+            uint4* packed = reinterpret_cast<uint4*>(pointers[3]);
+            error = Fragments::launch(problem, static_cast<const float*>(filters), packed, stream);
+            if (error != cudaSuccess) return error;
+            filters = packed;
+        }
+        kKernel<<<blocks < tiles.count ? blocks : tiles.count, kThreads, Config::kSharedBytes, stream>>>(
+            problem, tiles, reinterpret_cast<const float*>(pointers[0]), filters,
             reinterpret_cast<Output*>(pointers[2]), epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
 
 private:
-    // 32 bits, because 64-bit divisions take long and each number fits.
-    static __host__ __device__ unsigned divide(int64_t value, unsigned by) { return static_cast<unsigned>(value) / by; }
-    static __host__ __device__ unsigned filters_of_group(const Problem& problem) {
-        return divide(problem.out_channels, static_cast<unsigned>(problem.groups));
-    }
-    static __host__ __device__ unsigned tiles_y(const Problem& problem) {
-        return divide(problem.out_height + Config::kTileRows - 1, Config::kTileRows);
-    }
-    static __host__ __device__ unsigned tiles_x(const Problem& problem) {
-        return divide(problem.out_width + Config::kTileCols - 1, Config::kTileCols);
-    }
-    static __host__ __device__ unsigned filter_tiles(const Problem& problem) {
-        return divide(filters_of_group(problem) + Config::kFilterTile - 1, Config::kFilterTile);
-    }
-
-    // What this block computes.
-    struct Tile {
-        int image, group, row, col;
+    // What a block computes in one turn. The tile may reach beyond the image, the last image, the last filter.
+    struct Tile : detail::PatchPosition {
         int channel, filters;  // the first output channel, and how many there are
+        unsigned packed;       // number of the packed filters
 
-        static __device__ __forceinline__ Tile of_block(const Problem& problem) {
-            // Filters run fastest, so that blocks which share a patch run together and find it in L2.
-            Tile tile;
-            unsigned index = blockIdx.x;
-            const int filter = static_cast<int>(take(index, filter_tiles(problem))) * Config::kFilterTile;
-            tile.group = static_cast<int>(take(index, static_cast<unsigned>(problem.groups)));
-            tile.col = static_cast<int>(take(index, tiles_x(problem))) * Config::kTileCols;
-            tile.row = static_cast<int>(take(index, tiles_y(problem))) * Config::kTileRows;
-            tile.image = static_cast<int>(index);
-            const int filters = static_cast<int>(filters_of_group(problem));
-            tile.channel = tile.group * filters + filter;
-            tile.filters = min(Config::kFilterTile, filters - filter);
-            return tile;
-        }
-
-        static __device__ __forceinline__ unsigned take(unsigned& index, unsigned radix) {
-            const unsigned digit = index % radix;
-            index /= radix;
-            return digit;
+        __device__ __forceinline__ Tile(const Problem& problem, const Conv2dTiles& tiles, unsigned index) {
+            const int filter_tile = static_cast<int>(tiles.filters.take(index));
+            const int group = static_cast<int>(tiles.groups.take(index));
+            col = static_cast<int>(tiles.cols.take(index)) * Config::kTileCols;
+            row = static_cast<int>(tiles.rows.take(index)) * Config::kTileRows;
+            image = static_cast<int>(index) * Config::kImages;
+            const int group_filters = static_cast<int>(tiles.groups.divide(problem.out_channels));
+            first_channel = group * static_cast<int>(tiles.groups.divide(problem.channels));
+            channel = group * group_filters + filter_tile * Config::kFilterTile;
+            filters = min(Config::kFilterTile, group_filters - filter_tile * Config::kFilterTile);
+            packed = group * tiles.filters.divisor + filter_tile;
         }
     };
 
-    static __device__ __forceinline__ int warp_row() {
-        return static_cast<int>(threadIdx.x) / 32 / Config::kWarpsX * kWarpRows;
-    }
-    static __device__ __forceinline__ int warp_col() {
-        return static_cast<int>(threadIdx.x) / 32 % Config::kWarpsX * (kMmasN * kMmaN);
-    }
+    // The copies that one thread makes, tile after tile and 8 channels after 8 channels, kStages - 1 ahead of use.
+    class Stream {
+        static constexpr int kFilterUnits =
+            kResident ? 0 : (Config::kFilterBytes / 16 + kThreads - 1) / kThreads;
 
-    // skew: the column of the patch under the tile's first column and the filter's first.
-    static __device__ __forceinline__ void multiply(Sum& sum, PatchCopy& patch, FilterSliceCopy& filters,
-                                                    unsigned char* shared, int skew, int stages) {
-        const uint32_t address = ptx::shared_address(shared);
-        uint32_t fill = 0, use = 0;  // offsets of stages
-#pragma unroll
-        for (int stage = 0; stage < Config::kStages - 1; ++stage) {
-            for (int part = 0; part < kKernel; ++part) start_part(patch, filters, address + fill, part);
-            finish_start(patch, filters, fill);
+        const Problem& problem_;
+        const Conv2dTiles& tiles_;
+        const unsigned char* packed_;  // this thread's part of all packed filters
+        uint32_t shared_, fill_;       // the stages, and the offset of the one being filled
+        PatchCopy patch_;
+        const unsigned char* filters_;
+        unsigned index_;  // of the tile
+        int channels_, chunk_;
+
+    public:
+        static constexpr int kUnits = PatchCopy::kUnits + kFilterUnits, kRoundUnits = PatchCopy::kUnits;
+
+        __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+                                          const void* filters, uint32_t shared)
+            : problem_(problem), tiles_(tiles),
+              packed_(static_cast<const unsigned char*>(filters) + (kResident ? 0 : threadIdx.x * 16)),
+              shared_(shared), fill_(0), patch_(problem, x), index_(blockIdx.x),
+              channels_(static_cast<int>(tiles.groups.divide(problem.channels))), chunk_(0) {
+            aim();
         }
-        ptx::cp_async_wait<Config::kStages - 2>();
-        for (int part = 0; part < kKernel; ++part) round_part(patch, filters, address, part);
 
-        for (int stage = 0; stage < stages; ++stage) {
-            __syncthreads();  // this stage is rounded, and everyone has read the previous one
-            const float* x = reinterpret_cast<const float*>(shared + use) + skew;
-            const float* w = reinterpret_cast<const float*>(shared + use + Config::kPatchBytes);
-            use = next_stage(use);
-            // Copies and rounding are spread over the multiplications: together after the barrier, they would keep
-            // the tensor cores waiting.
+        __device__ __forceinline__ int channels() const { return channels_; }
+        __device__ __forceinline__ int chunks() const {
+            return (channels_ + Config::kChannels - 1) / Config::kChannels;
+        }
+
+        // Fills all stages but one, and rounds the first.
+        __device__ __forceinline__ void begin() {
 #pragma unroll
-            for (int s = 0; s < kKernel; ++s) {
-                start_part(patch, filters, address + fill, s);
-                if (s == 0) wait_for_copy();
-                round_part(patch, filters, address + use, s);
-                multiply_column(sum, x, w, s);
+            for (int stage = 0; stage < Config::kStages - 1; ++stage) {
+#pragma unroll
+                for (int unit = 0; unit < kUnits; ++unit) copy(unit);
+                ptx::cp_async_commit();
+                advance();
             }
-            finish_start(patch, filters, fill);
+            ptx::cp_async_wait<Config::kStages - 2>();
+#pragma unroll
+            for (int unit = 0; unit < kRoundUnits; ++unit) patch_.store_rounded(shared_, unit, patch_.load(shared_, unit));
         }
-        ptx::cp_async_wait<0>();
-    }
 
-    // For this thread's copies of the stage after the one in use: the parts of a stage that are started already are
-    // not committed yet.
-    static __device__ __forceinline__ void wait_for_copy() { ptx::cp_async_wait<Config::kStages - 3>(); }
+        // The unit-th of the kUnits copies of a stage.
+        __device__ __forceinline__ void copy(int unit) const {
+            if (unit < PatchCopy::kUnits) {
+                patch_.copy(shared_ + fill_, unit);
+            } else {
+                const int piece = (unit - PatchCopy::kUnits) * kThreads;
+                const bool all = Config::kFilterBytes / 16 % kThreads == 0 || unit < kUnits - 1;
+                if (all || piece + static_cast<int>(threadIdx.x) < Config::kFilterBytes / 16) {
+                    ptx::cp_async_16(shared_ + fill_ + Config::kPatchBytes + (threadIdx.x + piece) * 16,
+                                     filters_ + piece * 16);
+                }
+            }
+        }
+
+        // After the last copy of a stage.
+        __device__ __forceinline__ void advance() {
+            fill_ = next_stage(fill_);
+            patch_.advance();
+            if constexpr (!kResident) filters_ += Config::kFilterBytes;
+            if (++chunk_ < chunks()) return;
+            chunk_ = 0;
+            index_ += gridDim.x;
+            aim();
+        }
+
+        __device__ __forceinline__ const PatchCopy& patch() const { return patch_; }
+        __device__ __forceinline__ uint32_t shared() const { return shared_; }
+
+    private:
+        // After the last tile the same one once more: its patch is not read, and nobody multiplies its filters.
+        __device__ __forceinline__ void aim() {
+            const bool exists = index_ < tiles_.count;
+            const Tile tile(problem_, tiles_, exists ? index_ : blockIdx.x);
+            patch_.aim(tile, exists ? channels_ : 0);
+            if constexpr (!kResident) {
+                filters_ = packed_ + static_cast<int64_t>(tile.packed) * chunks() * Config::kFilterBytes;
+            }
+        }
+    };
 
     static __device__ __forceinline__ uint32_t next_stage(uint32_t stage) {
         return stage == (Config::kStages - 1) * Config::kStageBytes ? 0 : stage + Config::kStageBytes;
     }
+    static __device__ __forceinline__ constexpr int resident_offset() { return Config::kStages * Config::kStageBytes; }
 
-    // After the last channels this fills in zeros that nobody multiplies.
-    static __device__ __forceinline__ void start_part(const PatchCopy& patch, const FilterSliceCopy& filters,
-                                                      uint32_t stage, int part) {
-#pragma unroll
-        for (int unit = 0; unit < PatchCopy::kUnits + FilterSliceCopy::kUnits; ++unit) {
-            if (unit % kKernel != part) continue;
-            if (unit < PatchCopy::kUnits) {
-                patch.start(stage, unit);
-            } else {
-                filters.start(stage, unit - PatchCopy::kUnits);
-            }
+    // Where this thread's warp stands in the tile: warps of the same filters are adjacent.
+    struct Warp {
+        int m, row, col, image;
+
+        __device__ __forceinline__ Warp() {
+            int warp = static_cast<int>(threadIdx.x) / 32;
+            m = warp % Config::kWarpsM;
+            warp /= Config::kWarpsM;
+            col = warp % Config::kWarpsX * (kMmasN * kMmaN);
+            warp /= Config::kWarpsX;
+            row = warp % Config::kWarpsY * kWarpRows;
+            image = warp / Config::kWarpsY;
         }
-    }
+    };
 
-    static __device__ __forceinline__ void finish_start(PatchCopy& patch, FilterSliceCopy& filters, uint32_t& fill) {
-        ptx::cp_async_commit();
-        patch.advance();
-        filters.advance();
-        fill = next_stage(fill);
-    }
+    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each. Rows that start at multiples
+    // of 16 bytes all start alike. Else it is the same for channels that are 4 apart, so for all that a lane reads.
+    struct Skews {
+        static constexpr int kRows = kWarpRows + kKernel - 1;
+        static_assert(2 * kRows <= 32);
 
-    static __device__ __forceinline__ void round_part(const PatchCopy& patch, const FilterSliceCopy& filters,
-                                                      uint32_t stage, int part) {
-#pragma unroll
-        for (int unit = 0; unit < PatchCopy::kUnits + FilterSliceCopy::kUnits; ++unit) {
-            if (unit % kKernel != part) continue;
-            if (unit < PatchCopy::kUnits) {
-                patch.round(stage, unit);
+        static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const float* x) {
+            if constexpr (Config::kAlignedRows) {
+                return detail::PatchRow::aligned_skew(problem, tile);
             } else {
-                filters.round(stage, unit - PatchCopy::kUnits);
-            }
-        }
-    }
-
-    // All products of column s of the filters.
-    static __device__ __forceinline__ void multiply_column(Sum& sum, const float* x, const float* w, int s) {
-        const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
-        x += in_group * Config::kChannelPitch + warp_row() * Config::kPatchCols + warp_col() + group + s;
-        w += group * Config::kFilterPitch + in_group * Config::kTaps + s;
-        Tf32::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
+                const Warp warp;
+                uint32_t skews = 0;
 #pragma unroll
-        for (int y = 0; y < kWarpRows + kKernel - 1; ++y) {
-            if (y < kKernel) load_filter_row(a[y], w + y * kKernel);
-            Tf32::B b[kMmasN];
-#pragma unroll
-            for (int n = 0; n < kMmasN; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    b[n].value[i] =
-                        __float_as_uint(x[i * 4 * Config::kChannelPitch + y * Config::kPatchCols + n * kMmaN]);
+                for (int y = 0; y < kRows; ++y) {
+                    const detail::PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image,
+                                               warp.row + y);
+                    skews |= static_cast<uint32_t>(row.skew()) << (2 * y);
                 }
+                return skews;
             }
+        }
+        static __device__ __forceinline__ int of_row(uint32_t skews, int y) {
+            return Config::kAlignedRows ? 0 : static_cast<int>(skews >> (2 * y) & 3);
+        }
+    };
+
+    // Multiplies the stage at `use`. What else there is to do with the stages is spread over the multiplications:
+    // together after the barrier, it would keep the tensor cores waiting.
+    static __device__ __forceinline__ void multiply(Sum& sum, Stream& stream, const unsigned char* shared, uint32_t use,
+                                                    int chunk, uint32_t skews) {
+        constexpr int kInputRows = kWarpRows + kKernel - 1, kSlots = kKernel * kInputRows;
+        constexpr int kCopySlots = Config::kStages == 2 ? kInputRows : kSlots;
+        constexpr int kRoundFrom = (kKernel - 1) * kInputRows;
+        constexpr int kRoundSlots = kSlots - kRoundFrom - 1;  // a piece is loaded in one slot and stored in the next
+        constexpr int kRoundTogether = (Stream::kRoundUnits + kRoundSlots - 1) / kRoundSlots;
+        const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
+        const Warp warp;
+        const float* x = reinterpret_cast<const float*>(shared + use) + in_group * Config::kChannelPitch +
+                         warp.image * Config::kImagePitch + warp.row * Config::kPatchCols + warp.col + group +
+                         (Config::kAlignedRows ? static_cast<int>(skews) : 0);
+        const unsigned char* filters = kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
+                                                 : shared + use + Config::kPatchBytes;
+        const uint4* w = reinterpret_cast<const uint4*>(filters) + warp.m * kMmasM * 32 + lane;
+        const uint32_t rounded = stream.shared() + next_stage(use);
+        uint4 piece[kRoundTogether];
+
 #pragma unroll
-            for (int r = 0; r < kKernel; ++r) {
-                if (y - r < 0 || y - r >= kWarpRows) continue;
+        for (int s = 0; s < kKernel; ++s) {
+            Tf32::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
+#pragma unroll
+            for (int y = 0; y < kInputRows; ++y) {
+                const int slot = s * kInputRows + y;
+                if (y < kKernel) {
+#pragma unroll
+                    for (int m = 0; m < kMmasM; ++m) {
+                        const uint4 raw = w[Fragments::index(s, y, m) * 32];
+                        a[y][m] = {{raw.x, raw.y, raw.z, raw.w}};
+                    }
+                }
+                Tf32::B b[kMmasN];
+                const float* row = x + y * Config::kPatchCols + s + Skews::of_row(skews, y);
 #pragma unroll
                 for (int n = 0; n < kMmasN; ++n) {
+                    b[n].value[0] = __float_as_uint(row[n * kMmaN]);
+                    b[n].value[1] = __float_as_uint(row[n * kMmaN + 4 * Config::kChannelPitch]);
+                }
 #pragma unroll
-                    for (int m = 0; m < kMmasM; ++m) Tf32::product<0>(sum[y - r][m][n], a[r][m], b[n]);
+                for (int r = 0; r < kKernel; ++r) {
+                    if (y - r < 0 || y - r >= kWarpRows) continue;
+#pragma unroll
+                    for (int n = 0; n < kMmasN; ++n) {
+#pragma unroll
+                        for (int m = 0; m < kMmasM; ++m) Tf32::product<0>(sum[y - r][m][n], a[r][m], b[n]);
+                    }
+                }
+                if (slot < kCopySlots) {
+#pragma unroll
+                    for (int unit = 0; unit < Stream::kUnits; ++unit) {
+                        if (unit * kCopySlots / Stream::kUnits == slot) stream.copy(unit);
+                    }
+                    if (Config::kStages == 2 && slot == kCopySlots - 1) ptx::cp_async_commit();
+                }
+                if (slot == kRoundFrom) ptx::cp_async_wait<0>();  // for the next stage
+                if (slot >= kRoundFrom) {
+#pragma unroll
+                    for (int i = 0; i < kRoundTogether; ++i) {
+                        const int unit = (slot - kRoundFrom) * kRoundTogether + i, previous = unit - kRoundTogether;
+                        if (slot > kRoundFrom && previous < Stream::kRoundUnits) {
+                            stream.patch().store_rounded(rounded, previous, piece[i]);
+                        }
+                        if (slot < kSlots - 1 && unit < Stream::kRoundUnits) {
+                            piece[i] = stream.patch().load(rounded, unit);
+                        }
+                    }
                 }
             }
         }
+        if (Config::kStages > 2) ptx::cp_async_commit();
+        stream.advance();
     }
 
-    static __device__ __forceinline__ void load_filter_row(Tf32::A (&a)[kMmasM], const float* w) {
-#pragma unroll
-        for (int m = 0; m < kMmasM; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int filter = m * kMmaM + i % 2 * 8, channel = i / 2 * 4;
-                a[m].value[i] = __float_as_uint(w[filter * Config::kFilterPitch + channel * Config::kTaps]);
-            }
+    // How a tile of outputs lies in memory: as spans of consecutive ones, each whole rows of one image and filter, or,
+    // if the tile is narrower than the image, one row.
+    struct Spans {
+        static constexpr int kFiltersPerSlice = Config::kWarpsM * 8 * Config::kHalvesPerSlice;
+
+        bool whole_rows;
+        int rows, cols, pitch;  // pitch: between staged rows
+        uint32_t first;         // the tile's first output's place in units of Output, modulo 2^32
+        uint32_t image_step, filter_step, row_step;
+
+        __device__ __forceinline__ Spans(const Problem& problem, const Tile& tile, const Output* out) {
+            const int out_width = static_cast<int>(problem.out_width);
+            rows = min(Config::kTileRows, static_cast<int>(problem.out_height) - tile.row);
+            cols = min(Config::kTileCols, out_width - tile.col);
+            whole_rows = cols == out_width;
+            pitch = whole_rows ? out_width : Config::kStagedCols;
+            filter_step = static_cast<uint32_t>(problem.out_height * problem.out_width);
+            image_step = filter_step * static_cast<uint32_t>(problem.out_channels);
+            row_step = whole_rows ? 0 : static_cast<uint32_t>(out_width);
+            first = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out) / sizeof(Output)) + tile.image * image_step +
+                    tile.channel * filter_step + static_cast<uint32_t>(tile.row * out_width + tile.col);
         }
-    }
 
-    // Writes the accumulators of the first `cols` columns as [filter][row][column], kTogether columns at once.
+        // Which of the tile's filters is the index-th of a slice.
+        static __device__ __forceinline__ int filter(int slice, int index) {
+            constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;
+            return index / kOfWarp * (kMmasM * kMmaM) + slice * kOfWarp + index % kOfWarp;
+        }
+
+        // Offset in the slice of a span's first output: aligned to 16 bytes as its place in memory is.
+        __device__ __forceinline__ int staged(int slice, int index, int image, int row) const {
+            const uint32_t place = first + image * image_step + filter(slice, index) * filter_step + row * row_step;
+            return (image * kFiltersPerSlice + index) * Config::kSpanPitch + row * pitch + static_cast<int>(place & 3);
+        }
+    };
+
+    // Writes a slice of the accumulators to `staged`, kTogether columns at once.
     template <int kTogether>
-    static __device__ __forceinline__ void stage(const Sum& sum, float* staged, int row_pitch, int cols) {
+    static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
+        const Warp warp;
 #pragma unroll
-        for (int y = 0; y < kWarpRows; ++y) {
+        for (int i = 0; i < Config::kHalvesPerSlice; ++i) {
+            const int half = slice * Config::kHalvesPerSlice + i, m = half / 2;
+            const int index = (warp.m * Config::kHalvesPerSlice + i) * 8 + lane / 4;
 #pragma unroll
-            for (int n = 0; n < kMmasN; ++n) {
-                const int col = warp_col() + n * kMmaN + lane % 4 * 2;
-                float* corner = staged + lane / 4 * Config::kStagedPitch + (warp_row() + y) * row_pitch + col;
+            for (int y = 0; y < kWarpRows; ++y) {
+                float* row = staged + spans.staged(slice, index, warp.image, warp.row + y);
 #pragma unroll
-                for (int m = 0; m < kMmasM; ++m) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float* at = corner + (m * kMmaM + half * 8) * Config::kStagedPitch;
-                        const float first = sum[y][m][n][half * 2], second = sum[y][m][n][half * 2 + 1];
-                        if constexpr (kTogether == 2) {
-                            if (col < cols) *reinterpret_cast<float2*>(at) = make_float2(first, second);
-                        } else {
-                            if (col < cols) at[0] = first;
-                            if (col + 1 < cols) at[1] = second;
-                        }
+                for (int n = 0; n < kMmasN; ++n) {
+                    const int col = warp.col + n * kMmaN + lane % 4 * 2;
+                    const float first = sum[y][m][n][half % 2 * 2], second = sum[y][m][n][half % 2 * 2 + 1];
+                    if constexpr (kTogether == 2) {
+                        if (col < spans.cols) *reinterpret_cast<float2*>(row + col) = make_float2(first, second);
+                    } else {
+                        if (col < spans.cols) row[col] = first;
+                        if (col + 1 < spans.cols) row[col + 1] = second;
                     }
                 }
             }
@@ -451,35 +458,40 @@ private:
     }
 
     static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
-                                                 float* staged, Output* out, const Epilogue& epilogue) {
-        const int out_width = static_cast<int>(problem.out_width);
-        const int rows = min(Config::kTileRows, static_cast<int>(problem.out_height) - tile.row);
-        const int cols = min(Config::kTileCols, out_width - tile.col);
-        // Whole rows of the output follow each other in memory: one long run then replaces one per row.
-        const bool whole_rows = cols == out_width;
-        const int row_pitch = whole_rows ? out_width : Config::kTileCols;
-
-        if (row_pitch % 2 == 0) {
-            stage<2>(sum, staged, row_pitch, cols);
-        } else {
-            stage<1>(sum, staged, row_pitch, cols);
-        }
-        __syncthreads();
-
-        const int spans = whole_rows ? 1 : rows;  // per channel
-        const int length = whole_rows ? rows * cols : cols;
+                                                 unsigned char* shared, Output* out, const Epilogue& epilogue) {
+        constexpr int kFilters = Spans::kFiltersPerSlice, kVector = 16 / static_cast<int>(sizeof(Output));
+        constexpr int kSpansPerWarp = kFilters * Config::kImages * 32 / kThreads, kMostTogether = kVector == 4 ? 2 : 1;
+        constexpr int kTogether = kSpansPerWarp < 1 ? 1 : kSpansPerWarp < kMostTogether ? kSpansPerWarp : kMostTogether;
+        const Spans spans(problem, tile, out);
         const int64_t out_pixels = problem.out_height * problem.out_width;
-        // Tiles of whole rows start a multiple of kTileRows rows after each other, others a multiple of rows.
-        const bool aligned = all_aligned(out, out_pixels, whole_rows ? Config::kTileRows * out_width : out_width);
-        store_spans<kThreads, Output>(tile.filters * spans, length, aligned, epilogue, [&](int index) {
-            const int filter = whole_rows ? index : index / rows;
-            const int row = index - filter * spans;
-            const Position at{tile.image, tile.channel + filter,
-                              static_cast<int64_t>(tile.row + row) * out_width + tile.col};
-            return OutputSpan<Output>{staged + filter * Config::kStagedPitch + row * row_pitch,
-                                      out + (at.batch * problem.out_channels + at.row) * out_pixels + at.col, at,
-                                      length};
-        });
+        const bool in_pairs = (spans.first | problem.out_width) % 2 == 0;
+        const bool aligned = all_aligned(
+            out, out_pixels, spans.whole_rows ? Config::kTileRows * problem.out_width : problem.out_width);
+        const int rows = spans.whole_rows ? 1 : Config::kTileRows;
+        const int length = spans.whole_rows ? spans.rows * spans.cols : spans.cols;
+        const int images = min(Config::kImages, static_cast<int>(problem.images) - tile.image);
+#pragma unroll
+        for (int slice = 0; slice < Config::kSlices; ++slice) {
+            float* staged = reinterpret_cast<float*>(shared + slice % Config::kSliceBuffers * Config::kSliceBytes);
+            if (Config::kSliceBuffers == 1 && slice > 0) __syncthreads();  // everyone has read the slice before
+            if (in_pairs) {
+                stage<2>(sum, slice, spans, staged);
+            } else {
+                stage<1>(sum, slice, spans, staged);
+            }
+            __syncthreads();
+            store_spans<kThreads, Output, kTogether>(
+                kFilters * Config::kImages * rows, length, aligned, epilogue, [&](int number) {
+                    const int index = number % kFilters, image = number / kFilters % Config::kImages;
+                    const int row = number / (kFilters * Config::kImages), filter = Spans::filter(slice, index);
+                    const bool exists = filter < tile.filters && image < images && row < spans.rows;
+                    const Position at{tile.image + (exists ? image : 0), tile.channel + (exists ? filter : 0),
+                                      (tile.row + (exists ? row : 0)) * problem.out_width + tile.col};
+                    return OutputSpan<Output>{staged + spans.staged(slice, index, image, row),
+                                              out + (at.batch * problem.out_channels + at.row) * out_pixels + at.col,
+                                              at, exists ? length : 0};
+                });
+        }
     }
 };
 

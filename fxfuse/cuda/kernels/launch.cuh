@@ -28,6 +28,24 @@ cudaError_t allow_shared_memory(int bytes) {
     return error;
 }
 
+// How many blocks of kKernel the current device holds at once: asked once per device and kernel.
+template <auto kKernel>
+cudaError_t resident_blocks(int threads, int shared_bytes, unsigned* blocks) {
+    constexpr int kRemembered = 64;
+    static std::atomic<unsigned> known[kRemembered];
+    int device = 0, multiprocessors = 0, each = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    if (device < kRemembered) *blocks = known[device].load(std::memory_order_relaxed);
+    if (device < kRemembered && *blocks > 0) return cudaSuccess;
+    cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, static_cast<size_t>(shared_bytes));
+    if (error != cudaSuccess) return error;
+    *blocks = static_cast<unsigned>(multiprocessors * each);
+    if (device < kRemembered) known[device].store(*blocks, std::memory_order_relaxed);
+    return *blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
 }  // namespace fxfuse
 
 #endif  // __CUDACC_RTC__
