@@ -91,12 +91,12 @@ def unsupported(problem: Conv2dProblem) -> str | None:
 def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     """The kernels that can run the problem, best first; none if `unsupported` gives a reason.
 
-    Depthwise problems have their own kernel. The direct kernel comes before the implicit GEMM where it fits the width:
-    it reads x once instead of nine times. Implicit GEMMs are ordered by `_tile_cost`.
+    Depthwise problems have their own kernel, which comes first. The others are ordered by what they cost.
     """
     if unsupported(problem) is not None:
         return ()
-    return (*_depthwise(problem), *_direct(problem), *_implicit_gemm(problem))
+    by_cost = sorted((*_direct(problem), *_implicit_gemm(problem)), key=lambda costed: costed[0])
+    return (*_depthwise(problem), *(kernel for _, kernel in by_cost))
 
 
 def pack(problem: Conv2dProblem, block_tiles: int = 1) -> bytes:
@@ -201,7 +201,8 @@ def _tile_cost(problem: Conv2dProblem, tile: _Tile) -> float:
     return ceil(blocks / _MULTIPROCESSORS) * tile.filters * tile.pixels * tile.cost
 
 
-def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
+def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
+    """The implicit GEMMs and what they cost."""
     size = problem.element_bytes
     layout: Layout = "nhwc" if problem.x_strides[1] == 1 and problem.channels > 1 else "nchw"
     x_access = _x_access(problem, layout, problem.group_channels)
@@ -228,16 +229,15 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[Kernel]:
     filters = "kContiguous" if contiguous else "kStrided"
     sums, block_tiles = _sums(problem)
     kernels = []
-    for tile in sorted(tiles, key=lambda tile: _tile_cost(problem, tile)):
+    for tile in tiles:
         config = (
             f"Conv2dConfig<{_MMA[problem.precision]}, {tile.filters}, {tile.pixels}, {tile.warps[0]}, {tile.warps[1]}, "
             f"{tile.stages}, Sums::{sums}, Layout::{_LAYOUT[layout]}, Layout::{_LAYOUT[problem.out_layout]}, "
             f"{x_access}, Filters::{filters}, {weight_access}>"
         )
         name = f"conv2d {problem.precision} {tile.filters}x{tile.pixels}, {tile.stages} stages, {layout}"
-        kernels.append(
-            Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem, block_tiles))
-        )
+        kernel = Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem, block_tiles))
+        kernels.append((_tile_cost(problem, tile), kernel))
     return kernels
 
 
@@ -276,68 +276,131 @@ def _x_access(problem: Conv2dProblem, layout: Layout, run: int) -> int:
 
 @dataclass(frozen=True)
 class _DirectTile:
-    """16 * `mmas` filters times (2 * `warps[0]`) rows of (32 * `warps[1]`) columns."""
+    """A thread block's tile in the direct kernel: Conv2dDirectConfig in conv2d_direct.cuh.
+
+    A warp computes 16 * `mmas` filters of `rows` rows of 8 * `col_mmas` pixels. `cost` is the time per product on a
+    full device, relative to the best, as measured on an H200.
+    """
 
     mmas: int
-    warps: tuple[int, int]
+    rows: int
+    col_mmas: int
+    warps: tuple[int, int, int]
+    """Along filters, rows and columns."""
+    images: int
     stages: int
     blocks_per_multiprocessor: int
+    cost: float
+    resident: bool = False
+    """Whether all filters stay in shared memory, which takes that there are at most 8 channels."""
 
+    @property
+    def extents(self) -> tuple[int, int, int, int]:
+        """Images, filters, rows and columns."""
+        along_filters, along_rows, along_cols = self.warps
+        return self.images, 16 * self.mmas * along_filters, self.rows * along_rows, 8 * self.col_mmas * along_cols
+
+    @property
+    def name(self) -> str:
+        images, filters, rows, cols = self.extents
+        of_images = f"{images}x" if images > 1 else ""
+        return f"{filters}x{of_images}({rows}x{cols}), {self.stages} stages{', resident filters' * self.resident}"
+
+    def tiles(self, problem: Conv2dProblem) -> int:
+        images, filters, rows, cols = self.extents
+        return (
+            ceil(problem.images / images)
+            * problem.groups
+            * ceil(problem.group_filters / filters)
+            * ceil(problem.out_size[0] / rows)
+            * ceil(problem.out_size[1] / cols)
+        )
+
+    def workspace(self, problem: Conv2dProblem) -> int:
+        """Bytes of packed filters: FilterFragments in filter_fragments.cuh."""
+        if self.resident:
+            return 0
+        filters = self.extents[1]
+        units = problem.groups * ceil(problem.group_filters / filters) * ceil(problem.group_channels / _CHUNK)
+        return units * filters * _CHUNK * 9 * 4
+
+
+_CHUNK: Final = 8
+"""Channels that the direct kernel copies at a time."""
 
 _DIRECT_TILES: Final = (
-    _DirectTile(4, (1, 4), 3, 2),
-    _DirectTile(4, (2, 2), 3, 2),
-    _DirectTile(2, (1, 4), 3, 2),
-    _DirectTile(2, (2, 2), 3, 3),
-    _DirectTile(2, (4, 1), 3, 2),
+    _DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0),
+    _DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0),
+    _DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.05),
+    _DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.05),
+    _DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.1),
+    _DirectTile(4, 7, 1, (1, 1, 1), 4, 3, 2, 1.2),
 )
 
-_DIRECT_FROM: Final = 0.7
-"""Share of a direct tile's pixels and filters that must exist: below, the implicit GEMM wastes less."""
+_RESIDENT_TILES: Final = (
+    _DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0, resident=True),
+    _DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0, resident=True),
+)
+
+_DIRECT_SPEED: Final = 2.0
+"""How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
+
+_MAX_TILES: Final = 2**30
+_MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
 
 
-def _direct(problem: Conv2dProblem) -> list[Kernel]:
+def _direct_cost(problem: Conv2dProblem, tile: _DirectTile) -> float:
+    """As `_tile_cost`, in the same unit. Blocks that share a multiprocessor share its speed."""
+    images, filters, rows, cols = tile.extents
+    products = filters * images * rows * cols * ceil(problem.group_channels / _CHUNK) * _CHUNK / problem.group_channels
+    together = tile.blocks_per_multiprocessor
+    waves, rest = divmod(tile.tiles(problem), _MULTIPROCESSORS * together)
+    blocks = waves * together + min(together, ceil(rest / _MULTIPROCESSORS))
+    return blocks * products * tile.cost / _DIRECT_SPEED
+
+
+def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
+    """The direct kernels and what they cost."""
     fits = (
         problem.precision == "tf32"
         and problem.out_layout == "nchw"
         and problem.kernel == (3, 3)
         and problem.stride == (1, 1)
         and problem.dilation == (1, 1)
+        and problem.groups <= _MAX_GRID_YZ
         and _same(problem.x_strides[3:], (1,), problem.size[1:])
-        and _same(problem.weight_strides[1:], (9, 3, 1), (problem.group_channels, 3, 3))
     )
-    if not fits:
-        return []
     steps = _varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
-    x_access = _access(4, problem.x_alignment, problem.size[1] * 4, *(step * 4 for step in steps))
-    filter_steps = _varying(problem.weight_strides[:1], (problem.out_channels,))
-    weight_access = _access(4, problem.weight_alignment, problem.reduction * 4, *(step * 4 for step in filter_steps))
+    aligned = _access(4, problem.x_alignment, *(step * 4 for step in steps)) == 16
+    if not fits or (not aligned and problem.padding[1] > 1):
+        return []
 
-    def used(tile: _DirectTile) -> float:
-        extents = zip(
-            (problem.group_filters, *problem.out_size),
-            (16 * tile.mmas, 2 * tile.warps[0], 32 * tile.warps[1]),
-            strict=True,
+    def usable(tile: _DirectTile) -> bool:
+        images, filters, _, _ = tile.extents
+        reach = _extent((images, problem.channels, *problem.size), problem.x_strides)  # of 32-bit offsets
+        return (
+            tile.tiles(problem) <= _MAX_TILES
+            and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ
+            and reach < 2**31
+            and (not tile.resident or (problem.group_channels <= _CHUNK and problem.groups == 1))
         )
-        share = 1.0
-        for extent, part in extents:
-            share *= extent / (ceil(extent / part) * part) if extent else 0.0
-        return share
 
     kernels = []
-    for tile in sorted(_DIRECT_TILES, key=used, reverse=True):
-        narrow = min(x_access, weight_access) < 16
-        if used(tile) < _DIRECT_FROM or (tile.mmas > 2 and narrow):  # more copies take more registers
-            continue
-        blocks = 2 if narrow else tile.blocks_per_multiprocessor
-        config = ", ".join(
-            str(value) for value in (tile.mmas, *tile.warps, tile.stages, blocks, x_access, weight_access)
+    for tile in filter(usable, (*_RESIDENT_TILES, *_DIRECT_TILES)):
+        numbers = (
+            *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
+            *(tile.blocks_per_multiprocessor, int(tile.resident)),
         )
-        name = (
-            f"conv2d direct 3x3 tf32 {16 * tile.mmas}x({2 * tile.warps[0]}x{32 * tile.warps[1]}), {tile.stages} stages"
-        )
+        config = f"{', '.join(map(str, numbers))}, {str(aligned).lower()}"
         cpp = f"Conv2dDirect<Conv2dDirectConfig<{config}>, {{output}}, {{epilogue}}>"
-        kernels.append(Kernel(name, "conv2d_direct.cuh", cpp, pack(problem)))
+        kernel = Kernel(
+            f"conv2d direct 3x3 tf32 {tile.name}",
+            "conv2d_direct.cuh",
+            cpp,
+            pack(problem),
+            tile.workspace(problem),
+        )
+        kernels.append((_direct_cost(problem, tile), kernel))
     return kernels
 
 

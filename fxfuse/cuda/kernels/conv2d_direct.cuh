@@ -63,7 +63,7 @@ struct Conv2dDirectConfig {
     static constexpr int kStagedCols = kTileCols + 4, kUnpaddedSpanPitch = kTileRows * kStagedCols;
     static constexpr int kSpanPitch = kUnpaddedSpanPitch + (40 - kUnpaddedSpanPitch % 16) % 16;
     static constexpr int kHalfSliceBytes = kWarpsM * 8 * kImages * kSpanPitch * 4;
-    static constexpr int kRoom = kStageBytes - 16;  // spans are read in pieces of 16 bytes
+    static constexpr int kRoom = kStageBytes - 32;  // spans are read in pieces of up to 8 elements
     static constexpr int kHalvesPerSlice = 2 * kHalfSliceBytes <= kRoom ? 2 : 1;
     static constexpr int kSliceBytes = kHalvesPerSlice * kHalfSliceBytes;
     static constexpr int kSlices = 2 * kMmasM / kHalvesPerSlice;
@@ -99,6 +99,7 @@ struct Conv2dDirect {
     static constexpr int kWarpRows = Config::kWarpRows, kThreads = Config::kThreads;
     using PatchCopy = detail::PatchCopy<Config>;
     using Fragments = FilterFragments<Config::kFilterTile>;
+    static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));  // outputs per store
     using Sum = float[kWarpRows][kMmasM][kMmasN][4];  // D fragments, see mma.cuh
 
     // `filters`: the problem's if they are to be resident, else packed ones.
@@ -397,60 +398,90 @@ private:
     // How a tile of outputs lies in memory: as spans of consecutive ones, each whole rows of one image and filter, or,
     // if the tile is narrower than the image, one row.
     struct Spans {
-        static constexpr int kFiltersPerSlice = Config::kWarpsM * 8 * Config::kHalvesPerSlice;
+        static constexpr int kFilters = Config::kWarpsM * 8 * Config::kHalvesPerSlice;  // of a slice
+        static constexpr int kLongest = Config::kTileRows * Config::kTileCols;
 
         bool whole_rows;
-        int rows, cols, pitch;  // pitch: between staged rows
-        uint32_t first;         // the tile's first output's place in units of Output, modulo 2^32
-        uint32_t image_step, filter_step, row_step;
+        int rows, length, pitch;  // pitch: between staged rows
+        int64_t plane;            // outputs of a channel
+        int64_t first;            // the tile's first output
+        uint32_t place;           // its address in units of Output, modulo 2^32
 
         __device__ __forceinline__ Spans(const Problem& problem, const Tile& tile, const Output* out) {
             const int out_width = static_cast<int>(problem.out_width);
+            const int cols = min(Config::kTileCols, out_width - tile.col);
             rows = min(Config::kTileRows, static_cast<int>(problem.out_height) - tile.row);
-            cols = min(Config::kTileCols, out_width - tile.col);
             whole_rows = cols == out_width;
+            length = whole_rows ? rows * cols : cols;
             pitch = whole_rows ? out_width : Config::kStagedCols;
-            filter_step = static_cast<uint32_t>(problem.out_height * problem.out_width);
-            image_step = filter_step * static_cast<uint32_t>(problem.out_channels);
-            row_step = whole_rows ? 0 : static_cast<uint32_t>(out_width);
-            first = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out) / sizeof(Output)) + tile.image * image_step +
-                    tile.channel * filter_step + static_cast<uint32_t>(tile.row * out_width + tile.col);
+            plane = problem.out_height * problem.out_width;
+            first = (tile.image * problem.out_channels + tile.channel) * plane + tile.row * out_width + tile.col;
+            place = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out) / sizeof(Output) + first);
         }
+
+        // Whether a span may have no 16 bytes that are aligned.
+        __device__ __forceinline__ bool short_ones() const { return length < 2 * kVector - 1; }
 
         // Which of the tile's filters is the index-th of a slice.
         static __device__ __forceinline__ int filter(int slice, int index) {
             constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;
             return index / kOfWarp * (kMmasM * kMmaM) + slice * kOfWarp + index % kOfWarp;
         }
+    };
 
-        // Offset in the slice of a span's first output: aligned to 16 bytes as its place in memory is.
-        __device__ __forceinline__ int staged(int slice, int index, int image, int row) const {
-            const uint32_t place = first + image * image_step + filter(slice, index) * filter_step + row * row_step;
-            return (image * kFiltersPerSlice + index) * Config::kSpanPitch + row * pitch + static_cast<int>(place & 3);
+    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row.
+    struct Span {
+        int row, image, filter;  // in the tile
+        int64_t offset;          // from the first output of the tile
+        uint32_t place;          // as in Spans, of the span's first output
+        int staged;              // where that is staged: aligned to 16 bytes as its place in memory is
+
+        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int slice, int index, int image,
+                                        int row)
+            : row(row), image(image), filter(Spans::filter(slice, index)) {
+            offset = (image * problem.out_channels + filter) * spans.plane;
+            if (!spans.whole_rows) offset += row * problem.out_width;
+            place = spans.place + static_cast<uint32_t>(offset);
+            staged = (image * Spans::kFilters + index) * Config::kSpanPitch + row * spans.pitch +
+                     static_cast<int>(place % 4);
+        }
+
+        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile) const {
+            return filter < tile.filters && tile.image + image < problem.images;
+        }
+        // Outputs before the first that is aligned to 16 bytes.
+        __device__ __forceinline__ int head() const { return static_cast<int>(-place % kVector); }
+        // Of its first output; if the span does not exist, of one that does.
+        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile) const {
+            const bool real = exists(problem, tile);
+            return {tile.image + (real ? image : 0), tile.channel + (real ? filter : 0),
+                    (tile.row + row) * problem.out_width + tile.col};
         }
     };
 
     // Writes a slice of the accumulators to `staged`, kTogether columns at once.
     template <int kTogether>
-    static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
+    static __device__ __forceinline__ void stage(const Problem& problem, const Sum& sum, int slice, const Spans& spans,
+                                                 float* staged) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const Warp warp;
+        const int cols = spans.whole_rows ? spans.pitch : spans.length;
 #pragma unroll
         for (int i = 0; i < Config::kHalvesPerSlice; ++i) {
             const int half = slice * Config::kHalvesPerSlice + i, m = half / 2;
             const int index = (warp.m * Config::kHalvesPerSlice + i) * 8 + lane / 4;
 #pragma unroll
             for (int y = 0; y < kWarpRows; ++y) {
-                float* row = staged + spans.staged(slice, index, warp.image, warp.row + y);
+                float* row = staged + Span(problem, spans, slice, index, warp.image, warp.row + y).staged;
 #pragma unroll
                 for (int n = 0; n < kMmasN; ++n) {
                     const int col = warp.col + n * kMmaN + lane % 4 * 2;
                     const float first = sum[y][m][n][half % 2 * 2], second = sum[y][m][n][half % 2 * 2 + 1];
                     if constexpr (kTogether == 2) {
-                        if (col < spans.cols) *reinterpret_cast<float2*>(row + col) = make_float2(first, second);
+                        if (col < cols) *reinterpret_cast<float2*>(row + col) = make_float2(first, second);
                     } else {
-                        if (col < spans.cols) row[col] = first;
-                        if (col + 1 < spans.cols) row[col + 1] = second;
+                        if (col < cols) row[col] = first;
+                        if (col + 1 < cols) row[col + 1] = second;
                     }
                 }
             }
@@ -459,38 +490,109 @@ private:
 
     static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
                                                  unsigned char* shared, Output* out, const Epilogue& epilogue) {
-        constexpr int kFilters = Spans::kFiltersPerSlice, kVector = 16 / static_cast<int>(sizeof(Output));
-        constexpr int kSpansPerWarp = kFilters * Config::kImages * 32 / kThreads, kMostTogether = kVector == 4 ? 2 : 1;
-        constexpr int kTogether = kSpansPerWarp < 1 ? 1 : kSpansPerWarp < kMostTogether ? kSpansPerWarp : kMostTogether;
         const Spans spans(problem, tile, out);
-        const int64_t out_pixels = problem.out_height * problem.out_width;
-        const bool in_pairs = (spans.first | problem.out_width) % 2 == 0;
-        const bool aligned = all_aligned(
-            out, out_pixels, spans.whole_rows ? Config::kTileRows * problem.out_width : problem.out_width);
-        const int rows = spans.whole_rows ? 1 : Config::kTileRows;
-        const int length = spans.whole_rows ? spans.rows * spans.cols : spans.cols;
-        const int images = min(Config::kImages, static_cast<int>(problem.images) - tile.image);
-#pragma unroll
+        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+        out += spans.first;
+        // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
+#pragma unroll 1
         for (int slice = 0; slice < Config::kSlices; ++slice) {
             float* staged = reinterpret_cast<float*>(shared + slice % Config::kSliceBuffers * Config::kSliceBytes);
             if (Config::kSliceBuffers == 1 && slice > 0) __syncthreads();  // everyone has read the slice before
-            if (in_pairs) {
-                stage<2>(sum, slice, spans, staged);
-            } else {
-                stage<1>(sum, slice, spans, staged);
+#pragma unroll
+            for (int known = 0; known < Config::kSlices; ++known) {  // registers cannot be indexed
+                if (slice != known) continue;
+                if (in_pairs) {
+                    stage<2>(problem, sum, known, spans, staged);
+                } else {
+                    stage<1>(problem, sum, known, spans, staged);
+                }
             }
             __syncthreads();
-            store_spans<kThreads, Output, kTogether>(
-                kFilters * Config::kImages * rows, length, aligned, epilogue, [&](int number) {
-                    const int index = number % kFilters, image = number / kFilters % Config::kImages;
-                    const int row = number / (kFilters * Config::kImages), filter = Spans::filter(slice, index);
-                    const bool exists = filter < tile.filters && image < images && row < spans.rows;
-                    const Position at{tile.image + (exists ? image : 0), tile.channel + (exists ? filter : 0),
-                                      (tile.row + (exists ? row : 0)) * problem.out_width + tile.col};
-                    return OutputSpan<Output>{staged + spans.staged(slice, index, image, row),
-                                              out + (at.batch * problem.out_channels + at.row) * out_pixels + at.col,
-                                              at, exists ? length : 0};
-                });
+            const int rows = spans.whole_rows ? 1 : spans.rows;
+            for (int row = 0; row < rows; ++row) {
+                store_ends(problem, tile, spans, slice, row, staged, out, epilogue);
+                store_runs(problem, tile, spans, slice, row, staged, out, epilogue);
+            }
+        }
+    }
+
+    // The part of a slice's spans that fills whole, aligned 16 bytes.
+    static __device__ __forceinline__ void store_runs(const Problem& problem, const Tile& tile, const Spans& spans,
+                                                      int slice, int row, const float* staged, Output* out,
+                                                      const Epilogue& epilogue) {
+        constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
+        constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
+        constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
+        constexpr int kTogether = kSpans / kAtOnce < 1 ? 1 : kSpans / kAtOnce > 4 ? 4 : kSpans / kAtOnce;
+        const int thread = static_cast<int>(threadIdx.x);
+        if (spans.short_ones()) return;
+#pragma unroll 1
+        for (int number = thread / kLanes; number < kSpans; number += kAtOnce * kTogether) {
+            int first[kTogether], last[kTogether];  // columns of this lane's first run and of the span's last
+            bool exists[kTogether];
+            const float* source[kTogether];
+            Output* destination[kTogether];
+            Position at[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int index = number + i * kAtOnce;
+                const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
+                const int head = span.head();
+                exists[i] = span.exists(problem, tile);
+                first[i] = head + thread % kLanes * kVector;
+                last[i] = head + (spans.length - head) / kVector * kVector - kVector;
+                source[i] = staged + span.staged;
+                destination[i] = out + span.offset;
+                at[i] = span.position(problem, tile);
+            }
+            // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by side,
+            // without a branch between them.
+#pragma unroll 1
+            for (int done = 0; done < spans.length; done += kLanes * kVector) {
+                alignas(16) float value[kTogether][kVector];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float* from = source[i] + min(first[i] + done, last[i]);
+#pragma unroll
+                    for (int j = 0; j < kVector; j += 4) {
+                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(from + j);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
+                    epilogue.apply(value[i], Position{at[i].batch, at[i].row, col}, kVector);
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int col = first[i] + done;
+                    if (exists[i] && col <= last[i]) store_run<Output, kVector>(destination[i] + col, value[i], kVector);
+                }
+            }
+        }
+    }
+
+    // What is left of them: up to kVector - 1 outputs at either end, or all of short spans.
+    static __device__ __forceinline__ void store_ends(const Problem& problem, const Tile& tile, const Spans& spans,
+                                                      int slice, int row, const float* staged, Output* out,
+                                                      const Epilogue& epilogue) {
+        constexpr int kSpans = Spans::kFilters * Config::kImages;
+        const bool aligned =
+            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
+        if (aligned && !spans.short_ones()) return;
+#pragma unroll 1
+        for (int item = static_cast<int>(threadIdx.x); item < kSpans * 2 * kVector; item += kThreads) {
+            const int index = item / (2 * kVector), i = item % (2 * kVector);
+            const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
+            const int head = span.head(), tail = (spans.length - head) % kVector;
+            const bool in_tail = !spans.short_ones() && i >= kVector;
+            const int col = in_tail ? spans.length - tail + i - kVector : i;
+            if (col >= (in_tail || spans.short_ones() ? spans.length : head) || !span.exists(problem, tile)) continue;
+            float value[1] = {staged[span.staged + col]};
+            Position at = span.position(problem, tile);
+            at.col += col;
+            epilogue.apply(value, at, 1);
+            out[span.offset + col] = from_float<Output>(value[0]);
         }
     }
 };

@@ -2,8 +2,9 @@
 //
 // A patch is 8 channels of [image][row][kPatchCols columns]. Rows of x may start at any element: a row of the patch
 // starts at the multiple of 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early, so that
-// everything is copied 16 bytes at a time. Pixels outside the image are zero; where one piece has pixels of the row
-// before, they become zero when the piece is rounded.
+// everything is copied 16 bytes at a time. Pixels outside the image are zero; where the first piece of a row has pixels
+// of the row before, they become zero when the piece is rounded. (With rows at any element, padding is therefore at
+// most 1 column: later pieces then begin inside the image.)
 #pragma once
 
 #include <cstdint>
@@ -58,6 +59,8 @@ class PatchCopy {
     static constexpr int kEdges = Config::kChannels * kRows * 2;
     static constexpr int kEdgeUnits = (kEdges + Config::kThreads - 1) / Config::kThreads;
 
+    static constexpr int kNothing = -64;  // bytes that exist, in a row that does not
+
     // A piece of 16 bytes: where it stands in the image, how many bytes of it exist, how many elements are of no use.
     struct Piece {
         int offset;  // from `origin_`, in elements
@@ -69,7 +72,7 @@ class PatchCopy {
     const float* origin_;  // the first of the 8 channels
     int channels_left_;    // from there
     Piece body_, edge_[kEdgeUnits];
-    int round_body_before_, round_edge_before_[kEdgeUnits];  // of the stage that was copied one stage ago
+    int before_[kEdgeUnits];  // of the stage that was copied one stage ago
 
 public:
     static constexpr int kUnits = kBodyUnits + kEdgeUnits;
@@ -80,7 +83,7 @@ public:
     __device__ __forceinline__ void aim(const PatchPosition& at, int channels) {
         origin_ = x_ + at.image * problem_.x_image + at.first_channel * problem_.x_channel;
         channels_left_ = channels;
-        body_ = piece(at, body_channel(), body_row(), 1 + body_lane());
+        body_ = body(at);
 #pragma unroll
         for (int i = 0; i < kEdgeUnits; ++i) edge_[i] = piece(at, edge_channel(i), edge_row(i), edge_piece(i));
     }
@@ -89,17 +92,24 @@ public:
     __device__ __forceinline__ void advance() {
         origin_ += Config::kChannels * problem_.x_channel;
         channels_left_ -= Config::kChannels;
-        round_body_before_ = body_.before;
 #pragma unroll
-        for (int i = 0; i < kEdgeUnits; ++i) round_edge_before_[i] = edge_[i].before;
+        for (int i = 0; i < kEdgeUnits; ++i) before_[i] = edge_[i].before;
     }
 
     __device__ __forceinline__ void copy(uint32_t stage, int unit) const {
         if (!exists(unit)) return;
         if (unit < kBodyUnits) {
             const int channel = unit * kChannelsPerPass;
-            ptx::cp_async_16(stage + destination(unit), origin_ + body_.offset + channel * problem_.x_channel,
-                             body_channel() + channel < channels_left_ ? body_.valid : 0);
+            const float* source = origin_ + body_.offset + channel * problem_.x_channel;
+            int valid = body_.valid;
+            if constexpr (!Config::kAlignedRows) {
+                // `offset` is where the piece would start if its channel's rows had no skew, `valid` up to the end.
+                const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(source) / 4) & 3;
+                source -= skew;
+                valid = min(max(valid + skew * 4, 0), 16);
+            }
+            ptx::cp_async_16(stage + destination(unit), source,
+                             body_channel() + channel < channels_left_ ? valid : 0);
         } else {
             const int i = unit - kBodyUnits;
             ptx::cp_async_16(stage + destination(unit), origin_ + edge_[i].offset,
@@ -118,10 +128,7 @@ public:
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             value[i] = Tf32::round_to_tf32(value[i]);
-            if (!Config::kAlignedRows) {
-                const int before = unit < kBodyUnits ? round_body_before_ : round_edge_before_[unit - kBodyUnits];
-                if (i < before) value[i] = 0;
-            }
+            if (!Config::kAlignedRows && unit >= kBodyUnits && i < before_[unit - kBodyUnits]) value[i] = 0;
         }
         ptx::store_shared_16(stage + destination(unit), make_uint4(value[0], value[1], value[2], value[3]));
     }
@@ -147,6 +154,16 @@ private:
         const int channel = body ? body_channel() + unit * kChannelsPerPass : edge_channel(i);
         const int row = body ? body_row() : edge_row(i), piece = body ? 1 + body_lane() : edge_piece(i);
         return static_cast<uint32_t>((channel * Config::kChannelPitch + row * Config::kPatchCols + piece * 4) * 4);
+    }
+
+    __device__ __forceinline__ Piece body(const PatchPosition& at) const {
+        const int index = 1 + body_lane();
+        if constexpr (Config::kAlignedRows) return piece(at, body_channel(), body_row(), index);
+        const PatchRow row(problem_, x_, at, body_channel(), body_row() / Config::kPatchRows,
+                           body_row() % Config::kPatchRows);
+        const int col = row.left + index * 4;
+        return {static_cast<int>(row.start - origin_) + col,
+                row.inside ? max(min(static_cast<int>(problem_.width) - col, 4), -4) * 4 : kNothing, 0};
     }
 
     __device__ __forceinline__ Piece piece(const PatchPosition& at, int channel, int row, int index) const {

@@ -78,10 +78,11 @@ __device__ __forceinline__ bool all_aligned(const Output* out, Steps... steps) {
 // As many runs as fill whole warps are done first, by a warp per span, which walks along it; then the rest of every
 // span, by as few lanes as it takes: a span of 33 runs would leave a warp's second round to one lane. Lanes work on
 // kTogether spans at once, so that the latencies of one hide those of the others.
-template <int kThreads, class Output, int kTogether = static_cast<int>(sizeof(Output)), class Epilogue, class Locate>
+template <int kThreads, class Output, class Epilogue, class Locate>
 __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned, const Epilogue& epilogue,
                                             Locate locate) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
+    constexpr int kTogether = 16 / kVector;
     constexpr int kWarp = 32;
     const int thread = static_cast<int>(threadIdx.x);
     const int runs = (longest + (aligned ? 0 : kVector - 1) + kVector - 1) / kVector;  // of the worst span
