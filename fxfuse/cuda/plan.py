@@ -35,7 +35,6 @@ LIBRARY_PRODUCTS = 2**32
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
 logger = logging.getLogger("fxfuse")
-current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
 
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
@@ -145,7 +144,7 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
-    workspace_size = kernel.workspace
+    workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
     queue = _queue(region, operands, kernel, launch)
 
     def run(
@@ -178,6 +177,7 @@ def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build
     """
     params = kernel.params + operands.packed_strides()
     addresses, index = operands.addresses(), region.problem.x.device.index
+    current_stream = torch._C._cuda_getCurrentRawStream
 
     def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
         pointers, _kept = addresses(others)
@@ -219,7 +219,7 @@ def _library_runner(
     device, index = problem.x.device, problem.x.device.index
     shape, strides = region.prepared.result_shape, region.prepared.result_strides
     moves = [size > 1 for size in shape]
-    in_place = output == problem.x.dtype
+    in_place, current_device = output == problem.x.dtype, torch._C._cuda_getDevice
     queue = _queue(region, operands, kernel, launch)
 
     def run(

@@ -1,4 +1,4 @@
-"""A problem in the terms of its kernel family: which tensors the kernel reads, what result it writes, and its candidates.
+"""A problem in the terms of its kernel family: the tensors that its kernels read and write, and its candidates.
 
 Layouts that no kernel addresses are copied at every call, as eager's own kernels would.
 """
