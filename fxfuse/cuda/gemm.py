@@ -6,6 +6,7 @@ can solve it, best first by a model of their time. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Literal
@@ -149,8 +150,29 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
+    # TileCopy's offsets within a tile have 32 bits.
+    weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
+    rows = max(min(tile.m, problem.m) * problem.x_stride, weight_rows * problem.weight_stride)
+    if rows * problem.element_bytes >= 2**32:
+        return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
     return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
+
+
+def _multiplier(problem: Problem) -> str:
+    """The precision's struct in mma.cuh.
+
+    Short sums need more than 3xTF32, and so do small outputs: cuBLAS sums them up as trees. Error as a multiple of
+    eager's, normal / uniform data, H200 (n = 4096, or 512 for an output of 16x512 and the like):
+
+        K                     4         8         16        24        32        64        256       1024
+        Tf32x3, large     2.26/1.78 1.70/1.26 1.29/0.96 1.10/0.80 0.97/0.71 0.74/0.55 0.48/0.41 0.25/0.16
+        Tf32x3, 16x512    1.79/1.50 1.56/1.20 1.20/0.95 1.14/0.84 1.22/0.97 1.19/1.03 1.27/1.46 0.70/0.96
+    """
+    if problem.precision != "tf32x3":
+        return _MMA[problem.precision]
+    small = problem.m <= 16 or -(-problem.m // 64) * -(-problem.n // 64) <= 16
+    return "Bf16x6" if small or problem.k < 32 else "Tf32x3"
 
 
 def _is_accurate(tile: Tile, problem: Problem) -> bool:
@@ -160,10 +182,12 @@ def _is_accurate(tile: Tile, problem: Problem) -> bool:
     becomes as accurate as `kBlockwise` only. Seen on an H200 (132 multiprocessors): with 16 tiles from K = 512 on,
     with 192 tiles from K = 1024 or 2048 on, with 512 tiles never.
     """
-    if problem.precision != "tf32x3" or tile.small_warps or problem.k <= 256:
+    if problem.precision != "tf32x3" or tile.small_warps:
         return True
+    if _multiplier(problem) == "Bf16x6":
+        return False  # it needs registers for three sets of sums
     fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
-    return fills >= (1 if problem.k < 1024 else 3)
+    return problem.k <= 256 or fills >= (1 if problem.k < 1024 else 3)
 
 
 def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
@@ -181,8 +205,8 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     """
     if problem.precision != "tf32x3":
         return "kRunning", 1
-    if tile.small_warps:
-        return "kBlockwise", 8 if problem.k <= 8192 else 16
+    if tile.small_warps:  # as many blocks as steps (of 8 k, four to a tile) in a block
+        return "kBlockwise", max(1, round(math.sqrt(problem.k / 128)))
     if problem.k <= 256:
         return "kStepwise", 1
     if problem.k < 2048:
@@ -198,7 +222,7 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
     access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
     config = (
-        f"GemmConfig<{_MMA[problem.precision]}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
+        f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
         f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
     )
     tile_k = TILE_BYTES_OF_K // problem.element_bytes
