@@ -1,5 +1,5 @@
-// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read one step ahead of
-// the tensor cores, and partial sums added up in fp32 outside them.
+// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read and split ahead of the
+// tensor cores, and partial sums added up in fp32 outside them.
 #pragma once
 
 #include <cstdint>
@@ -68,21 +68,6 @@ struct Accumulators {
         return zero == 0.0f;
     }
 
-    // Adds `count` columns of another and clears them there.
-    __device__ __forceinline__ void move(Accumulators& other, int first, int count) {
-#pragma unroll
-        for (int m = 0; m < kMmasM; ++m) {
-#pragma unroll
-            for (int n = first; n < first + count; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    value[m][n][i] += other.value[m][n][i];
-                    other.value[m][n][i] = 0.0f;
-                }
-            }
-        }
-    }
-
     // To columns from `first` on.
     template <int kColumns>
     __device__ __forceinline__ void add(const Accumulators<kMmasM, kColumns>& other, int first = 0) {
@@ -111,8 +96,12 @@ struct Mainloop {
     static constexpr bool kStepwise = Shape::kSums == Sums::kStepwise || Shape::kSums == Sums::kBlockwise;
     static constexpr uint32_t kStageBytes = kBytesX + kBytesW;
     static constexpr int kSharedBytes = kStageBytes * Shape::kStages;
-    static_assert(kSteps > 1, "a step starts a copy, another waits for one");
-    static_assert(kStepwise || kSmallProducts<Mma> == 0, "small products are summed apart in stepwise sums only");
+    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
+    // Steps from reading fragments to multiplying them. Few products hide no read, but leave registers for more of them.
+    static constexpr int kAhead = kPairs == 1 ? 2 : 1;
+    static constexpr bool kSumsSmallApart = kSmallProducts<Mma> > 0;
+    static_assert(kSteps > kAhead, "a step starts a copy, another waits for one");
+    static_assert(Shape::kSums == Sums::kBlockwise || !kSumsSmallApart);
 
     CopyX copy_x;
     CopyW copy_w;
@@ -145,22 +134,21 @@ struct Mainloop {
                 multiply_tile<true>(total, partial_);
                 while (++tile < end) multiply_tile<false>(total, partial_);
             }
+            if constexpr (kSumsSmallApart) partial_.add(small_);
             total.add(partial_);
         } else {
             for (int tile = 0; tile < tiles; ++tile) multiply_tile<false>(total, total);
         }
-        if constexpr (kSmallProducts<Mma> > 0) total.add(small_);
         ptx::cp_async_wait<0>();
     }
 
 private:
-    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
-
     uint32_t first_stage_, fill_, use_;  // stages in shared memory
     uint32_t raw_x_[kMmasM][4], raw_w_[kPairs][4];
     typename Mma::A a_[kMmasM];  // of this step
     typename Mma::B b_[2];       // of this pair
-    Sum partial_, small_;        // of this block
+    Sum partial_;                // of this block
+    Sum small_;                  // of small products, where they are summed apart
 
     __device__ __forceinline__ uint32_t after(uint32_t stage) const {
         return stage == first_stage_ + (Shape::kStages - 1) * kStageBytes ? first_stage_ : stage + kStageBytes;
@@ -181,14 +169,18 @@ private:
     }
 
     __device__ __forceinline__ void read_first_fragments() {
+        read(0);
 #pragma unroll
-        for (int m = 0; m < kMmasM; ++m) {
-            read_x.load(raw_x_[m], use_, m, 0);
-            a_[m] = Mma::make_a(raw_x_[m]);
-        }
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) read_w.load(raw_w_[pair], use_ + kBytesX, pair, 0);
+        for (int m = 0; m < kMmasM; ++m) a_[m] = Mma::make_a(raw_x_[m]);
         make_b(b_, 0);
+        if constexpr (kAhead == 2) read(1);
+    }
+
+    __device__ __forceinline__ void read(int step) {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) read_w.load(raw_w_[pair], use_ + kBytesX, pair, step);
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) read_x.load(raw_x_[m], use_, m, step);
     }
 
     __device__ __forceinline__ void make_b(typename Mma::B (&b)[2], int pair) const {
@@ -204,11 +196,15 @@ private:
         for (int step = 0; step < kSteps; ++step) {
             if (step == 0) start_copy_x();  // over the previous tile
             if (step == 1) start_copy_w();
-            if (step == kSteps - 1) {
+            if (step == kSteps - kAhead) {
                 wait_for_copy();  // of the next tile. Everyone has now read all of this one.
                 use_ = after(use_);
             }
-            multiply_step<kRestarts>(total, sum, step);
+            if constexpr (kAhead == 2) {
+                multiply_small_step<kRestarts>(total, sum, step);
+            } else {
+                multiply_step<kRestarts>(total, sum, step);
+            }
         }
     }
 
@@ -240,6 +236,23 @@ private:
         for (int m = 0; m < kMmasM; ++m) a_[m] = next_a[m];
     }
 
+    // The same for a single pair: its next fragments have been read during the step before.
+    template <bool kRestarts>
+    __device__ __forceinline__ void multiply_small_step(Sum& total, Sum& sum, int step) {
+        typename Mma::A next_a[kMmasM];
+        typename Mma::B next_b[2];
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) next_a[m] = Mma::make_a(raw_x_[m]);
+        make_b(next_b, 0);
+        read((step + 2) % kSteps);
+        if (kRestarts && step == 0) restart(total, 0);
+        multiply_pair(sum, 0);
+        b_[0] = next_b[0];
+        b_[1] = next_b[1];
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) a_[m] = next_a[m];
+    }
+
     __device__ __forceinline__ void multiply_pair(Sum& sum, int pair) {
         if constexpr (kStepwise) {
             Accumulators<kMmasM, 2> products;
@@ -254,8 +267,29 @@ private:
 
     // Adds a block's sums of two columns of MMA tiles to the total.
     __device__ __forceinline__ void restart(Sum& total, int pair) {
-        total.move(partial_, pair * 2, 2);
-        if constexpr (kSmallProducts<Mma> > 0) total.move(small_, pair * 2, 2);
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) {
+#pragma unroll
+            for (int n = pair * 2; n < pair * 2 + 2; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float block = partial_.value[m][n][i];
+                    partial_.value[m][n][i] = 0.0f;
+                    if constexpr (kSumsSmallApart) {
+                        add_compensated(total.value[m][n][i], small_.value[m][n][i], block);
+                    } else {
+                        total.value[m][n][i] += block;
+                    }
+                }
+            }
+        }
+    }
+
+    // total + small += block; what is too small for the total goes on among the small products (Kahan 1965).
+    static __device__ __forceinline__ void add_compensated(float& total, float& small, float block) {
+        const float addend = block + small, sum = total + addend;
+        small = addend - (sum - total);
+        total = sum;
     }
 };
 

@@ -202,8 +202,8 @@ struct Bf16x6 : Tf32x3 {
     using Unguarded = SplitBf16;
 };
 
-// How many of a precision's products, the first ones, are so much smaller than the others that stepwise sums take them
-// in accumulators of their own, in the tensor cores for a whole block.
+// How many of a precision's products, the first ones, are so much smaller than the others that accumulators of their
+// own take them (see Mainloop): there tensor cores lose little when they truncate.
 template <class Mma>
 constexpr int kSmallProducts = 0;
 template <>

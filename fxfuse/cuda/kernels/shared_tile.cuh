@@ -64,6 +64,7 @@ class TileCopy {
     // Narrow pieces take many passes, whose addresses and values would fill the registers if all were unrolled.
     static constexpr bool kUnrolled = kAccess == kChunkBytes;
     static constexpr int kUnroll = kUnrolled ? kPasses : kThroughRegisters ? 2 : 4;
+    static constexpr int kKept = kUnrolled && kKMajor ? kPasses : 1;
     static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
 
     const T* tile_;        // the tile's first element: the same for all threads
@@ -71,7 +72,7 @@ class TileCopy {
     int extent_;           // of m or n
     int k_left_;           // from this thread's piece of the first pass to the end of K
     uint32_t row_, byte_;  // of that piece in the tile
-    uint32_t kept_[kUnrolled ? kPasses : 1];  // source_offset of every pass
+    uint32_t kept_[kKept];  // source_offset of passes
 
 public:
     // `matrix` points to k = 0 of the tile's first m or n; `extent` of m or n, and `k` of K, exist from there.
@@ -82,10 +83,8 @@ public:
           row_(thread / kPiecesPerRow),
           byte_(thread % kPiecesPerRow * kPieceBytes) {
         k_left_ = k - (kKMajor ? col() : static_cast<int>(row_));
-        if constexpr (kUnrolled) {
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) kept_[pass] = source_offset(pass);
-        }
+        for (int pass = 0; pass < kKept; ++pass) kept_[pass] = source_offset(pass);
     }
 
     // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
@@ -93,7 +92,7 @@ public:
     __device__ __forceinline__ void start(uint32_t shared) {
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const char* source = reinterpret_cast<const char*>(tile_) + (kUnrolled ? kept_[pass] : source_offset(pass));
+            const char* source = this->source(pass);
             const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
             const bool exists = k_left_ > pass * kPerPassOfK;
             if constexpr (kThroughRegisters) {
@@ -111,6 +110,12 @@ public:
 
 private:
     __device__ __forceinline__ int col() const { return static_cast<int>(byte_) / Tile::kElementBytes; }
+
+    __device__ __forceinline__ const char* source(int pass) const {
+        const T* first = kKMajor ? tile_ : tile_ + pass * kRowsPerPass * stride_;
+        const bool kept = !kKMajor || kUnrolled;
+        return reinterpret_cast<const char*>(first) + (kept ? kept_[kKMajor ? pass : 0] : source_offset(pass));
+    }
 
     // Of this thread's piece, in bytes from the tile's first element.
     __device__ __forceinline__ uint32_t source_offset(int pass) const {
