@@ -24,7 +24,7 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
 
     // For thread blocks that find their sums not finite: rarely used, so it should be small code.
     static constexpr bool kGuarded = Mma_::kGuarded;
-    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
         static constexpr int kUnroll = 1;
     };
 };
