@@ -104,7 +104,14 @@ def launches(call: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
-def measure(region: Region, device: torch.device, precision: str, compare: Sequence[str], seconds: float) -> Row:
+def measure(
+    region: Region,
+    device: torch.device,
+    precision: str,
+    compare: Sequence[str],
+    seconds: float,
+    channels_last: bool = False,
+) -> Row:
     """Optimises, verifies and times one model beside its peers."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -113,6 +120,8 @@ def measure(region: Region, device: torch.device, precision: str, compare: Seque
     with torch.no_grad(), how.in_force(), torch.device(device):
         model = region.build(gpu).eval().to(how.dtype)
         x = torch.randn(region.gpu_shape if gpu else region.cpu_shape).to(how.dtype)
+        if channels_last:
+            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         started = time.perf_counter()
         fast = fxfuse.optimize(model, example_inputs=(x,), fp32=how.fp32)
         compiled = time.perf_counter() - started
@@ -121,7 +130,7 @@ def measure(region: Region, device: torch.device, precision: str, compare: Seque
         result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
     report = fxfuse.explain(fast).regions[0]
     return Row(
-        region=region.name,
+        region=region.name + (", channels_last" if channels_last else ""),
         precision=precision,
         kernel=report.kernel or f"torch: {report.fallback}",
         launches=count,
@@ -193,6 +202,7 @@ def run(name: str, description: str | None, regions: Sequence[Region], precision
     parser.add_argument("--precisions", nargs="*", default=list(precisions), choices=list(PRECISIONS))
     parser.add_argument("--compare", nargs="*", default=["eager", "torch.compile"])
     parser.add_argument("--only", default="", help="regions whose name contains this")
+    parser.add_argument("--channels-last", action="store_true", help="4-D inputs and weights in channels_last")
     parser.add_argument("--seconds", type=float, default=1.0, help="measuring time for each row")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -200,11 +210,12 @@ def run(name: str, description: str | None, regions: Sequence[Region], precision
     rows: list[Row] = []
     for region in (region for region in regions if given.only in region.name):
         for precision in given.precisions:
-            rows.append(measure(region, device, precision, given.compare, given.seconds))
+            row = measure(region, device, precision, given.compare, given.seconds, given.channels_last)
+            rows.append(row)
             print(render(rows[-1:], given.compare).splitlines()[-1], flush=True)
     facts = provenance(device, given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
     text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows, given.compare)}\n"
     print("\n" + text)
     if given.output is not None:
-        write(given.output, name, facts, text, rows)
+        write(given.output, name + ("-channels-last" if given.channels_last else ""), facts, text, rows)
