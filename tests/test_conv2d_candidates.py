@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fxfuse.cuda.conv2d import Conv2dProblem, candidates, pack, unsupported
+from fxfuse.cuda.kernel import Kernel
 
 
 def nchw(channels: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -71,13 +72,15 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
     [
         (problem(), ["Conv2dDirect", "Conv2d"]),
         (problem(padding=1), ["Conv2dDirect", "Conv2d"]),
-        (problem(size=(14, 14), padding=1), ["Conv2d"]),  # a direct tile would be mostly empty
+        (problem(images=1, size=(7, 7), padding=1), ["Conv2d", "Conv2dDirect"]),  # a direct tile is mostly empty
         (problem(stride=2), ["Conv2d"]),
         (problem(kernel=(5, 5)), ["Conv2d"]),
         (problem(precision="tf32x3"), ["Conv2d"]),
         (problem(precision="bf16"), ["Conv2d"]),
         (problem(layout="nhwc"), ["Conv2d"]),
-        (problem(weight_layout="nhwc"), ["Conv2d"]),
+        (problem(weight_layout="nhwc"), ["Conv2dDirect", "Conv2d"]),  # filters are packed from any strides
+        (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
+        (problem(size=(55, 55), padding=2), ["Conv2d"]),
         (problem(groups=64), ["DepthwiseNchw", "Conv2d"]),
         (problem(groups=64, layout="nhwc"), ["DepthwiseNhwc", "Conv2d"]),
         (problem(filters=128, groups=64), ["DepthwiseNchw", "Conv2d"]),
@@ -117,6 +120,40 @@ def test_permuted_and_sliced_inputs_need_no_copy() -> None:
     assert families(cropped) == ["Conv2dDirect", "Conv2d"]
     cropped_pointwise = replace(problem(kernel=(1, 1)), x_strides=nchw(64, 60, 60))
     assert access(cropped_pointwise)[0] == 4  # pixels of one row do not follow those of the one before
+
+
+def direct(of: Conv2dProblem) -> list[Kernel]:
+    return [kernel for kernel in candidates(of) if kernel.type.startswith("Conv2dDirect<")]
+
+
+def test_direct_kernels_know_whether_rows_are_aligned() -> None:
+    for case, aligned in (
+        (problem(), "true"),
+        (problem(size=(55, 55)), "false"),
+        (problem(alignment=4), "false"),
+        (replace(problem(), x_strides=nchw(64, 60, 60)), "true"),  # a slice whose rows are aligned
+    ):
+        assert {kernel.type.split("Config<")[1].split(">")[0].split(", ")[-1] for kernel in direct(case)} == {aligned}
+
+
+def test_few_channels_keep_their_filters_in_shared_memory() -> None:
+    first = direct(problem(8, (128, 128), 64, images=128))[0]
+    assert "resident" in first.name and first.workspace == 0
+    for case in (problem(9), problem(16, groups=2)):
+        assert not any("resident" in kernel.name for kernel in direct(case))
+
+
+def test_packed_filters_need_a_workspace() -> None:
+    # whole tiles of 64 filters, whole chunks of 8 channels, 9 taps, 4 bytes
+    kernels = {kernel.name: kernel for kernel in direct(problem(60, filters=130, groups=2))}
+    kernel = next(kernel for name, kernel in kernels.items() if " 64x(2x128)" in name)
+    assert kernel.workspace == 2 * (2 * 64) * (4 * 8) * 9 * 4
+
+
+def test_wide_images_prefer_tiles_of_whole_rows_and_small_ones_small_tiles() -> None:
+    assert "x128)" in direct(problem(64, (128, 128), 128, images=128))[0].name
+    assert "x64)" in direct(problem(64, (56, 56), 64, images=128, padding=1))[0].name
+    assert "x16)" in direct(problem(256, (14, 14), 256, images=64, padding=1))[0].name
 
 
 def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:

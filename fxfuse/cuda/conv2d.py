@@ -275,7 +275,7 @@ def _x_access(problem: Conv2dProblem, layout: Layout, run: int) -> int:
 
 
 @dataclass(frozen=True)
-class _DirectTile:
+class DirectTile:
     """A thread block's tile in the direct kernel: Conv2dDirectConfig in conv2d_direct.cuh.
 
     A warp computes 16 * `mmas` filters of `rows` rows of 8 * `col_mmas` pixels. `cost` is the time per product on a
@@ -328,18 +328,15 @@ class _DirectTile:
 _CHUNK: Final = 8
 """Channels that the direct kernel copies at a time."""
 
-_DIRECT_TILES: Final = (
-    _DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0),
-    _DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0),
-    _DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.05),
-    _DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.05),
-    _DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.1),
-    _DirectTile(4, 7, 1, (1, 1, 1), 4, 3, 2, 1.2),
-)
-
-_RESIDENT_TILES: Final = (
-    _DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0, resident=True),
-    _DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0, resident=True),
+DIRECT_TILES: Final = (
+    DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0),
+    DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0),
+    DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.05),
+    DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.05),
+    DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.1),
+    DirectTile(4, 7, 1, (1, 1, 1), 4, 3, 2, 1.2),
+    DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0, resident=True),
+    DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 1.0, resident=True),
 )
 
 _DIRECT_SPEED: Final = 2.0
@@ -349,7 +346,7 @@ _MAX_TILES: Final = 2**30
 _MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
 
 
-def _direct_cost(problem: Conv2dProblem, tile: _DirectTile) -> float:
+def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
     """As `_tile_cost`, in the same unit. Blocks that share a multiprocessor share its speed."""
     images, filters, rows, cols = tile.extents
     products = filters * images * rows * cols * ceil(problem.group_channels / _CHUNK) * _CHUNK / problem.group_channels
@@ -367,6 +364,7 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         and problem.kernel == (3, 3)
         and problem.stride == (1, 1)
         and problem.dilation == (1, 1)
+        and (problem.groups == 1 or problem.group_channels > 1)
         and problem.groups <= _MAX_GRID_YZ
         and _same(problem.x_strides[3:], (1,), problem.size[1:])
     )
@@ -375,7 +373,7 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     if not fits or (not aligned and problem.padding[1] > 1):
         return []
 
-    def usable(tile: _DirectTile) -> bool:
+    def usable(tile: DirectTile) -> bool:
         images, filters, _, _ = tile.extents
         reach = _extent((images, problem.channels, *problem.size), problem.x_strides)  # of 32-bit offsets
         return (
@@ -386,7 +384,7 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         )
 
     kernels = []
-    for tile in filter(usable, (*_RESIDENT_TILES, *_DIRECT_TILES)):
+    for tile in filter(usable, DIRECT_TILES):
         numbers = (
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
             *(tile.blocks_per_multiprocessor, int(tile.resident)),

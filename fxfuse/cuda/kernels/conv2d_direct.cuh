@@ -520,6 +520,8 @@ private:
     static __device__ __forceinline__ void store_runs(const Problem& problem, const Tile& tile, const Spans& spans,
                                                       int slice, int row, const float* staged, Output* out,
                                                       const Epilogue& epilogue) {
+        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
         constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
         constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
         constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
@@ -550,6 +552,13 @@ private:
 #pragma unroll 1
             for (int done = 0; done < spans.length; done += kLanes * kVector) {
                 alignas(16) float value[kTogether][kVector];
+                typename Epilogue::template Values<kVector, Position> operands[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
+                    operands[i] =
+                        epilogue.template load<kRuns, kVector>(Position{at[i].batch, at[i].row, col}, kVector);
+                }
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
                     const float* from = source[i] + min(first[i] + done, last[i]);
@@ -559,14 +568,13 @@ private:
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
-                    epilogue.apply(value[i], Position{at[i].batch, at[i].row, col}, kVector);
-                }
+                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
                     const int col = first[i] + done;
-                    if (exists[i] && col <= last[i]) store_run<Output, kVector>(destination[i] + col, value[i], kVector);
+                    if (exists[i] && col <= last[i]) {
+                        store_run<Output, kVector, Runs::kWhole>(destination[i] + col, value[i], kVector);
+                    }
                 }
             }
         }
