@@ -6,8 +6,8 @@
 // filter, the fragments of its three rows stay in registers, and every input row that is read feeds up to three output
 // rows. Blocks are persistent: the copies of the next tile's first channels are under way while a tile is stored.
 //
-// What occupies shared memory's bandwidth decides: filters are packed in the order of fragments beforehand (16 bytes
-// per lane and read), and x is rounded in shared memory, once, by the thread that copied it.
+// Shared memory's bandwidth is what runs short: filters are packed in the order of fragments beforehand (16 bytes per
+// lane and read), and x is rounded on the way to the tensor core, not in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,10 @@ struct Conv2dDirectConfig {
     static constexpr int kWarpsM = kWarpsM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_, kImages = kImages_;
     static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_, kResidentChunks = kResidentChunks_;
     static constexpr bool kAlignedRows = kAlignedRows_;
-    static_assert(kStages == 2 || kStages == 3, "PatchCopy remembers what it did one stage ago");
+    static_assert(kStages == 2 || kStages == 3, "PatchCopy remembers what it copied two stages ago");
+    // Whether the stage after the one in use is complete, too, so that its first fragments are read before the barrier.
+    static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0;
+    static constexpr int kPendingStages = kReadsAhead ? 0 : kStages - 2;  // that may be under way at the barrier
 
     static constexpr int kThreads = kWarpsM * kWarpsY * kWarpsX * kImages * 32;
     static constexpr int kKernel = 3, kTaps = kKernel * kKernel;
@@ -120,9 +123,11 @@ struct Conv2dDirect {
         for (unsigned index = blockIdx.x; index < tiles.count; index += gridDim.x) {
             Sum sum = {};
             const uint32_t skews = Skews::of(problem, Tile(problem, tiles, index), x);
+            Ahead ahead;
             for (int chunk = 0; chunk < stream.chunks(); ++chunk) {
-                __syncthreads();  // this stage is rounded, and everyone has read the one before
-                multiply(sum, stream, shared, use, chunk, skews);
+                stream.complete(Config::kReadsAhead ? next_stage(use) : use);
+                __syncthreads();  // everyone's copies are complete, and everyone has read the stage before
+                multiply(sum, ahead, stream, shared, use, chunk, skews);
                 use = next_stage(use);
             }
             __syncthreads();  // everyone has read the last stage
@@ -204,7 +209,7 @@ private:
         int channels_, chunk_;
 
     public:
-        static constexpr int kUnits = PatchCopy::kUnits + kFilterUnits, kRoundUnits = PatchCopy::kUnits;
+        static constexpr int kUnits = PatchCopy::kUnits + kFilterUnits;
 
         __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const float* x,
                                           const void* filters, uint32_t shared)
@@ -220,7 +225,7 @@ private:
             return (channels_ + Config::kChannels - 1) / Config::kChannels;
         }
 
-        // Fills all stages but one, and rounds the first.
+        // Fills all stages but one.
         __device__ __forceinline__ void begin() {
 #pragma unroll
             for (int stage = 0; stage < Config::kStages - 1; ++stage) {
@@ -229,9 +234,14 @@ private:
                 ptx::cp_async_commit();
                 advance();
             }
-            ptx::cp_async_wait<Config::kStages - 2>();
-#pragma unroll
-            for (int unit = 0; unit < kRoundUnits; ++unit) patch_.store_rounded(shared_, unit, patch_.load(shared_, unit));
+            if (Config::kReadsAhead) complete<1>(0);
+        }
+
+        // Waits for this thread's copies to `stage`, behind which kPending stages have been filled since.
+        template <int kPending = Config::kPendingStages>
+        __device__ __forceinline__ void complete(uint32_t stage) const {
+            ptx::cp_async_wait<kPending>();
+            patch_.template clear_before<kPending>(shared_ + stage);
         }
 
         // The unit-th of the kUnits copies of a stage.
@@ -258,9 +268,6 @@ private:
             index_ += gridDim.x;
             aim();
         }
-
-        __device__ __forceinline__ const PatchCopy& patch() const { return patch_; }
-        __device__ __forceinline__ uint32_t shared() const { return shared_; }
 
     private:
         // After the last tile the same one once more: its patch is not read, and nobody multiplies its filters.
@@ -320,25 +327,49 @@ private:
         }
     };
 
+    // What a chunk is begun with.
+    struct Ahead {
+        Tf32::A a[kMmasM];
+        Tf32::B b[kMmasN];
+    };
+
+    // One row of the filters' column s, for the stage whose fragments are at `w`.
+    static __device__ __forceinline__ void load_filters(Tf32::A (&a)[kMmasM], const uint4* w, int s, int r) {
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) {
+            const uint4 raw = w[Fragments::index(s, r, m) * 32];
+            a[m] = {{raw.x, raw.y, raw.z, raw.w}};
+        }
+    }
+
+    static __device__ __forceinline__ void load_pixels(Tf32::B (&b)[kMmasN], const float* row) {
+#pragma unroll
+        for (int n = 0; n < kMmasN; ++n) {
+            b[n] = Tf32::make_b({__float_as_uint(row[n * kMmaN]),
+                                 __float_as_uint(row[n * kMmaN + 4 * Config::kChannelPitch])});
+        }
+    }
+
     // Multiplies the stage at `use`. What else there is to do with the stages is spread over the multiplications:
     // together after the barrier, it would keep the tensor cores waiting.
-    static __device__ __forceinline__ void multiply(Sum& sum, Stream& stream, const unsigned char* shared, uint32_t use,
-                                                    int chunk, uint32_t skews) {
+    static __device__ __forceinline__ void multiply(Sum& sum, Ahead& ahead, Stream& stream, const unsigned char* shared,
+                                                    uint32_t use, int chunk, uint32_t skews) {
         constexpr int kInputRows = kWarpRows + kKernel - 1, kSlots = kKernel * kInputRows;
-        constexpr int kCopySlots = Config::kStages == 2 ? kInputRows : kSlots;
-        constexpr int kRoundFrom = (kKernel - 1) * kInputRows;
-        constexpr int kRoundSlots = kSlots - kRoundFrom - 1;  // a piece is loaded in one slot and stored in the next
-        constexpr int kRoundTogether = (Stream::kRoundUnits + kRoundSlots - 1) / kRoundSlots;
+        constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
         const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
         const Warp warp;
-        const float* x = reinterpret_cast<const float*>(shared + use) + in_group * Config::kChannelPitch +
-                         warp.image * Config::kImagePitch + warp.row * Config::kPatchCols + warp.col + group +
-                         (Config::kAlignedRows ? static_cast<int>(skews) : 0);
+        const int x_offset = in_group * Config::kChannelPitch + warp.image * Config::kImagePitch +
+                             warp.row * Config::kPatchCols + warp.col + group +
+                             (Config::kAlignedRows ? static_cast<int>(skews) : 0);
+        const int w_offset = warp.m * kMmasM * 32 + lane;
+        const float* x = reinterpret_cast<const float*>(shared + use) + x_offset;
         const unsigned char* filters = kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
                                                  : shared + use + Config::kPatchBytes;
-        const uint4* w = reinterpret_cast<const uint4*>(filters) + warp.m * kMmasM * 32 + lane;
-        const uint32_t rounded = stream.shared() + next_stage(use);
-        uint4 piece[kRoundTogether];
+        const uint4* w = reinterpret_cast<const uint4*>(filters) + w_offset;
+        if (!Config::kReadsAhead || chunk == 0) {
+            load_filters(ahead.a, w, 0, 0);
+            load_pixels(ahead.b, x + Skews::of_row(skews, 0));
+        }
 
 #pragma unroll
         for (int s = 0; s < kKernel; ++s) {
@@ -346,19 +377,20 @@ private:
 #pragma unroll
             for (int y = 0; y < kInputRows; ++y) {
                 const int slot = s * kInputRows + y;
-                if (y < kKernel) {
-#pragma unroll
-                    for (int m = 0; m < kMmasM; ++m) {
-                        const uint4 raw = w[Fragments::index(s, y, m) * 32];
-                        a[y][m] = {{raw.x, raw.y, raw.z, raw.w}};
-                    }
-                }
                 Tf32::B b[kMmasN];
-                const float* row = x + y * Config::kPatchCols + s + Skews::of_row(skews, y);
+                if (slot == 0) {
 #pragma unroll
-                for (int n = 0; n < kMmasN; ++n) {
-                    b[n].value[0] = __float_as_uint(row[n * kMmaN]);
-                    b[n].value[1] = __float_as_uint(row[n * kMmaN + 4 * Config::kChannelPitch]);
+                    for (int m = 0; m < kMmasM; ++m) a[0][m] = ahead.a[m];
+#pragma unroll
+                    for (int n = 0; n < kMmasN; ++n) b[n] = ahead.b[n];
+                } else {
+                    if (y < kKernel) load_filters(a[y], w, s, y);
+                    load_pixels(b, x + y * Config::kPatchCols + s + Skews::of_row(skews, y));
+                }
+                if (Config::kReadsAhead && slot == kSlots - 1) {  // of the next stage; after the last chunk in vain
+                    const unsigned char* next = shared + next_stage(use);
+                    load_filters(ahead.a, reinterpret_cast<const uint4*>(next + Config::kPatchBytes) + w_offset, 0, 0);
+                    load_pixels(ahead.b, reinterpret_cast<const float*>(next) + x_offset + Skews::of_row(skews, 0));
                 }
 #pragma unroll
                 for (int r = 0; r < kKernel; ++r) {
@@ -374,24 +406,10 @@ private:
                     for (int unit = 0; unit < Stream::kUnits; ++unit) {
                         if (unit * kCopySlots / Stream::kUnits == slot) stream.copy(unit);
                     }
-                    if (Config::kStages == 2 && slot == kCopySlots - 1) ptx::cp_async_commit();
-                }
-                if (slot == kRoundFrom) ptx::cp_async_wait<0>();  // for the next stage
-                if (slot >= kRoundFrom) {
-#pragma unroll
-                    for (int i = 0; i < kRoundTogether; ++i) {
-                        const int unit = (slot - kRoundFrom) * kRoundTogether + i, previous = unit - kRoundTogether;
-                        if (slot > kRoundFrom && previous < Stream::kRoundUnits) {
-                            stream.patch().store_rounded(rounded, previous, piece[i]);
-                        }
-                        if (slot < kSlots - 1 && unit < Stream::kRoundUnits) {
-                            piece[i] = stream.patch().load(rounded, unit);
-                        }
-                    }
                 }
             }
         }
-        if (Config::kStages > 2) ptx::cp_async_commit();
+        ptx::cp_async_commit();
         stream.advance();
     }
 
@@ -422,40 +440,101 @@ private:
         // Whether a span may have no 16 bytes that are aligned.
         __device__ __forceinline__ bool short_ones() const { return length < 2 * kVector - 1; }
 
-        // Which of the tile's filters is the index-th of a slice.
-        static __device__ __forceinline__ int filter(int slice, int index) {
-            constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;
-            return index / kOfWarp * (kMmasM * kMmaM) + slice * kOfWarp + index % kOfWarp;
+        // Which of the tile's filters is the index-th of the first slice. The next slice's are kFilterStep further.
+        static constexpr int kFilterStep = 8 * Config::kHalvesPerSlice;
+        static __device__ __forceinline__ int filter(int index) {
+            return index / kFilterStep * (kMmasM * kMmaM) + index % kFilterStep;
         }
     };
 
-    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row.
+    // One span of the first slice: the outputs of an image, a filter and, unless it has whole rows, a row. The next
+    // slice's are staged alike, because kFilterStep filters keep the alignment.
     struct Span {
         int row, image, filter;  // in the tile
         int64_t offset;          // from the first output of the tile
-        uint32_t place;          // as in Spans, of the span's first output
-        int staged;              // where that is staged: aligned to 16 bytes as its place in memory is
+        int head;                // outputs before the first that is aligned to 16 bytes
+        int staged;              // where the first is staged: aligned to 16 bytes as its place in memory is
 
-        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int slice, int index, int image,
-                                        int row)
-            : row(row), image(image), filter(Spans::filter(slice, index)) {
+        Span() = default;
+        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int index, int image, int row)
+            : row(row), image(image), filter(Spans::filter(index)) {
             offset = (image * problem.out_channels + filter) * spans.plane;
             if (!spans.whole_rows) offset += row * problem.out_width;
-            place = spans.place + static_cast<uint32_t>(offset);
+            const uint32_t place = spans.place + static_cast<uint32_t>(offset);
+            head = static_cast<int>(-place % kVector);
             staged = (image * Spans::kFilters + index) * Config::kSpanPitch + row * spans.pitch +
                      static_cast<int>(place % 4);
         }
 
-        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile) const {
-            return filter < tile.filters && tile.image + image < problem.images;
+        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile, int slice) const {
+            return filter + slice * Spans::kFilterStep < tile.filters && tile.image + image < problem.images;
         }
-        // Outputs before the first that is aligned to 16 bytes.
-        __device__ __forceinline__ int head() const { return static_cast<int>(-place % kVector); }
         // Of its first output; if the span does not exist, of one that does.
-        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile) const {
-            const bool real = exists(problem, tile);
-            return {tile.image + (real ? image : 0), tile.channel + (real ? filter : 0),
+        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile, int slice) const {
+            const bool real = exists(problem, tile, slice);
+            return {tile.image + (real ? image : 0), tile.channel + (real ? filter + slice * Spans::kFilterStep : 0),
                     (tile.row + row) * problem.out_width + tile.col};
+        }
+    };
+
+    // The part of some spans that fills whole, aligned 16 bytes: kLanes lanes walk along each of them.
+    struct SpanWalk {
+        static constexpr int kLongest = (Spans::kLongest + kVector - 1) / kVector;
+        static constexpr int kLanes = kLongest > 16 ? 32 : kLongest > 8 ? 16 : 8;
+        static constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
+        static constexpr int kMost = Epilogue::kElementBytes > 0 ? 2 : 4;  // what operands hold takes registers
+        static constexpr int kTogether = kSpans / kAtOnce > kMost ? kMost : kSpans / kAtOnce;
+        static constexpr int kPerTurn = kAtOnce * kTogether, kTurns = kSpans / kPerTurn;
+        static_assert(kTogether > 0 && kSpans % kPerTurn == 0);
+        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        static constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
+
+        Span span[kTogether];
+
+        __device__ __forceinline__ SpanWalk(const Problem& problem, const Spans& spans, int turn, int row) {
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int number = turn * kPerTurn + i * kAtOnce + static_cast<int>(threadIdx.x) / kLanes;
+                span[i] = Span(problem, spans, number % Spans::kFilters, number / Spans::kFilters, row);
+            }
+        }
+
+        // Lanes beyond a span's last run do that one as well and do not store it: runs are then worked on side by side,
+        // without a branch between them. `out` points to the slice's first output.
+        __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Spans& spans, int slice,
+                                              const float* staged, Output* out, const Epilogue& epilogue) const {
+            const int first = static_cast<int>(threadIdx.x) % kLanes * kVector;
+#pragma unroll 1
+            for (int done = first; done < spans.length + first; done += kLanes * kVector) {
+                alignas(16) float value[kTogether][kVector];
+                typename Epilogue::template Values<kVector, Position> operands[kTogether];
+                int col[kTogether];
+                bool exists[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int whole = (spans.length - span[i].head) / kVector * kVector;
+                    exists[i] = done < whole && span[i].exists(problem, tile, slice);
+                    col[i] = span[i].head + min(done, whole - kVector);
+                    Position at = span[i].position(problem, tile, slice);
+                    at.col += col[i];
+                    operands[i] = epilogue.template load<kRuns, kVector>(at, kVector);
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float* source = staged + span[i].staged + col[i];
+#pragma unroll
+                    for (int j = 0; j < kVector; j += 4) {
+                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(source + j);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    if (!exists[i]) continue;
+                    store_run<Output, kVector, Runs::kAligned>(out + span[i].offset + col[i], value[i], kVector);
+                }
+            }
         }
     };
 
@@ -472,7 +551,7 @@ private:
             const int index = (warp.m * Config::kHalvesPerSlice + i) * 8 + lane / 4;
 #pragma unroll
             for (int y = 0; y < kWarpRows; ++y) {
-                float* row = staged + Span(problem, spans, slice, index, warp.image, warp.row + y).staged;
+                float* row = staged + Span(problem, spans, index, warp.image, warp.row + y).staged;
 #pragma unroll
                 for (int n = 0; n < kMmasN; ++n) {
                     const int col = warp.col + n * kMmaN + lane % 4 * 2;
@@ -493,6 +572,8 @@ private:
         const Spans spans(problem, tile, out);
         const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
         out += spans.first;
+        const int rows = spans.whole_rows ? 1 : spans.rows;
+        SpanWalk walk(problem, spans, 0, 0);
         // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
 #pragma unroll 1
         for (int slice = 0; slice < Config::kSlices; ++slice) {
@@ -508,96 +589,39 @@ private:
                 }
             }
             __syncthreads();
-            const int rows = spans.whole_rows ? 1 : spans.rows;
-            for (int row = 0; row < rows; ++row) {
-                store_ends(problem, tile, spans, slice, row, staged, out, epilogue);
-                store_runs(problem, tile, spans, slice, row, staged, out, epilogue);
-            }
-        }
-    }
-
-    // The part of a slice's spans that fills whole, aligned 16 bytes.
-    static __device__ __forceinline__ void store_runs(const Problem& problem, const Tile& tile, const Spans& spans,
-                                                      int slice, int row, const float* staged, Output* out,
-                                                      const Epilogue& epilogue) {
-        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
-        constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
-        constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
-        constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
-        constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
-        constexpr int kTogether = kSpans / kAtOnce < 1 ? 1 : kSpans / kAtOnce > 4 ? 4 : kSpans / kAtOnce;
-        const int thread = static_cast<int>(threadIdx.x);
-        if (spans.short_ones()) return;
+            Output* slice_out = out + slice * Spans::kFilterStep * spans.plane;
+            store_ends(problem, tile, spans, slice, rows, staged, slice_out, epilogue);
+            if (spans.short_ones()) continue;
 #pragma unroll 1
-        for (int number = thread / kLanes; number < kSpans; number += kAtOnce * kTogether) {
-            int first[kTogether], last[kTogether];  // columns of this lane's first run and of the span's last
-            bool exists[kTogether];
-            const float* source[kTogether];
-            Output* destination[kTogether];
-            Position at[kTogether];
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const int index = number + i * kAtOnce;
-                const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
-                const int head = span.head();
-                exists[i] = span.exists(problem, tile);
-                first[i] = head + thread % kLanes * kVector;
-                last[i] = head + (spans.length - head) / kVector * kVector - kVector;
-                source[i] = staged + span.staged;
-                destination[i] = out + span.offset;
-                at[i] = span.position(problem, tile);
-            }
-            // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by side,
-            // without a branch between them.
-#pragma unroll 1
-            for (int done = 0; done < spans.length; done += kLanes * kVector) {
-                alignas(16) float value[kTogether][kVector];
-                typename Epilogue::template Values<kVector, Position> operands[kTogether];
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
-                    operands[i] =
-                        epilogue.template load<kRuns, kVector>(Position{at[i].batch, at[i].row, col}, kVector);
+            for (int turn = 0; turn < rows * SpanWalk::kTurns; ++turn) {
+                if (SpanWalk::kTurns > 1 || rows > 1) {
+                    walk = SpanWalk(problem, spans, turn % SpanWalk::kTurns, turn / SpanWalk::kTurns);
                 }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float* from = source[i] + min(first[i] + done, last[i]);
-#pragma unroll
-                    for (int j = 0; j < kVector; j += 4) {
-                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(from + j);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int col = first[i] + done;
-                    if (exists[i] && col <= last[i]) {
-                        store_run<Output, kVector, Runs::kWhole>(destination[i] + col, value[i], kVector);
-                    }
-                }
+                walk.store(problem, tile, spans, slice, staged, slice_out, epilogue);
             }
         }
     }
 
     // What is left of them: up to kVector - 1 outputs at either end, or all of short spans.
     static __device__ __forceinline__ void store_ends(const Problem& problem, const Tile& tile, const Spans& spans,
-                                                      int slice, int row, const float* staged, Output* out,
+                                                      int slice, int rows, const float* staged, Output* out,
                                                       const Epilogue& epilogue) {
-        constexpr int kSpans = Spans::kFilters * Config::kImages;
+        constexpr int kEnds = 2 * kVector, kSpans = Spans::kFilters * Config::kImages;
+        const bool short_ones = spans.short_ones();
         const bool aligned =
             ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
-        if (aligned && !spans.short_ones()) return;
+        if (aligned && !short_ones) return;
 #pragma unroll 1
-        for (int item = static_cast<int>(threadIdx.x); item < kSpans * 2 * kVector; item += kThreads) {
-            const int index = item / (2 * kVector), i = item % (2 * kVector);
-            const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
-            const int head = span.head(), tail = (spans.length - head) % kVector;
-            const bool in_tail = !spans.short_ones() && i >= kVector;
+        for (int item = static_cast<int>(threadIdx.x); item < rows * kSpans * kEnds; item += kThreads) {
+            const int i = item % kEnds, number = item / kEnds % kSpans, row = item / kEnds / kSpans;
+            const Span span(problem, spans, number % Spans::kFilters, number / Spans::kFilters, row);
+            const int tail = (spans.length - span.head) % kVector;
+            const bool in_tail = !short_ones && i >= kVector;
             const int col = in_tail ? spans.length - tail + i - kVector : i;
-            if (col >= (in_tail || spans.short_ones() ? spans.length : head) || !span.exists(problem, tile)) continue;
+            const int end = in_tail || short_ones ? spans.length : span.head;
+            if (col >= end || !span.exists(problem, tile, slice)) continue;
             float value[1] = {staged[span.staged + col]};
-            Position at = span.position(problem, tile);
+            Position at = span.position(problem, tile, slice);
             at.col += col;
             epilogue.apply(value, at, 1);
             out[span.offset + col] = from_float<Output>(value[0]);

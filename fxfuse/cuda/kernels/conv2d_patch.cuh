@@ -3,14 +3,13 @@
 // A patch is 8 channels of [image][row][kPatchCols columns]. Rows of x may start at any element: a row of the patch
 // starts at the multiple of 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early, so that
 // everything is copied 16 bytes at a time. Pixels outside the image are zero; where the first piece of a row has pixels
-// of the row before, they become zero when the piece is rounded. (With rows at any element, padding is therefore at
+// of the row before, they become zero when it has arrived. (With rows at any element, padding is therefore at
 // most 1 column: later pieces then begin inside the image.)
 #pragma once
 
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
-#include "mma.cuh"
 #include "ptx.cuh"
 
 namespace fxfuse::detail {
@@ -72,7 +71,7 @@ class PatchCopy {
     const float* origin_;  // the first of the 8 channels
     int channels_left_;    // from there
     Piece body_, edge_[kEdgeUnits];
-    int before_[kEdgeUnits];  // of the stage that was copied one stage ago
+    int before_[2][kEdgeUnits];  // of the stage that was copied last, and of the one before
 
 public:
     static constexpr int kUnits = kBodyUnits + kEdgeUnits;
@@ -93,7 +92,10 @@ public:
         origin_ += Config::kChannels * problem_.x_channel;
         channels_left_ -= Config::kChannels;
 #pragma unroll
-        for (int i = 0; i < kEdgeUnits; ++i) before_[i] = edge_[i].before;
+        for (int i = 0; i < kEdgeUnits; ++i) {
+            before_[1][i] = before_[0][i];
+            before_[0][i] = edge_[i].before;
+        }
     }
 
     __device__ __forceinline__ void copy(uint32_t stage, int unit) const {
@@ -117,20 +119,20 @@ public:
         }
     }
 
-    // A thread rounds what it has copied itself, so that no other need have finished: first load, then store.
-    __device__ __forceinline__ uint4 load(uint32_t stage, int unit) const {
-        return exists(unit) ? ptx::load_shared_16(stage + destination(unit)) : uint4{};
-    }
-
-    __device__ __forceinline__ void store_rounded(uint32_t stage, int unit, uint4 piece) const {
-        if (!exists(unit)) return;
-        uint32_t value[4] = {piece.x, piece.y, piece.z, piece.w};
+    // Puts zeros before the rows whose edges this thread has copied to `stage`, behind which kSince stages have been
+    // filled since; the copies must have arrived.
+    template <int kSince>
+    __device__ __forceinline__ void clear_before(uint32_t stage) const {
+        if constexpr (!Config::kAlignedRows) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[i] = Tf32::round_to_tf32(value[i]);
-            if (!Config::kAlignedRows && unit >= kBodyUnits && i < before_[unit - kBodyUnits]) value[i] = 0;
+            for (int i = 0; i < kEdgeUnits; ++i) {
+                const int before = before_[kSince][i];
+#pragma unroll
+                for (int element = 0; element < 3; ++element) {
+                    if (element < before) ptx::store_shared_4(stage + destination(kBodyUnits + i) + element * 4, 0);
+                }
+            }
         }
-        ptx::store_shared_16(stage + destination(unit), make_uint4(value[0], value[1], value[2], value[3]));
     }
 
 private:
@@ -171,7 +173,7 @@ private:
         const int skew = Config::kAlignedRows ? static_cast<int>(PatchRow::aligned_skew(problem_, at)) : patch_row.skew();
         const int col = patch_row.left - skew + index * 4, width = static_cast<int>(problem_.width);
         const bool inside = patch_row.inside && -4 < col && col < width;
-        return {static_cast<int>(patch_row.start - origin_) + col, inside ? min(width - col, 4) * 4 : 0, max(-col, 0)};
+        return {static_cast<int>(patch_row.start - origin_) + col, inside ? min(width - col, 4) * 4 : 0, inside ? max(-col, 0) : 0};
     }
 };
 
