@@ -56,17 +56,22 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of a 3x3, a stem, a depthwise and a 1x1 convolution, in both layouts."""
-    plane = IMAGE * IMAGE
+    """The first candidates of 3x3, a stem, a depthwise and a 1x1 convolution, in both layouts."""
+    shapes = (
+        # channels, filters, kernel, groups, height and width
+        (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
+        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE),
+    )  # fmt: skip
     for layout in ("nchw", "nhwc"):
-        for channels, filters, kernel, groups in ((64, 128, 3, 1), (3, 64, 7, 1), (64, 64, 3, 64), (64, 256, 1, 1)):
-            steps = (plane, IMAGE, 1) if layout == "nchw" else (1, IMAGE * channels, channels)
+        for channels, filters, kernel, groups, side in shapes:
+            plane = side * side
+            steps = (plane, side, 1) if layout == "nchw" else (1, side * channels, channels)
             problem = conv2d.Conv2dProblem(
                 images=8,
                 channels=channels,
-                size=(IMAGE, IMAGE),
+                size=(side, side),
                 out_channels=filters,
-                out_size=(IMAGE - kernel + 1, IMAGE - kernel + 1),
+                out_size=(side - kernel + 1, side - kernel + 1),
                 kernel=(kernel, kernel),
                 stride=(1, 1),
                 padding=(0, 0),
