@@ -337,7 +337,6 @@ DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.3),
     DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.35),
     DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.0),
-    DirectTile(4, 7, 1, (1, 1, 1), 4, 3, 2, 1.4),
 )
 
 _DIRECT_SPEED: Final = 2.0

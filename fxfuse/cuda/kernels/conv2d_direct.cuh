@@ -482,7 +482,9 @@ private:
         static constexpr int kLongest = (Spans::kLongest + kVector - 1) / kVector;
         static constexpr int kLanes = kLongest > 16 ? 32 : kLongest > 8 ? 16 : 8;
         static constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
-        static constexpr int kMost = Epilogue::kElementBytes > 0 ? 2 : 4;  // what operands hold takes registers
+        // Runs and what operands hold take registers, of which a multiprocessor has 65536.
+        static constexpr int kRegisters = 65536 / (kThreads * Config::kBlocksPerSm);
+        static constexpr int kMost = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
         static constexpr int kTogether = kSpans / kAtOnce > kMost ? kMost : kSpans / kAtOnce;
         static constexpr int kPerTurn = kAtOnce * kTogether, kTurns = kSpans / kPerTurn;
         static_assert(kTogether > 0 && kSpans % kPerTurn == 0);
