@@ -126,7 +126,7 @@ public:
         if constexpr (!Config::kAlignedRows) {
 #pragma unroll
             for (int i = 0; i < kEdgeUnits; ++i) {
-                const int before = before_[kSince][i];
+                const int before = exists(kBodyUnits + i) ? before_[kSince][i] : 0;
 #pragma unroll
                 for (int element = 0; element < 3; ++element) {
                     if (element < before) ptx::store_shared_4(stage + destination(kBodyUnits + i) + element * 4, 0);
