@@ -429,7 +429,8 @@ def test_direct_convolution_of_any_size(tile, aligned, monkeypatch, forget):
         assert tile.name in kernel, (kernel, x.shape, conv)
 
 
-def test_direct_convolution_keeps_infinities_and_nan_where_they_belong():
+def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(monkeypatch):
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(24, 40, 3, padding=1, bias=False)).cuda().eval()
     x = tensor(2, 24, 30, 60)
     x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, 59] = float("inf"), float("nan"), float("-inf")
@@ -441,7 +442,8 @@ def test_direct_convolution_keeps_infinities_and_nan_where_they_belong():
     assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
 
 
-def test_packed_filters_follow_the_weight():
+def test_packed_filters_follow_the_weight(monkeypatch):
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(24, 40, 3, padding=1)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), tensor(2, 24, 30, 60)
     with torch.no_grad():
