@@ -98,7 +98,9 @@ def sources() -> dict[str, str]:
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
         for kernel in (*gemms(precision, first), *convolutions(precision, first), *passes(output)):
-            found[kernel.type] = codegen.generate(EPILOGUE, output, OPERANDS, kernel, columns=8)
+            found[kernel.type] = codegen.generate(
+                EPILOGUE, output, OPERANDS, kernel, columns=8, tf32=precision == "tf32"
+            )
     return found
 
 
