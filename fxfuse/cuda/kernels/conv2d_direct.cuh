@@ -440,103 +440,40 @@ private:
         // Whether a span may have no 16 bytes that are aligned.
         __device__ __forceinline__ bool short_ones() const { return length < 2 * kVector - 1; }
 
-        // Which of the tile's filters is the index-th of the first slice. The next slice's are kFilterStep further.
-        static constexpr int kFilterStep = 8 * Config::kHalvesPerSlice;
-        static __device__ __forceinline__ int filter(int index) {
-            return index / kFilterStep * (kMmasM * kMmaM) + index % kFilterStep;
+        // Which of the tile's filters is the index-th of a slice.
+        static __device__ __forceinline__ int filter(int slice, int index) {
+            constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;
+            return index / kOfWarp * (kMmasM * kMmaM) + slice * kOfWarp + index % kOfWarp;
         }
     };
 
-    // One span of the first slice: the outputs of an image, a filter and, unless it has whole rows, a row. The next
-    // slice's are staged alike, because kFilterStep filters keep the alignment.
+    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row.
     struct Span {
         int row, image, filter;  // in the tile
         int64_t offset;          // from the first output of the tile
-        int head;                // outputs before the first that is aligned to 16 bytes
-        int staged;              // where the first is staged: aligned to 16 bytes as its place in memory is
+        uint32_t place;          // as in Spans, of the span's first output
+        int staged;              // where that is staged: aligned to 16 bytes as its place in memory is
 
-        Span() = default;
-        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int index, int image, int row)
-            : row(row), image(image), filter(Spans::filter(index)) {
+        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int slice, int index, int image,
+                                        int row)
+            : row(row), image(image), filter(Spans::filter(slice, index)) {
             offset = (image * problem.out_channels + filter) * spans.plane;
             if (!spans.whole_rows) offset += row * problem.out_width;
-            const uint32_t place = spans.place + static_cast<uint32_t>(offset);
-            head = static_cast<int>(-place % kVector);
+            place = spans.place + static_cast<uint32_t>(offset);
             staged = (image * Spans::kFilters + index) * Config::kSpanPitch + row * spans.pitch +
                      static_cast<int>(place % 4);
         }
 
-        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile, int slice) const {
-            return filter + slice * Spans::kFilterStep < tile.filters && tile.image + image < problem.images;
+        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile) const {
+            return filter < tile.filters && tile.image + image < problem.images;
         }
+        // Outputs before the first that is aligned to 16 bytes.
+        __device__ __forceinline__ int head() const { return static_cast<int>(-place % kVector); }
         // Of its first output; if the span does not exist, of one that does.
-        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile, int slice) const {
-            const bool real = exists(problem, tile, slice);
-            return {tile.image + (real ? image : 0), tile.channel + (real ? filter + slice * Spans::kFilterStep : 0),
+        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile) const {
+            const bool real = exists(problem, tile);
+            return {tile.image + (real ? image : 0), tile.channel + (real ? filter : 0),
                     (tile.row + row) * problem.out_width + tile.col};
-        }
-    };
-
-    // The part of some spans that fills whole, aligned 16 bytes: kLanes lanes walk along each of them.
-    struct SpanWalk {
-        static constexpr int kLongest = (Spans::kLongest + kVector - 1) / kVector;
-        static constexpr int kLanes = kLongest > 16 ? 32 : kLongest > 8 ? 16 : 8;
-        static constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
-        // Runs and what operands hold take registers, of which a multiprocessor has 65536.
-        static constexpr int kRegisters = 65536 / (kThreads * Config::kBlocksPerSm);
-        static constexpr int kMost = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
-        static constexpr int kTogether = kSpans / kAtOnce > kMost ? kMost : kSpans / kAtOnce;
-        static constexpr int kPerTurn = kAtOnce * kTogether, kTurns = kSpans / kPerTurn;
-        static_assert(kTogether > 0 && kSpans % kPerTurn == 0);
-        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
-        static constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
-
-        Span span[kTogether];
-
-        __device__ __forceinline__ SpanWalk(const Problem& problem, const Spans& spans, int turn, int row) {
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const int number = turn * kPerTurn + i * kAtOnce + static_cast<int>(threadIdx.x) / kLanes;
-                span[i] = Span(problem, spans, number % Spans::kFilters, number / Spans::kFilters, row);
-            }
-        }
-
-        // Lanes beyond a span's last run do that one as well and do not store it: runs are then worked on side by side,
-        // without a branch between them. `out` points to the slice's first output.
-        __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Spans& spans, int slice,
-                                              const float* staged, Output* out, const Epilogue& epilogue) const {
-            const int first = static_cast<int>(threadIdx.x) % kLanes * kVector;
-#pragma unroll 1
-            for (int done = first; done < spans.length + first; done += kLanes * kVector) {
-                alignas(16) float value[kTogether][kVector];
-                typename Epilogue::template Values<kVector, Position> operands[kTogether];
-                int col[kTogether];
-                bool exists[kTogether];
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int whole = (spans.length - span[i].head) / kVector * kVector;
-                    exists[i] = done < whole && span[i].exists(problem, tile, slice);
-                    col[i] = span[i].head + min(done, whole - kVector);
-                    Position at = span[i].position(problem, tile, slice);
-                    at.col += col[i];
-                    operands[i] = epilogue.template load<kRuns, kVector>(at, kVector);
-                }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float* source = staged + span[i].staged + col[i];
-#pragma unroll
-                    for (int j = 0; j < kVector; j += 4) {
-                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(source + j);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    if (!exists[i]) continue;
-                    store_run<Output, kVector, Runs::kAligned>(out + span[i].offset + col[i], value[i], kVector);
-                }
-            }
         }
     };
 
@@ -553,7 +490,7 @@ private:
             const int index = (warp.m * Config::kHalvesPerSlice + i) * 8 + lane / 4;
 #pragma unroll
             for (int y = 0; y < kWarpRows; ++y) {
-                float* row = staged + Span(problem, spans, index, warp.image, warp.row + y).staged;
+                float* row = staged + Span(problem, spans, slice, index, warp.image, warp.row + y).staged;
 #pragma unroll
                 for (int n = 0; n < kMmasN; ++n) {
                     const int col = warp.col + n * kMmaN + lane % 4 * 2;
@@ -574,8 +511,6 @@ private:
         const Spans spans(problem, tile, out);
         const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
         out += spans.first;
-        const int rows = spans.whole_rows ? 1 : spans.rows;
-        SpanWalk walk(problem, spans, 0, 0);
         // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
 #pragma unroll 1
         for (int slice = 0; slice < Config::kSlices; ++slice) {
@@ -591,39 +526,100 @@ private:
                 }
             }
             __syncthreads();
-            Output* slice_out = out + slice * Spans::kFilterStep * spans.plane;
-            store_ends(problem, tile, spans, slice, rows, staged, slice_out, epilogue);
-            if (spans.short_ones()) continue;
+            const int rows = spans.whole_rows ? 1 : spans.rows;
+            for (int row = 0; row < rows; ++row) {
+                store_ends(problem, tile, spans, slice, row, staged, out, epilogue);
+                store_runs(problem, tile, spans, slice, row, staged, out, epilogue);
+            }
+        }
+    }
+
+    // The part of a slice's spans that fills whole, aligned 16 bytes.
+    static __device__ __forceinline__ void store_runs(const Problem& problem, const Tile& tile, const Spans& spans,
+                                                      int slice, int row, const float* staged, Output* out,
+                                                      const Epilogue& epilogue) {
+        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
+        constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
+        constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
+        constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
+        // Runs and what operands hold take registers, of which a multiprocessor has 65536.
+        constexpr int kRegisters = 65536 / (kThreads * Config::kBlocksPerSm);
+        constexpr int kMost = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
+        constexpr int kTogether = kSpans / kAtOnce > kMost ? kMost : kSpans / kAtOnce;
+        static_assert(kTogether > 0 && kSpans % (kAtOnce * kTogether) == 0);
+        const int thread = static_cast<int>(threadIdx.x);
+        if (spans.short_ones()) return;
 #pragma unroll 1
-            for (int turn = 0; turn < rows * SpanWalk::kTurns; ++turn) {
-                if (SpanWalk::kTurns > 1 || rows > 1) {
-                    walk = SpanWalk(problem, spans, turn % SpanWalk::kTurns, turn / SpanWalk::kTurns);
+        for (int number = thread / kLanes; number < kSpans; number += kAtOnce * kTogether) {
+            int first[kTogether], last[kTogether];  // columns of this lane's first run and of the span's last
+            bool exists[kTogether];
+            const float* source[kTogether];
+            Output* destination[kTogether];
+            Position at[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int index = number + i * kAtOnce;
+                const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
+                const int head = span.head();
+                exists[i] = span.exists(problem, tile);
+                first[i] = head + thread % kLanes * kVector;
+                last[i] = head + (spans.length - head) / kVector * kVector - kVector;
+                source[i] = staged + span.staged;
+                destination[i] = out + span.offset;
+                at[i] = span.position(problem, tile);
+            }
+            // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by side,
+            // without a branch between them.
+#pragma unroll 1
+            for (int done = 0; done < spans.length; done += kLanes * kVector) {
+                alignas(16) float value[kTogether][kVector];
+                typename Epilogue::template Values<kVector, Position> operands[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
+                    operands[i] =
+                        epilogue.template load<kRuns, kVector>(Position{at[i].batch, at[i].row, col}, kVector);
                 }
-                walk.store(problem, tile, spans, slice, staged, slice_out, epilogue);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float* from = source[i] + min(first[i] + done, last[i]);
+#pragma unroll
+                    for (int j = 0; j < kVector; j += 4) {
+                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(from + j);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int col = first[i] + done;
+                    if (exists[i] && col <= last[i]) {
+                        store_run<Output, kVector, Runs::kAligned>(destination[i] + col, value[i], kVector);
+                    }
+                }
             }
         }
     }
 
     // What is left of them: up to kVector - 1 outputs at either end, or all of short spans.
     static __device__ __forceinline__ void store_ends(const Problem& problem, const Tile& tile, const Spans& spans,
-                                                      int slice, int rows, const float* staged, Output* out,
+                                                      int slice, int row, const float* staged, Output* out,
                                                       const Epilogue& epilogue) {
-        constexpr int kEnds = 2 * kVector, kSpans = Spans::kFilters * Config::kImages;
-        const bool short_ones = spans.short_ones();
+        constexpr int kSpans = Spans::kFilters * Config::kImages;
         const bool aligned =
             ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
-        if (aligned && !short_ones) return;
+        if (aligned && !spans.short_ones()) return;
 #pragma unroll 1
-        for (int item = static_cast<int>(threadIdx.x); item < rows * kSpans * kEnds; item += kThreads) {
-            const int i = item % kEnds, number = item / kEnds % kSpans, row = item / kEnds / kSpans;
-            const Span span(problem, spans, number % Spans::kFilters, number / Spans::kFilters, row);
-            const int tail = (spans.length - span.head) % kVector;
-            const bool in_tail = !short_ones && i >= kVector;
+        for (int item = static_cast<int>(threadIdx.x); item < kSpans * 2 * kVector; item += kThreads) {
+            const int index = item / (2 * kVector), i = item % (2 * kVector);
+            const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
+            const int head = span.head(), tail = (spans.length - head) % kVector;
+            const bool in_tail = !spans.short_ones() && i >= kVector;
             const int col = in_tail ? spans.length - tail + i - kVector : i;
-            const int end = in_tail || short_ones ? spans.length : span.head;
-            if (col >= end || !span.exists(problem, tile, slice)) continue;
+            if (col >= (in_tail || spans.short_ones() ? spans.length : head) || !span.exists(problem, tile)) continue;
             float value[1] = {staged[span.staged + col]};
-            Position at = span.position(problem, tile, slice);
+            Position at = span.position(problem, tile);
             at.col += col;
             epilogue.apply(value, at, 1);
             out[span.offset + col] = from_float<Output>(value[0]);
