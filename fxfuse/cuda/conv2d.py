@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Final, Literal
 
 from fxfuse.cuda.kernel import Kernel
@@ -301,6 +301,11 @@ class DirectTile:
         return self.images, 16 * self.mmas * along_filters, self.rows * along_rows, 8 * self.col_mmas * along_cols
 
     @property
+    def needs_aligned_rows(self) -> bool:
+        """Whether a thread's registers (of 65536) do not suffice for rows that start anywhere."""
+        return 32 * prod(self.warps) * self.images * self.blocks_per_multiprocessor > 65536 // 168
+
+    @property
     def name(self) -> str:
         images, filters, rows, cols = self.extents
         of_images = f"{images}x" if images > 1 else ""
@@ -385,6 +390,7 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             tile.tiles(problem) <= _MAX_TILES
             and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ
             and reach < 2**31
+            and (aligned or not tile.needs_aligned_rows)
             and (not tile.resident or (problem.group_channels <= _CHUNK and problem.groups == 1))
         )
 
