@@ -302,8 +302,9 @@ class DirectTile:
 
     @property
     def needs_aligned_rows(self) -> bool:
-        """Whether a thread's registers (of 65536) do not suffice for rows that start anywhere."""
-        return 32 * prod(self.warps) * self.images * self.blocks_per_multiprocessor > 65536 // 168
+        """Whether a thread has 128 registers (of 65536) or fewer: rows that start anywhere would cause spills."""
+        threads = 32 * prod(self.warps) * self.images * self.blocks_per_multiprocessor
+        return threads * 128 >= 65536
 
     @property
     def name(self) -> str:
