@@ -71,9 +71,10 @@ def _hashable(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ the short way
 
-_DEVICES: Final = ("cpu", "cuda")
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Tensors that nobody intercepts: no subclass, no fake."""
+_STRIDED: Final = frozenset((torch.strided,))
+_layout, _is_neg = torch.Tensor.layout.__get__, torch.Tensor.is_neg
 
 
 def _intercepted() -> bool:
@@ -102,13 +103,16 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         tensors = (x, weight, *operands) if bias is None else (x, weight, bias, *operands)
         if (
-            _PLAIN.issuperset(map(type, tensors))
-            and (x.is_cuda or x.is_cpu)
-            and x.layout is torch.strided
+            not _intercepted()  # first: what follows is nothing that torch.compile could trace
+            and _PLAIN.issuperset(map(type, tensors))
+            and _STRIDED.issuperset(map(_layout, tensors))
+            and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
+            and (x.is_cpu or x.is_cuda)
             and not x.is_nested
-            and not _intercepted()
             and not _needs_gradient(tensors)
         ):
+            if values:
+                values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32
@@ -132,14 +136,29 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
 # ------------------------------------------------------------------------------------ the dispatcher's way
 
 
-def _transformed(x: torch.Tensor) -> bool:
+def _transformed(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether the region must run operation by operation: torch.func, forward-mode derivatives, other layouts."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or x.layout is not torch.strided
-        or x.is_nested
+    return forward_ad._current_level >= 0 or any(
+        tensor is not None and (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not _lies_plainly(tensor))
+        for tensor in tensors
     )
+
+
+def _lies_plainly(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's numbers are those in memory, where its strides say."""
+    return (
+        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and not tensor._is_zerotensor()
+    )
+
+
+_EAGER_KEYS: Final = (
+    "Meta",
+    # Under autocast the region's own operators are cast one by one, under torch.func.vmap they are batched one by one.
+    "AutocastCPU", "AutocastCUDA", "FuncTorchBatched",
+    # other layouts in inference mode, where nothing passes by "Autograd"
+    "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
+)  # fmt: skip
+"""Dispatch keys under which the region runs as eager would, operation by operation."""
 
 
 def _implement(kind: str) -> None:
@@ -156,18 +175,16 @@ def _implement(kind: str) -> None:
         return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        if _needs_gradient((x, weight, bias, *operands)) or _transformed(x):
+        tensors = (x, weight, bias, *operands)
+        if _needs_gradient(tensors) or _transformed(tensors):
             return reference(x, weight, bias, operands, epilogue, *values)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
-    for key in (device.upper() for device in _DEVICES):
+    for key in ("CPU", "CUDA"):
         _LIBRARY.impl(kind, kernel, key)
-    _LIBRARY.impl(kind, reference, "Meta")
     _LIBRARY.impl(kind, autograd, "Autograd")
-    # Under autocast the region runs as eager would: its own operators are cast one by one.
-    # Under torch.func.vmap they are batched one by one.
-    for key in ("AutocastCPU", "AutocastCUDA", "FuncTorchBatched"):
+    for key in _EAGER_KEYS:
         _LIBRARY.impl(kind, reference, key)
 
 
