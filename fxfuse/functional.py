@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import plans
@@ -74,6 +76,7 @@ def _hashable(value: Any) -> Any:
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Tensors that nobody intercepts: no subclass, no fake."""
 _STRIDED: Final = frozenset((torch.strided,))
+_NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
 _layout, _is_neg = torch.Tensor.layout.__get__, torch.Tensor.is_neg
 
 
@@ -95,6 +98,21 @@ def _needs_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def _knows_torch_only(tensor: Any) -> bool:
+    """Whether it is a tensor that implements torch's operators itself (jagged, quantised, distributed ones)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_DISPATCH)
+    return dispatch is not _NO_DISPATCH and not isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def _reference(
+    kind: str, values: Sequence[Any], epilogue: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """The region in torch, operation by operation."""
+    options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
+    return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+
+
 def _function(kind: str) -> Callable[..., torch.Tensor]:
     overload = operator(kind)
 
@@ -114,6 +132,8 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
+        if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
+            return _reference(kind, values, epilogue, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32
         )
@@ -138,16 +158,18 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
 
 def _transformed(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether the region must run operation by operation: torch.func, forward-mode derivatives, other layouts."""
-    return forward_ad._current_level >= 0 or any(
-        tensor is not None and (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not _lies_plainly(tensor))
-        for tensor in tensors
-    )
+    return forward_ad._current_level >= 0 or any(tensor is not None and _is_special(tensor) for tensor in tensors)
 
 
-def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's numbers are those in memory, where its strides say."""
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are not simply those in memory, where its strides say."""
     return (
-        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and not tensor._is_zerotensor()
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or _knows_torch_only(tensor)
     )
 
 
@@ -171,8 +193,7 @@ def _implement(kind: str) -> None:
         return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
 
     def reference(x, weight, bias, operands, epilogue, *values, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+        return _reference(kind, values, epilogue, x, weight, bias, operands)
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)

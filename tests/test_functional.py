@@ -21,6 +21,7 @@ from helpers import (
     regions,
 )
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fxfuse
 
@@ -599,6 +600,34 @@ def test_a_sparse_weight():
         fast(x)
         model.fc.weight = nn.Parameter(model.fc.weight.to_sparse_csr())
         torch.testing.assert_close(fast(x), model(x))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that implements torch's operators, and no others, itself."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function.namespace != "aten":
+            return NotImplemented
+        args, kwargs = pytree.tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_a_weight_of_a_class_of_its_own(mode):
+    model = Net2(lambda m, x, w: F.linear(x, w).relu()).eval()
+    fast, x, weight = fxfuse.optimize(model), randn(3, 8), randn(8, 8)
+    with GRAD_MODES[mode]():
+        assert len(regions(fast)) == 1
+        for call in (model, fast):
+            torch.testing.assert_close(call(x, Wrapped(weight)), F.linear(x, weight).relu())
 
 
 def test_the_functions_take_lists():
