@@ -77,7 +77,8 @@ _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Tensors that nobody intercepts: no subclass, no fake."""
 _STRIDED: Final = frozenset((torch.strided,))
 _NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
-_layout, _is_neg = torch.Tensor.layout.__get__, torch.Tensor.is_neg
+_layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
+_is_neg: Final = torch.Tensor.is_neg
 
 
 def _intercepted() -> bool:
