@@ -223,6 +223,8 @@ def trace(
         try:
             with _tracing:
                 graph = tracer.trace(root)
+            # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
+            graph._tracer_cls = None
             break
         except Exception as error:  # tracing runs the user's code, which may raise anything
             module, reason = _where(error)

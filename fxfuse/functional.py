@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
@@ -63,6 +64,8 @@ def as_operand(value: Any) -> torch.Tensor:
     """An argument of the model that may be a number, as an operand: a tensor as it is, a number as a 0-d tensor."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, fx.Proxy):  # somebody traces the optimised model
+        return value.tracer.create_proxy("call_function", as_operand, (value,), {})  # type: ignore[return-value]
     # float64 keeps the number's digits; without dimensions it promotes as the number itself would
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 

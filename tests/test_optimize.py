@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.package
 from helpers import (
     Net,
     Net2,
@@ -334,6 +335,46 @@ def test_settings_of_the_second_time_count(make):
 def test_fp32_is_exact_or_fast(fp32):
     with pytest.raises(fxfuse.FxfuseError, match='"exact" or "fast"'):
         fxfuse.optimize(network(), fp32=fp32)
+
+
+class Scaled(nn.Module):
+    """Its second argument may be a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, y):
+        return self.fc(x).tanh() * y
+
+
+def in_a_package(fast):
+    file = io.BytesIO()
+    with torch.package.PackageExporter(file) as exporter:
+        exporter.extern("**")
+        exporter.save_pickle("package", "model.pkl", fast)
+    file.seek(0)
+    return torch.package.PackageImporter(file).load_pickle("package", "model.pkl")
+
+
+REBUILT = {
+    "traced": fx.symbolic_trace,
+    "transformed": lambda fast: fx.Transformer(fast).transform(),
+    "interpreted": lambda fast: fx.Interpreter(fast).run,
+    "another graph module": lambda fast: fx.GraphModule(fast, copy.deepcopy(fast.graph)),
+    "another graph module, pickled": lambda fast: pickle.loads(pickle.dumps(fx.GraphModule(fast, fast.graph))),
+    "packaged": in_a_package,
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("name", REBUILT)
+def test_the_graph_in_other_hands(name):
+    model = Scaled().eval()
+    rebuilt, x = REBUILT[name](fxfuse.optimize(model)), randn(5, 8)
+    with torch.no_grad():
+        for y in (randn(8), 2.5):
+            torch.testing.assert_close(rebuilt(x, y), model(x, y))
 
 
 # --------------------------------------------------------------------------------------------- lifetime
