@@ -197,6 +197,14 @@ def test_a_cache_that_cannot_be_written_does_no_harm(gpu, monkeypatch, tmp_path)
     assert gpu(problem(), gpu.candidates("a", "b")) == "b" and not gpu.measured
 
 
+def test_a_choice_that_cannot_be_stored_leaves_nothing_behind(gpu):
+    gpu.times = {"a": 2.0, "b": 1.0}
+    file = tune._file(tune._key(problem()))
+    file.mkdir(parents=True)
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b"
+    assert list(file.parent.iterdir()) == [file]
+
+
 def test_nothing_is_chosen_where_memory_does_not_suffice(gpu, monkeypatch):
     monkeypatch.setattr(tune, "_measure", lambda problem, ready: {})
     assert gpu(problem(), gpu.candidates("a", "b")) == "a"

@@ -266,9 +266,9 @@ def _remember(problem: Problem, choice: _Choice) -> None:
     path = _file(key)
     try:
         path.parent.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with contextlib.closing(os.fdopen(handle, "w")) as file:
-            file.write(text)
-        os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(text)
+            written.replace(path)  # a reader sees all of it or nothing
     except OSError as error:  # it is kept for this process
         logger.info("fxfuse: a choice cannot be stored: %s", error)
