@@ -26,6 +26,8 @@ def ranked(monkeypatch):
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
     properties = SimpleNamespace(multi_processor_count=108, shared_memory_per_multiprocessor=163 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
+        monkeypatch.setattr(torch._C, name, None, raising=False)
 
     def candidates(problem, capability=(8, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
