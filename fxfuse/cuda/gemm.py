@@ -207,7 +207,7 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
         header=HEADER,
         type=f"Gemm<{config}, {{output}}, {{epilogue}}>",
         params=struct.pack(
-            "<8q",
+            "<10q",
             problem.m,
             problem.n,
             problem.k,
@@ -216,6 +216,8 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
             problem.out_stride,
             problem.rows_per_batch or problem.m,
             block,
+            1,
+            -(-problem.k // tile_k),
         ),
     )
 
