@@ -61,48 +61,53 @@ struct SplitWorkspace {
 };
 
 // A tile's part as its threads hold it: Shape is a MainloopShape, `sum` its Accumulators. In the workspace, pairs of
-// neighbouring columns lie in the order of threads, so that rows beyond the matrix take no memory traffic.
+// neighbouring columns lie in the order of threads. Rows beyond the matrix take no memory traffic: those of a skinny
+// problem would be most of it.
 template <class Shape>
 struct SplitPart {
     using Sum = Accumulators<Shape::kMmasM, Shape::kMmasN>;
     static constexpr int64_t kPairs = Shape::kTileM * Shape::kTileN / 2;
-    static constexpr int kPairsPerThread = static_cast<int>(kPairs / Shape::kThreads);
-    // Parts that are read at a time: enough loads in flight to hide most of their latency.
-    static constexpr int kUnroll = kPairsPerThread >= 32 ? 1 : 32 / kPairsPerThread;
 
     // `rows` of the tile exist.
     static __device__ __forceinline__ void write(const Sum& sum, float2* part, int rows) {
-        for_each_pair(rows, [&](int m, int n, int half, int index) {
-            __stcg(part + index, make_float2(sum.value[m][n][half * 2], sum.value[m][n][half * 2 + 1]));
+        for_each_pair([&](int m, int n, int half, int row, int index) {
+            const float(&d)[4] = sum.value[m][n];
+            if (row < rows) __stcg(part + index, make_float2(d[half * 2], d[half * 2 + 1]));
         });
     }
 
     static __device__ __forceinline__ void add_all(Sum& sum, const float2* parts, int splits, int rows) {
         sum.clear();
-#pragma unroll kUnroll
+#pragma unroll kTogether
         for (int split = 0; split < splits; ++split) {
-            for_each_pair(rows, [&](int m, int n, int half, int index) {
-                const float2 pair = __ldcg(parts + split * kPairs + index);
-                sum.value[m][n][half * 2] += pair.x;
-                sum.value[m][n][half * 2 + 1] += pair.y;
+            // No branch separates the loads, so that they are under way together.
+            Sum part;
+            for_each_pair([&](int m, int n, int half, int row, int index) {
+                const float2 pair = ptx::load_l2_8(parts + split * kPairs + index, row < rows);
+                part.value[m][n][half * 2] = pair.x;
+                part.value[m][n][half * 2 + 1] = pair.y;
             });
+            sum.add(part);
         }
     }
 
 private:
+    // Parts that are read at a time: up to 32 loads of a thread.
+    static constexpr int kLoads = static_cast<int>(kPairs / Shape::kThreads);
+    static constexpr int kTogether = kLoads >= 32 ? 1 : 32 / kLoads;
+
     template <class Function>
-    static __device__ __forceinline__ void for_each_pair(int rows, Function function) {
+    static __device__ __forceinline__ void for_each_pair(Function function) {
         const int thread = static_cast<int>(ptx::read_thread_index());
-        const int row = static_cast<int>(Shape::warp_m(thread)) + thread % 32 / 4;
+        const int first = static_cast<int>(Shape::warp_m(thread)) + thread % 32 / 4;
 #pragma unroll
         for (int m = 0; m < Shape::kMmasM; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (row + m * kMmaM + half * 8 < rows) {
 #pragma unroll
-                    for (int n = 0; n < Shape::kMmasN; ++n) {
-                        function(m, n, half, ((m * 2 + half) * Shape::kMmasN + n) * Shape::kThreads + thread);
-                    }
+                for (int n = 0; n < Shape::kMmasN; ++n) {
+                    function(m, n, half, first + m * kMmaM + half * 8,
+                             ((m * 2 + half) * Shape::kMmasN + n) * Shape::kThreads + thread);
                 }
             }
         }
