@@ -32,7 +32,7 @@ def linear(m: int, n: int, k: int, precision: Precision = "tf32x3") -> Problem:
 
 
 def config(kernel_type: str) -> list[str]:
-    match = re.fullmatch(r"Gemm<GemmConfig<(.*)>, \{output\}, \{epilogue\}>", kernel_type)
+    match = re.fullmatch(r"(?:Split)?Gemm<GemmConfig<(.*)>, \{output\}, \{epilogue\}>", kernel_type)
     assert match, kernel_type
     return match[1].split(", ")
 
@@ -88,7 +88,7 @@ def test_first_choice_on_an_h200(precision: Precision, m: int, n: int, k: int, e
 def test_sums_follow_k(k: int, sums: str, block: int) -> None:
     large = next(kernel for kernel in candidates(linear(4096, 8192, k)) if tile(kernel.type) == (128, 128))
     assert config(large.type)[6] == f"Sums::{sums}"
-    assert struct.unpack("<8q", large.params)[7] == block
+    assert struct.unpack("<10q", large.params)[7] == block
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 512, 512), (1000, 3000, 2048), (4096, 768, 1024)])
@@ -147,8 +147,8 @@ def test_sizes_are_arguments_of_the_same_kernels() -> None:
 
 def test_params_are_the_problem_struct() -> None:
     problem = replace(linear(6, 64, 32, "fp16"), x_stride=40, weight_stride=48, out_stride=56, rows_per_batch=3)
-    assert struct.unpack("<8q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1)
-    assert struct.unpack("<8q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
+    assert struct.unpack("<10q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1, 1, 1)
+    assert struct.unpack("<10q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

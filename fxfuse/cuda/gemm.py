@@ -1,7 +1,8 @@
 """GEMM kernels for a problem: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]).
 
 `candidates` turns a `Problem` (sizes, layouts and alignments of one call) into the `Kernel`s of kernels/gemm.cuh that
-can solve it, best first by a model of their time. Nothing here needs a GPU.
+can solve it, best first by a model of their time. Where a tile's thread blocks do not fill the device, several of them
+may share a tile's sum over K. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
+MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds up what all of them leave
+LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
+MAX_WORKSPACE = 256 << 20  # bytes
+COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class Problem:
     @property
     def element_bytes(self) -> int:
         return 4 if self.precision in ("tf32x3", "tf32") else 2
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of K in a tile."""
+        return TILE_BYTES_OF_K // self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -121,26 +131,84 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    usable = [tile for tile in tiles if _fits(tile, problem) and _is_accurate(tile, problem)]
-    return tuple(_kernel(tile, problem) for tile in sorted(usable, key=lambda tile: estimated_time(tile, problem)))
+    timed = [
+        (estimated_time(tile, problem, splits), tile, splits)
+        for tile in tiles
+        if _fits(tile, problem)
+        for splits in _split_counts(tile, problem)
+    ]
+    return tuple(_kernel(tile, problem, splits) for _, tile, splits in sorted(timed, key=lambda choice: choice[0]))
 
 
-def estimated_time(tile: Tile, problem: Problem) -> float:
-    """Time of a kernel, in the time that the best tile takes per element of out (or of the tiles' parts beyond it).
+def _split_counts(tile: Tile, problem: Problem) -> list[int]:
+    """1, and the best number of thread blocks to share each tile if sharing pays; of these, the accurate ones."""
+    alone = estimated_time(tile, problem, 1)
+    shared = {
+        splits: time
+        for splits in possible_splits(tile, problem)
+        if _is_accurate(tile, problem, splits) and (time := estimated_time(tile, problem, splits)) < alone
+    }
+    unshared = [1] if _is_accurate(tile, problem, 1) else []
+    return unshared + ([min(shared, key=lambda splits: shared[splits])] if shared else [])
 
-    Thread blocks run in waves of as many as the device holds. What all tiles have in common (K, the traffic of
-    weights) is left out, because only the order counts.
+
+def possible_splits(tile: Tile, problem: Problem) -> list[int]:
+    """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
+    tiles_k = -(-problem.k // problem.tile_k)
+    most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
+    # Equal shares of whole tiles: 3 shares of 10 are 4, 4 and 2, but 6 are 5 of 2.
+    counts = {-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)}
+    return sorted(splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE)
+
+
+def workspace_bytes(tile: Tile, problem: Problem, splits: int) -> int:
+    """A counter per tile, and each thread block's part of its sums (split_k.cuh)."""
+    tiles = _blocks(tile, problem)
+    counters = -(-tiles * COUNTER_BYTES // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return counters + tiles * splits * tile.m * tile.n * 4
+
+
+def _blocks(tile: Tile, problem: Problem) -> int:
+    return -(-problem.m // tile.m) * -(-problem.n // tile.n)
+
+
+# Of an H200, per multiprocessor, fitted to measured times (benchmarks/gemm_model.py). Those of an A100 are about half
+# of these, all of them, so that the order of candidates is the same.
+_PRODUCTS = {"tf32x3": 77e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # per us, best tile
+_DEVICE_BYTES = 32.8e3  # per us, from or to device memory
+_L2_BYTES = 90e3  # per us, from L2
+_PART_BYTES = 35e3  # per us, of other thread blocks' sums
+_LAUNCH, _WAVE, _FIRST_BYTES = 3.6, 4.7, 5.2  # us: of a kernel; to fill and drain pipelines; before memory is at speed
+_LATENCY = 0.54  # us, from asking for a tile of K to having it
+
+
+def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
+    """Microseconds that a kernel takes on an H200 (or on a device like it in all but its size).
+
+    Thread blocks run in waves of as many as the device holds. A wave takes as long as its products, its reads from L2
+    or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory.
     """
-    blocks = -(-problem.m // tile.m) * -(-problem.n // tile.n)
-    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
-    waves, rest = divmod(blocks, resident * problem.multiprocessors)
-    area = tile.m * tile.n
-    time = waves * resident * area / tile.speed(resident)
-    if rest:
-        together = -(-rest // problem.multiprocessors)
-        time += together * area / tile.speed(together)
+    share = -(-(-(-problem.k // problem.tile_k)) // splits)  # tiles of K
+    rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
+    speed = _PRODUCTS[problem.precision]
     if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
-        time /= 0.87  # measured as the speeds above
+        speed *= 0.87  # measured as the tiles' speeds
+
+    def wave(together: int) -> float:
+        products = together * tile.m * tile.n * share * problem.tile_k / (speed * tile.speed(together))
+        reads = together * (rows + cols) * share * TILE_BYTES_OF_K / _L2_BYTES
+        copies = share / (tile.stages - 1) * _LATENCY
+        return max(products, reads, copies) + _WAVE
+
+    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
+    waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
+    time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
+    elements = (problem.m + problem.n) * problem.k + problem.m * problem.n
+    memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
+    time = max(time, memory) + _LAUNCH
+    if splits > 1:
+        time += splits * rows * cols * 4 / _PART_BYTES
+        time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
     return time
 
 
@@ -153,7 +221,7 @@ def _fits(tile: Tile, problem: Problem) -> bool:
     return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
 
 
-def _is_accurate(tile: Tile, problem: Problem) -> bool:
+def _is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
     """Whether the kernel's error is at most that of eager's fp32 GEMM.
 
     Where 128x128 tiles do not fill the device several times over, cuBLAS divides long sums among thread blocks and
@@ -190,7 +258,7 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
 
-def _kernel(tile: Tile, problem: Problem) -> Kernel:
+def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     sums, block = _sums(tile, problem)
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
@@ -201,11 +269,11 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
         f"GemmConfig<{_MMA[problem.precision]}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
         f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
     )
-    tile_k = TILE_BYTES_OF_K // problem.element_bytes
+    name = f"gemm {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     return Kernel(
-        name=f"gemm {problem.precision} {tile.m}x{tile.n}x{tile_k}, {tile.stages} stages",
+        name=f"{name}, split {splits}" if splits > 1 else name,
         header=HEADER,
-        type=f"Gemm<{config}, {{output}}, {{epilogue}}>",
+        type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
         params=struct.pack(
             "<10q",
             problem.m,
@@ -216,9 +284,10 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
             problem.out_stride,
             problem.rows_per_batch or problem.m,
             block,
-            1,
-            -(-problem.k // tile_k),
+            splits,
+            -(-(-(-problem.k // problem.tile_k)) // splits),
         ),
+        workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
     )
 
 
