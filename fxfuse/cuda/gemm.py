@@ -7,6 +7,7 @@ may share a tile's sum over K. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +64,10 @@ class Problem:
         """Elements of K in a tile."""
         return TILE_BYTES_OF_K // self.element_bytes
 
+    @property
+    def tiles_k(self) -> int:
+        return -(-self.k // self.tile_k)
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -86,8 +91,8 @@ class Tile:
         return self.m // self.warps_m * (self.n // self.warps_n) <= 32 * 32
 
     def speed(self, together: int) -> float:
-        """With so many of them on a multiprocessor. 0.3: a second one closes 56 to 76 % of the gap."""
-        return self.full - (self.full - self.alone) * 0.3 ** (together - 1)
+        """With so many of them on a multiprocessor: each one more closes half of the gap."""
+        return self.full - (self.full - self.alone) * 0.46 ** (together - 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -96,28 +101,30 @@ class Tile:
         return max(loop, staging)
 
 
-# Speeds: H200, K = 4096, x and weight aligned, with 1 and with 12 thread blocks per multiprocessor, as fractions of
-# 77 (tf32x3), 222 (tf32) and 485 TFLOP/s (fp16, bf16).
+# Speeds: fitted with the constants of `estimated_time` to times of all splits of all tiles for 43 shapes on an
+# H200; fractions of _PRODUCTS.
 _TILES_TF32X3 = (
-    Tile(128, 128, 2, 4, stages=3, resident=1, alone=0.99, full=1.00),
-    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.90, full=0.98),
-    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.90, full=0.98),
-    Tile(64, 64, 2, 2, stages=3, resident=3, alone=0.58, full=0.83),
-    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.72, full=0.76),
-    Tile(32, 64, 1, 4, stages=6, resident=4, alone=0.60, full=0.72),
-    Tile(16, 64, 1, 4, stages=8, resident=4, alone=0.38, full=0.55),
-    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.18, full=0.42),
+    Tile(128, 128, 2, 4, stages=3, resident=1, alone=1.00, full=1.00),
+    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.93, full=1.05),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.98, full=1.05),
+    Tile(64, 64, 2, 2, stages=3, resident=3, alone=0.63, full=0.94),
+    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.81, full=0.81),
+    Tile(32, 64, 1, 4, stages=4, resident=5, alone=0.64, full=0.73),
+    Tile(16, 64, 1, 4, stages=4, resident=6, alone=0.57, full=0.57),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.26, full=0.51),
+    Tile(128, 16, 4, 1, stages=5, resident=3, alone=0.57, full=0.69),
 )
 _TILES = (
-    Tile(128, 256, 2, 4, stages=3, resident=1, alone=0.98, full=1.00),
-    Tile(256, 128, 4, 2, stages=3, resident=1, alone=0.93, full=0.93),
-    Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.79, full=0.91),
-    Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.65, full=0.78),
-    Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.61, full=0.74),
-    Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.46, full=0.63),
-    Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.31, full=0.42),
-    Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.19, full=0.28),
-    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.09, full=0.22),
+    Tile(128, 256, 2, 4, stages=3, resident=1, alone=0.97, full=0.97),
+    Tile(256, 128, 4, 2, stages=3, resident=1, alone=0.97, full=0.97),
+    Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.93, full=1.03),
+    Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.76, full=0.88),
+    Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.68, full=0.86),
+    Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.49, full=0.75),
+    Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.36, full=0.48),
+    Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.21, full=0.36),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.10, full=0.23),
+    Tile(128, 16, 4, 1, stages=5, resident=4, alone=0.34, full=0.34),
 )
 _MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 _MAJOR = {"nk": "kK", "kn": "kMN"}
@@ -154,9 +161,9 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
-    tiles_k = -(-problem.k // problem.tile_k)
+    tiles_k = problem.tiles_k
     most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
-    # Equal shares of whole tiles: 3 shares of 10 are 4, 4 and 2, but 6 are 5 of 2.
+    # Equal shares of whole tiles: 4 shares of 10 are 3, 3, 3 and 1, but 6 are 5 of 2.
     counts = {-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)}
     return sorted(splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE)
 
@@ -172,14 +179,19 @@ def _blocks(tile: Tile, problem: Problem) -> int:
     return -(-problem.m // tile.m) * -(-problem.n // tile.n)
 
 
-# Of an H200, per multiprocessor, fitted to measured times (benchmarks/gemm_model.py). Those of an A100 are about half
-# of these, all of them, so that the order of candidates is the same.
-_PRODUCTS = {"tf32x3": 77e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # per us, best tile
-_DEVICE_BYTES = 32.8e3  # per us, from or to device memory
-_L2_BYTES = 90e3  # per us, from L2
-_PART_BYTES = 35e3  # per us, of other thread blocks' sums
-_LAUNCH, _WAVE, _FIRST_BYTES = 3.6, 4.7, 5.2  # us: of a kernel; to fill and drain pipelines; before memory is at speed
-_LATENCY = 0.54  # us, from asking for a tile of K to having it
+# Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
+# same. Fitted like the tiles' speeds: the first candidate was at most 9 % slower than the best on each of 87 problems.
+_PRODUCTS = {"tf32x3": 77e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # of a good tile
+_DEVICE_BYTES = 34.9e3  # from or to device memory
+_L2_BYTES = 142e3  # from L2
+_PART_BYTES = 47e3  # of other thread blocks' sums
+# Microseconds.
+_LAUNCH = 3.6  # of a kernel
+_WAVE = 4.3  # to fill and drain the pipelines of a wave
+_FIRST_BYTES = 4.4  # before device memory is at speed
+_LATENCY = 0.81  # from asking for a tile of K to having it
+_MEETING = 0.5  # for the last thread block of a tile to know that it is
+_NOT_HIDDEN = 0.07  # of what goes on beside something slower
 
 
 def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
@@ -188,7 +200,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     Thread blocks run in waves of as many as the device holds. A wave takes as long as its products, its reads from L2
     or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory.
     """
-    share = -(-(-(-problem.k // problem.tile_k)) // splits)  # tiles of K
+    share = math.ceil(problem.tiles_k / splits)  # tiles of K
     rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
     speed = _PRODUCTS[problem.precision]
     if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
@@ -205,9 +217,9 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
     elements = (problem.m + problem.n) * problem.k + problem.m * problem.n
     memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
-    time = max(time, memory) + _LAUNCH
+    time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
     if splits > 1:
-        time += splits * rows * cols * 4 / _PART_BYTES
+        time += _MEETING + splits * rows * cols * 4 / _PART_BYTES
         time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
     return time
 
@@ -224,14 +236,28 @@ def _fits(tile: Tile, problem: Problem) -> bool:
 def _is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
     """Whether the kernel's error is at most that of eager's fp32 GEMM.
 
-    Where 128x128 tiles do not fill the device several times over, cuBLAS divides long sums among thread blocks and
-    becomes as accurate as `kBlockwise` only. Seen on an H200 (132 multiprocessors): with 16 tiles from K = 512 on,
-    with 192 tiles from K = 1024 or 2048 on, with 512 tiles never.
+    cuBLAS divides K among thread blocks, too, where 128x128 tiles do not fill the device, and so becomes as accurate as
+    `kBlockwise` only. Seen on an H200 (132 multiprocessors), errors in 1e-8 for normal/uniform data:
+
+        tiles                                    K = 1024   2048    4096      8192     16384     32768
+        any, at least                               24/9    29/9   41/12     49/13     57/12     57/11
+        those that fill whole waves                57/43   57/30   81/43     66/24     81/22    133/47
+        64, of one row or few                      57/43   41/16   57/22     81/30    115/42    162/60
+        128 and 256 of one row                     57/43       -   81/43    115/60   229/168   324/238
+        kPromoted, 1                               27/23   29/24   32/26     38/30     48/37     63/47
+        kPromoted, 1, shares of at most 4096           -       -       -     29/23     32/23     33/23
+        kBlockwise, 8                               15/7    15/7    16/7      18/9     20/12     25/16
     """
     if problem.precision != "tf32x3" or tile.small_warps or problem.k <= 256:
         return True
-    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
-    return fills >= (1 if problem.k < 1024 else 3)
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
+    fills = tiles / problem.multiprocessors
+    if fills >= (1 if problem.k < 1024 else 3):
+        return True
+    share = problem.k / splits
+    if problem.m <= 128 and tiles >= 64 and problem.k >= 8192:
+        return share <= (4096 if tiles < 128 else 16384)
+    return fills / math.ceil(fills) >= 0.9 and (problem.k <= 4096 or (problem.k < 16384 and share <= 4096))
 
 
 def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
@@ -253,7 +279,8 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
         return "kBlockwise", 8 if problem.k <= 8192 else 16
     if problem.k <= 256:
         return "kStepwise", 1
-    if problem.k < 2048:
+    # Fewer tiles make cuBLAS more accurate: see _is_accurate.
+    if problem.k < 2048 or -(-problem.m // 128) * -(-problem.n // 128) < 3 * problem.multiprocessors:
         return "kPromoted", 1
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
@@ -285,7 +312,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
             problem.rows_per_batch or problem.m,
             block,
             splits,
-            -(-(-(-problem.k // problem.tile_k)) // splits),
+            math.ceil(problem.tiles_k / splits),
         ),
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
     )
