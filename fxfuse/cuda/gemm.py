@@ -27,6 +27,7 @@ BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds up what all of them leave
 LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
 MAX_WORKSPACE = 256 << 20  # bytes
+SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 
 
@@ -149,14 +150,15 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
 
 def _split_counts(tile: Tile, problem: Problem) -> list[int]:
     """1, and the best number of thread blocks to share each tile if sharing pays; of these, the accurate ones."""
-    alone = estimated_time(tile, problem, 1)
-    shared = {
-        splits: time
+    counts = [1] if _is_accurate(tile, problem, 1) else []
+    most = estimated_time(tile, problem, 1) * SHARING_PAYS if counts else math.inf
+    times = {
+        splits: estimated_time(tile, problem, splits)
         for splits in possible_splits(tile, problem)
-        if _is_accurate(tile, problem, splits) and (time := estimated_time(tile, problem, splits)) < alone
+        if _is_accurate(tile, problem, splits)
     }
-    unshared = [1] if _is_accurate(tile, problem, 1) else []
-    return unshared + ([min(shared, key=lambda splits: shared[splits])] if shared else [])
+    best = min(times, key=lambda splits: times[splits], default=1)
+    return [*counts, best] if best > 1 and times[best] < most else counts
 
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
@@ -179,7 +181,7 @@ def _blocks(tile: Tile, problem: Problem) -> int:
     return -(-problem.m // tile.m) * -(-problem.n // tile.n)
 
 
-# Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
+# Of an H200, per multiprocessor and microsecond (benchmarks/gemm_model.py). An A100 has about half of each, so that the order of candidates is the
 # same. Fitted like the tiles' speeds: the first candidate was at most 9 % slower than the best on each of 87 problems.
 _PRODUCTS = {"tf32x3": 77e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # of a good tile
 _DEVICE_BYTES = 34.9e3  # from or to device memory
