@@ -4,8 +4,8 @@
     python benchmarks/gemm_model.py --precisions bf16 --all
 
 Prints per problem the fastest kernel, the model's first one, their ratio and torch's matrix product; with --all every
-time, which is what the model's constants are fitted to. Medians of interleaved runs. The L2 cache is flushed by reading:
-flushing by writes leaves lines behind whose write-back slows down what is measured by 10 us.
+time, which is what the model's constants are fitted to. Medians of interleaved runs. The L2 cache is flushed by reads:
+after writes, their lines' way back to memory slows down what is measured by 10 us.
 """
 
 from __future__ import annotations

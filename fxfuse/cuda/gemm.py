@@ -181,8 +181,9 @@ def _blocks(tile: Tile, problem: Problem) -> int:
     return -(-problem.m // tile.m) * -(-problem.n // tile.n)
 
 
-# Of an H200, per multiprocessor and microsecond (benchmarks/gemm_model.py). An A100 has about half of each, so that the order of candidates is the
-# same. Fitted like the tiles' speeds: the first candidate was at most 9 % slower than the best on each of 87 problems.
+# Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
+# same. Fitted like the tiles' speeds (benchmarks/gemm_model.py): the first candidate was at most 9 % slower than the
+# best on each of 87 problems.
 _PRODUCTS = {"tf32x3": 77e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # of a good tile
 _DEVICE_BYTES = 34.9e3  # from or to device memory
 _L2_BYTES = 142e3  # from L2
