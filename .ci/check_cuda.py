@@ -46,10 +46,15 @@ IMAGE = 56  # height and width of the images in the convolutions
 
 
 def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of a large, a skinny and an odd problem, with the weight in both layouts."""
+    """The first candidates of a large, a wide, a skinny and an odd problem, with the weight in both layouts."""
     element = 4 if OUTPUTS[precision] == torch.float32 else 2
     for layout in ("nk", "kn"):
-        for m, n, k, alignment in ((1024, 8192, 8192, 16), (8, 4096, 4096, 16), (129, 257, 513, element)):
+        for m, n, k, alignment in (
+            (1024, 8192, 8192, 16),
+            (128, 8192, 8192, 16),
+            (8, 4096, 4096, 16),
+            (129, 257, 513, element),
+        ):
             stride = k if layout == "nk" else n
             problem = gemm.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
             yield from gemm.candidates(problem)[:first]
