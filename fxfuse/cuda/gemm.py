@@ -7,7 +7,7 @@ can solve it, best first by a model of their time. Nothing here needs a GPU.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fxfuse.cuda.kernel import Kernel
@@ -16,11 +16,17 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
+SPLIT_HEADER = "gemm_split.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
+SPLIT_TILE_K = 32  # kSplitTileK in gemm_split.cuh
+EXPONENT_PADDING = 16  # kExponentPadding in gemm_split.cuh
+SPEED_TF32X3, SPEED_FP16X3 = 77e12, 155e12  # FLOP/s of the best tiles on an H200; the A100's are about half
+FLOP_PER_BYTE = SPEED_TF32X3 / 3.5e12  # by the bandwidth of the pass that splits; about the same on an A100
+LAUNCH = 1.2e6  # products of a multiprocessor in 3xTF32 in the time of another launch
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 
 
@@ -32,7 +38,7 @@ class Problem:
     n: int
     k: int
     precision: Precision
-    """How to multiply: x and weight are float32 for tf32x3 and tf32, else of the type named."""
+    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32."""
     weight_layout: Layout
     """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
     x_stride: int
@@ -51,7 +57,7 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        return 4 if self.precision in ("tf32x3", "tf32") else 2
+        return 2 if self.precision in ("fp16", "bf16") else 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,13 @@ _TILES = (
     Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.19, full=0.28),
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.09, full=0.22),
 )
-_MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
+_TILES_FP16X3 = (
+    Tile(128, 128, 2, 4, stages=4, resident=1, alone=0.99, full=1.00),
+    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.80, full=0.95),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.80, full=0.95),
+    Tile(64, 64, 1, 2, stages=4, resident=2, alone=0.50, full=0.75),
+)
+_MMA = {"tf32x3": "Tf32x3", "fp16x3": "Fp16x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 _MAJOR = {"nk": "kK", "kn": "kMN"}
 
 
@@ -120,9 +132,47 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     """
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
+    if problem.precision == "fp16x3":
+        return _fast_candidates(problem)
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
     usable = [tile for tile in tiles if _fits(tile, problem) and _is_accurate(tile, problem)]
     return tuple(_kernel(tile, problem) for tile in sorted(usable, key=lambda tile: estimated_time(tile, problem)))
+
+
+def _fast_candidates(problem: Problem) -> tuple[Kernel, ...]:
+    """Kernels of scaled fp16 products, and of 3xTF32 as they are, because a pass that splits costs more than it brings
+    where there are few rows or columns."""
+    exact, product = replace(problem, precision="tf32x3"), split_product(problem)
+    timed = [(split_time(tile, problem), _split_kernel(tile, problem)) for tile in _TILES_FP16X3 if _fits(tile, product)]
+    timed += [
+        (estimated_time(tile, exact), _kernel(tile, exact))
+        for tile in _TILES_TF32X3
+        if _fits(tile, exact) and _is_accurate(tile, exact)
+    ]
+    return tuple(kernel for _, kernel in sorted(timed, key=lambda candidate: candidate[0]))
+
+
+def split_product(problem: Problem) -> Problem:
+    """What is to be multiplied after the pass that splits x and weight: K-major rows of halves, K padded."""
+    padded = -(-problem.k // SPLIT_TILE_K) * SPLIT_TILE_K
+    return replace(
+        problem,
+        k=padded,
+        x_stride=padded,
+        weight_stride=padded,
+        weight_layout="nk",
+        x_alignment=MAX_ACCESS,
+        weight_alignment=MAX_ACCESS,
+    )
+
+
+def split_time(tile: Tile, problem: Problem) -> float:
+    """Time of splitting and multiplying, in the unit of `estimated_time` for 3xTF32."""
+    reads = 2 if problem.weight_layout == "nk" else 3  # of x and of the weight together, and writes: see split_columns
+    bytes_moved = 8 * problem.k * problem.m + 4 * reads * problem.k * problem.n
+    # Both in the time that the device takes for 3xTF32 products of K numbers, per multiprocessor.
+    passing = bytes_moved / (2 * problem.k * problem.multiprocessors) * FLOP_PER_BYTE + LAUNCH / problem.k
+    return passing + estimated_time(tile, split_product(problem)) * SPEED_TF32X3 / SPEED_FP16X3
 
 
 def estimated_time(tile: Tile, problem: Problem) -> float:
@@ -179,6 +229,8 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
         kPromoted, 4      1.91/1.80  3.24/4.30  3.19/4.92  1.60/2.52  0.80/1.28  0.57/0.91
         kBlockwise, 8     1.31/0.95  0.74/0.56  0.49/0.41  0.50/0.60  0.39/0.64  0.30/0.57
     """
+    if problem.precision == "fp16x3":
+        return "kPromoted", 1 if problem.k < 2048 else 2
     if problem.precision != "tf32x3":
         return "kRunning", 1
     if tile.small_warps:
@@ -188,6 +240,36 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     if problem.k < 2048:
         return "kPromoted", 1
     return "kPromoted", 2 if problem.k <= 8192 else 4
+
+
+def _split_kernel(tile: Tile, problem: Problem) -> Kernel:
+    """A kernel that splits float32 operands into its workspace and multiplies the halves."""
+    product = _kernel(tile, split_product(problem))
+    config = product.type.removeprefix("Gemm<").removesuffix(", {output}, {epilogue}>")
+    sums, block = _sums(tile, problem)
+    return Kernel(
+        name=product.name,
+        header=SPLIT_HEADER,
+        type=f"SplitGemm<{config}, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
+        params=struct.pack(
+            "<8q",
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.x_stride,
+            problem.weight_stride,
+            problem.out_stride,
+            problem.rows_per_batch or problem.m,
+            block,
+        ),
+        workspace=split_workspace(problem),
+    )
+
+
+def split_workspace(problem: Problem) -> int:
+    """Bytes: x and weight in halves, and an exponent for each of their rows (gemm_split.cuh)."""
+    exponents = sum(-(-rows // EXPONENT_PADDING) * EXPONENT_PADDING for rows in (problem.m, problem.n))
+    return 4 * ((problem.m + problem.n) * split_product(problem).k + exponents)
 
 
 def _kernel(tile: Tile, problem: Problem) -> Kernel:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-Precision = Literal["tf32x3", "tf32", "fp16", "bf16"]
+Precision = Literal["tf32x3", "fp16x3", "tf32", "fp16", "bf16"]
 
 
 def _tf32_allowed(new: Any, old: Any) -> bool:

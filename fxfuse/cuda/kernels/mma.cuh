@@ -42,7 +42,7 @@ struct Tf32 {
     struct B {
         uint32_t value[2];
     };
-    static constexpr int kProducts = 1;
+    static constexpr int kProducts = 1, kReads = 1;
 
     template <class Fragment, int kRegisters>
     static __device__ __forceinline__ Fragment rounded(const uint32_t (&raw)[kRegisters]) {
@@ -93,7 +93,7 @@ struct SplitTf32 {
     struct B {
         uint32_t hi[2], lo[2];
     };
-    static constexpr int kProducts = 3;
+    static constexpr int kProducts = 3, kReads = 1;
 
     static __device__ __forceinline__ uint32_t upper(uint32_t bits) {
         constexpr uint32_t kTurnsInfinityIntoOne = 0xbfffffff;
@@ -143,7 +143,7 @@ struct Half {
     struct B {
         uint32_t value[2];
     };
-    static constexpr int kProducts = 1;
+    static constexpr int kProducts = 1, kReads = 1;
 
     static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return {{raw[0], raw[1], raw[2], raw[3]}}; }
     static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
@@ -166,6 +166,71 @@ struct Bf16 : Half<__nv_bfloat16> {
     template <int kProduct>
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
         ptx::mma_m16n8k16_bf16(d, a.value, b.value);
+    }
+};
+
+// A float32 number as hi + lo, both halves, scaled by a power of two that its row has in common: 22 significant bits.
+// In memory 16 bytes of hi and 16 bytes of lo alternate along K, so that 32 bytes hold 8 numbers. Written by
+// gemm_split.cuh.
+struct HalfPair {
+    uint32_t bits;
+};
+
+struct Fp16x3 {
+    using Element = HalfPair;
+    static constexpr bool kGuarded = false;
+    using Unguarded = Fp16x3;
+    struct A {
+        uint32_t hi[4], lo[4];
+    };
+    struct B {
+        uint32_t hi[2], lo[2];
+    };
+    static constexpr int kProducts = 3;
+    static constexpr int kReads = 2;
+
+    static __device__ __forceinline__ A make_a(const uint32_t (&first)[4], const uint32_t (&second)[4]) {
+        return {{first[0], first[1], second[0], second[1]}, {first[2], first[3], second[2], second[3]}};
+    }
+    static __device__ __forceinline__ B make_b(const uint32_t (&first)[2], const uint32_t (&second)[2]) {
+        return {{first[0], second[0]}, {first[1], second[1]}};
+    }
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        if constexpr (kProduct == 0) {
+            ptx::mma_m16n8k16_f16(d, a.lo, b.hi);
+        } else if constexpr (kProduct == 1) {
+            ptx::mma_m16n8k16_f16(d, a.hi, b.lo);
+        } else {
+            ptx::mma_m16n8k16_f16(d, a.hi, b.hi);
+        }
+    }
+};
+
+struct Fp16x3K8 {
+    using Element = HalfPair;
+    static constexpr bool kGuarded = false;
+    using Unguarded = Fp16x3K8;
+    struct A {
+        uint32_t value[4];
+    };
+    struct B {
+        uint32_t value[2];
+    };
+    static constexpr int kProducts = 2;
+    static constexpr int kReads = 1;
+
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return {{raw[2], raw[3], raw[0], raw[1]}}; }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        if constexpr (kProduct == 0) {
+            ptx::mma_m16n8k16_f16(d, a.value, b.value);
+        } else {
+            ptx::mma_m16n8k8_f16(d, {a.value[2], a.value[3]}, b.value[0]);
+        }
     }
 };
 
