@@ -16,17 +16,18 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
-SPLIT_HEADER = "gemm_split.cuh"
+FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
-SPLIT_TILE_K = 32  # kSplitTileK in gemm_split.cuh
-EXPONENT_PADDING = 16  # kExponentPadding in gemm_split.cuh
-SPEED_TF32X3, SPEED_FP16X3 = 77e12, 155e12  # FLOP/s of the best tiles on an H200; the A100's are about half
-FLOP_PER_BYTE = SPEED_TF32X3 / 3.5e12  # by the bandwidth of the pass that splits; about the same on an A100
-LAUNCH = 1.2e6  # products of a multiprocessor in 3xTF32 in the time of another launch
+FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
+EXPONENT_PADDING = 16  # kExponentPadding in gemm_fp16x3.cuh
+# On an H200; the A100's are all about half of them.
+SPEED_TF32X3, SPEED_FP16X3 = 77e12, 155e12  # FLOP/s with the best tiles
+SPEED_SPLIT = 4.1e12  # bytes/s
+LAUNCH = 1.2e6  # products in 3xTF32 that a multiprocessor adds up during another launch
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 
 
@@ -133,17 +134,19 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
     if problem.precision == "fp16x3":
-        return _fast_candidates(problem)
+        return _fp16x3_candidates(problem)
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
     usable = [tile for tile in tiles if _fits(tile, problem) and _is_accurate(tile, problem)]
     return tuple(_kernel(tile, problem) for tile in sorted(usable, key=lambda tile: estimated_time(tile, problem)))
 
 
-def _fast_candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Kernels of scaled fp16 products, and of 3xTF32 as they are, because a pass that splits costs more than it brings
-    where there are few rows or columns."""
-    exact, product = replace(problem, precision="tf32x3"), split_product(problem)
-    timed = [(split_time(tile, problem), _split_kernel(tile, problem)) for tile in _TILES_FP16X3 if _fits(tile, product)]
+def _fp16x3_candidates(problem: Problem) -> tuple[Kernel, ...]:
+    """Kernels of scaled fp16 products; and those of 3xTF32, which win where there are few rows or columns to share
+    the cost of splitting."""
+    exact = replace(problem, precision="tf32x3")
+    timed = [
+        (_fp16x3_time(tile, problem), _fp16x3_kernel(tile, problem)) for tile in _TILES_FP16X3 if _fits(tile, problem)
+    ]
     timed += [
         (estimated_time(tile, exact), _kernel(tile, exact))
         for tile in _TILES_TF32X3
@@ -152,27 +155,13 @@ def _fast_candidates(problem: Problem) -> tuple[Kernel, ...]:
     return tuple(kernel for _, kernel in sorted(timed, key=lambda candidate: candidate[0]))
 
 
-def split_product(problem: Problem) -> Problem:
-    """What is to be multiplied after the pass that splits x and weight: K-major rows of halves, K padded."""
-    padded = -(-problem.k // SPLIT_TILE_K) * SPLIT_TILE_K
-    return replace(
-        problem,
-        k=padded,
-        x_stride=padded,
-        weight_stride=padded,
-        weight_layout="nk",
-        x_alignment=MAX_ACCESS,
-        weight_alignment=MAX_ACCESS,
-    )
-
-
-def split_time(tile: Tile, problem: Problem) -> float:
-    """Time of splitting and multiplying, in the unit of `estimated_time` for 3xTF32."""
-    reads = 2 if problem.weight_layout == "nk" else 3  # of x and of the weight together, and writes: see split_columns
-    bytes_moved = 8 * problem.k * problem.m + 4 * reads * problem.k * problem.n
-    # Both in the time that the device takes for 3xTF32 products of K numbers, per multiprocessor.
-    passing = bytes_moved / (2 * problem.k * problem.multiprocessors) * FLOP_PER_BYTE + LAUNCH / problem.k
-    return passing + estimated_time(tile, split_product(problem)) * SPEED_TF32X3 / SPEED_FP16X3
+def _fp16x3_time(tile: Tile, problem: Problem) -> float:
+    """Time of splitting and multiplying, in the unit of `estimated_time` for 3xTF32: the time in which a multiprocessor
+    adds up K products."""
+    weight_passes = 2 if problem.weight_layout == "nk" else 3  # (K, N) is read twice: see split_columns
+    bytes_of_k = 4 * (2 * problem.m + weight_passes * problem.n)
+    split = bytes_of_k / 2 / problem.multiprocessors * SPEED_TF32X3 / SPEED_SPLIT + LAUNCH / problem.k
+    return split + estimated_time(tile, problem) * SPEED_TF32X3 / SPEED_FP16X3
 
 
 def estimated_time(tile: Tile, problem: Problem) -> float:
@@ -229,8 +218,6 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
         kPromoted, 4      1.91/1.80  3.24/4.30  3.19/4.92  1.60/2.52  0.80/1.28  0.57/0.91
         kBlockwise, 8     1.31/0.95  0.74/0.56  0.49/0.41  0.50/0.60  0.39/0.64  0.30/0.57
     """
-    if problem.precision == "fp16x3":
-        return "kPromoted", 1 if problem.k < 2048 else 2
     if problem.precision != "tf32x3":
         return "kRunning", 1
     if tile.small_warps:
@@ -242,34 +229,30 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
 
-def _split_kernel(tile: Tile, problem: Problem) -> Kernel:
+def _fp16x3_chain(tile: Tile, problem: Problem) -> tuple[int, bool]:
+    """How halves are added up along K: steps in the tensor cores at a time, and whether as a tree (Fp16x3Config)."""
+    if tile.small_warps:
+        return 1, True
+    return (2 if problem.k < 2048 else 4), False
+
+
+def _fp16x3_kernel(tile: Tile, problem: Problem) -> Kernel:
     """A kernel that splits float32 operands into its workspace and multiplies the halves."""
-    product = _kernel(tile, split_product(problem))
-    config = product.type.removeprefix("Gemm<").removesuffix(", {output}, {epilogue}>")
-    sums, block = _sums(tile, problem)
-    return Kernel(
-        name=product.name,
-        header=SPLIT_HEADER,
-        type=f"SplitGemm<{config}, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
-        params=struct.pack(
-            "<8q",
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.x_stride,
-            problem.weight_stride,
-            problem.out_stride,
-            problem.rows_per_batch or problem.m,
-            block,
-        ),
-        workspace=split_workspace(problem),
+    chain, tree = _fp16x3_chain(tile, problem)
+    step = FP16X3_STEP_K * chain
+    padded_k = -(-problem.k // max(step, FP16X3_TILE_K)) * max(step, FP16X3_TILE_K)
+    rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
+    exponents = sum(-(-count // EXPONENT_PADDING) * EXPONENT_PADDING for count in (problem.m, problem.n))
+    config = (
+        f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}, {str(tree).lower()}>"
     )
-
-
-def split_workspace(problem: Problem) -> int:
-    """Bytes: x and weight in halves, and an exponent for each of their rows (gemm_split.cuh)."""
-    exponents = sum(-(-rows // EXPONENT_PADDING) * EXPONENT_PADDING for rows in (problem.m, problem.n))
-    return 4 * ((problem.m + problem.n) * split_product(problem).k + exponents)
+    return Kernel(
+        name=f"gemm fp16x3 {tile.m}x{tile.n}x{FP16X3_TILE_K}, {tile.stages} stages",
+        header=FP16X3_HEADER,
+        type=f"Fp16x3Gemm<{config}, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
+        params=_params(problem, block_tiles=1),
+        workspace=4 * (rows * padded_k + exponents),
+    )
 
 
 def _kernel(tile: Tile, problem: Problem) -> Kernel:
@@ -288,17 +271,22 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
         name=f"gemm {problem.precision} {tile.m}x{tile.n}x{tile_k}, {tile.stages} stages",
         header=HEADER,
         type=f"Gemm<{config}, {{output}}, {{epilogue}}>",
-        params=struct.pack(
-            "<8q",
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.x_stride,
-            problem.weight_stride,
-            problem.out_stride,
-            problem.rows_per_batch or problem.m,
-            block,
-        ),
+        params=_params(problem, block),
+    )
+
+
+def _params(problem: Problem, block_tiles: int) -> bytes:
+    """Gemm::Problem in gemm.cuh."""
+    return struct.pack(
+        "<8q",
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.x_stride,
+        problem.weight_stride,
+        problem.out_stride,
+        problem.rows_per_batch or problem.m,
+        block_tiles,
     )
 
 

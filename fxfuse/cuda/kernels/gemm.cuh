@@ -113,7 +113,7 @@ struct Gemm {
     }
 #endif  // __CUDACC_RTC__
 
-private:
+protected:
     struct Origin {
         int64_t row, col;
     };

@@ -25,7 +25,7 @@ struct MainloopShape {
     using Mma = Mma_;
     using Element = typename Mma::Element;
     static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kTileBytesOfK / static_cast<int>(sizeof(Element));
-    static constexpr int kStages = kStages_, kSteps = kTileBytesOfK / (kMmaBytesOfK * Mma::kReads);
+    static constexpr int kStages = kStages_, kSteps = kTileBytesOfK / kMmaBytesOfK;
     static constexpr Sums kSums = kSums_;
     static constexpr int kUnroll = kSteps;  // steps of the loop's body
     static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kThreads = kWarpsM * kWarpsN * 32;
@@ -114,9 +114,9 @@ struct Mainloop {
         }
         wait_for_copy();
 #pragma unroll
-        for (int m = 0; m < kMmasM; ++m) read(read_x, raw_x[m], use, m, 0);
+        for (int m = 0; m < kMmasM; ++m) read_x.load(raw_x[m], use, m, 0);
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) read(read_w, raw_w[pair], use + kBytesX, pair, 0);
+        for (int pair = 0; pair < kPairs; ++pair) read_w.load(raw_w[pair], use + kBytesX, pair, 0);
 
         Sum partial;
         total.clear();
@@ -146,33 +146,7 @@ struct Mainloop {
 
 private:
     static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
-    static constexpr int kReads = Mma::kReads;
-    uint32_t raw_x[kMmasM][kReads][4], raw_w[kPairs][kReads][4];
-
-    template <class Read>
-    static __device__ __forceinline__ void read(const Read& fragments, uint32_t (&raw)[kReads][4], uint32_t stage,
-                                                int index, int step) {
-#pragma unroll
-        for (int i = 0; i < kReads; ++i) fragments.load(raw[i], stage, index, step * kReads + i);
-    }
-
-    static __device__ __forceinline__ typename Mma::A make_a(const uint32_t (&raw)[kReads][4]) {
-        if constexpr (kReads == 1) {
-            return Mma::make_a(raw[0]);
-        } else {
-            return Mma::make_a(raw[0], raw[1]);
-        }
-    }
-
-    // The first or second of the two columns of MMA tiles that were read.
-    static __device__ __forceinline__ typename Mma::B make_b(const uint32_t (&raw)[kReads][4], int column) {
-        const int i = column * 2;
-        if constexpr (kReads == 1) {
-            return Mma::make_b({raw[0][i], raw[0][i + 1]});
-        } else {
-            return Mma::make_b({raw[0][i], raw[0][i + 1]}, {raw[1][i], raw[1][i + 1]});
-        }
-    }
+    uint32_t raw_x[kMmasM][4], raw_w[kPairs][4];
 
     static __device__ __forceinline__ uint32_t next_stage(uint32_t stage, uint32_t shared) {
         return stage == shared + (Shape::kStages - 1) * kStageBytes ? shared : stage + kStageBytes;
@@ -198,13 +172,14 @@ private:
         typename Mma::A a[kMmasM];
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
-            a[m] = make_a(raw_x[m]);
-            read(read_x, raw_x[m], next_stage, m, next_step);
+            a[m] = Mma::make_a(raw_x[m]);
+            read_x.load(raw_x[m], next_stage, m, next_step);
         }
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
-            const typename Mma::B b[2] = {make_b(raw_w[pair], 0), make_b(raw_w[pair], 1)};
-            read(read_w, raw_w[pair], next_stage + kBytesX, pair, next_step);
+            const uint32_t(&w)[4] = raw_w[pair];
+            const typename Mma::B b[2] = {Mma::make_b({w[0], w[1]}), Mma::make_b({w[2], w[3]})};
+            read_w.load(raw_w[pair], next_stage + kBytesX, pair, next_step);
             if constexpr (kStepwise) {
                 Accumulators<kMmasM, 2> products;
                 products.clear();

@@ -42,7 +42,7 @@ struct Tf32 {
     struct B {
         uint32_t value[2];
     };
-    static constexpr int kProducts = 1, kReads = 1;
+    static constexpr int kProducts = 1;
 
     template <class Fragment, int kRegisters>
     static __device__ __forceinline__ Fragment rounded(const uint32_t (&raw)[kRegisters]) {
@@ -93,7 +93,7 @@ struct SplitTf32 {
     struct B {
         uint32_t hi[2], lo[2];
     };
-    static constexpr int kProducts = 3, kReads = 1;
+    static constexpr int kProducts = 3;
 
     static __device__ __forceinline__ uint32_t upper(uint32_t bits) {
         constexpr uint32_t kTurnsInfinityIntoOne = 0xbfffffff;
@@ -143,7 +143,7 @@ struct Half {
     struct B {
         uint32_t value[2];
     };
-    static constexpr int kProducts = 1, kReads = 1;
+    static constexpr int kProducts = 1;
 
     static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return {{raw[0], raw[1], raw[2], raw[3]}}; }
     static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
@@ -171,7 +171,7 @@ struct Bf16 : Half<__nv_bfloat16> {
 
 // A float32 number as hi + lo, both halves, scaled by a power of two that its row has in common: 22 significant bits.
 // In memory 16 bytes of hi and 16 bytes of lo alternate along K, so that 32 bytes hold 8 numbers. Written by
-// gemm_split.cuh.
+// gemm_fp16x3.cuh.
 struct HalfPair {
     uint32_t bits;
 };
@@ -189,12 +189,14 @@ struct Fp16x3 {
     static constexpr int kProducts = 3;
     static constexpr int kReads = 2;
 
-    static __device__ __forceinline__ A make_a(const uint32_t (&first)[4], const uint32_t (&second)[4]) {
-        return {{first[0], first[1], second[0], second[1]}, {first[2], first[3], second[2], second[3]}};
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[2][4]) {
+        return {{raw[0][0], raw[0][1], raw[0][2], raw[0][3]}, {raw[1][0], raw[1][1], raw[1][2], raw[1][3]}};
     }
-    static __device__ __forceinline__ B make_b(const uint32_t (&first)[2], const uint32_t (&second)[2]) {
-        return {{first[0], second[0]}, {first[1], second[1]}};
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2][4], int i) {
+        return {{raw[0][2 * i], raw[0][2 * i + 1]}, {raw[1][2 * i], raw[1][2 * i + 1]}};
     }
+    static __device__ __forceinline__ int block_of(int i) { return i / 4 * 2 + i % 2; }
+    static __device__ __forceinline__ bool is_lo(int i, bool) { return i % 4 >= 2; }
 
     template <int kProduct>
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
@@ -221,15 +223,21 @@ struct Fp16x3K8 {
     static constexpr int kProducts = 2;
     static constexpr int kReads = 1;
 
-    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) { return {{raw[2], raw[3], raw[0], raw[1]}}; }
-    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[1][4]) {
+        return {{raw[0][0], raw[0][1], raw[0][2], raw[0][3]}};
+    }
+    static __device__ __forceinline__ int block_of(int i) { return i / 2; }
+    static __device__ __forceinline__ bool is_lo(int i, bool weight) { return (i % 2 != 0) != weight; }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[1][4], int i) {
+        return {{raw[0][2 * i], raw[0][2 * i + 1]}};
+    }
 
     template <int kProduct>
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
         if constexpr (kProduct == 0) {
             ptx::mma_m16n8k16_f16(d, a.value, b.value);
         } else {
-            ptx::mma_m16n8k8_f16(d, {a.value[2], a.value[3]}, b.value[0]);
+            ptx::mma_m16n8k8_f16(d, {a.value[0], a.value[1]}, b.value[1]);
         }
     }
 };

@@ -1,0 +1,304 @@
+// float32 GEMM on fp16 tensor cores: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]), from operands that a
+// pass over both (split_halves.cuh) splits into scaled halves first, at every launch.
+//
+// Ootomo & Yokota 2022, with a scale for every row. The sum of products is multiplied by the inverse scales, which is
+// exact. Error is that of float32 where the numbers of a row are within 2^18 of each other, and grows with their range
+// beyond it.
+//
+// The workspace holds the halves of x, those of the weight, then the exponents of x and of the weight.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.cuh"
+#include "split_halves.cuh"
+
+namespace fxfuse {
+
+constexpr int kExponentPadding = 16;  // of each array of exponents: runs of columns end beyond N
+
+// kChain: steps of K that tensor cores add up before the sum continues in fp32 (see Sums). kTree: whether these sums
+// are added up in blocks first.
+template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_, class Mma = Fp16x3>
+struct Fp16x3Config : GemmConfig<Mma, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kPromoted, Major::kK,
+                                 kChunkBytes, kChunkBytes> {
+    static constexpr int kChain = kChain_;
+    static constexpr bool kTree = kTree_;
+};
+
+// A thread block's loop over K. Tiles come as images of what they are in shared memory, and fragments need no
+// conversion: unlike Mainloop, this one has hardly any instructions but reads and products, and places them by hand.
+template <class Shape, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
+struct HalvesLoop {
+    using Mma = typename Shape::Mma;
+    static constexpr int kReads = Mma::kReads, kSteps = kTileBytesOfK / (kReads * kMmaBytesOfK), kStages = Shape::kStages;
+    static constexpr int kMmasM = Shape::kMmasM, kMmasN = Shape::kMmasN, kPairs = kMmasN / 2;
+    static constexpr int kChain = Shape::kChain, kThreads = Shape::kThreads;
+    static constexpr int kBlock = kChain > kSteps ? kChain / kSteps : 1;  // tiles per iteration
+    static constexpr int kTreeTiles = 8;                                  // tiles per block of a tree
+    static constexpr uint32_t kStageBytes = kBytesX + kBytesW;
+    static_assert(kSteps % 2 == 0 && kBytesX % (kThreads * kChunkBytes) == 0 && kBytesW % (kThreads * kChunkBytes) == 0);
+
+    using Sum = Accumulators<kMmasM, kMmasN>;
+
+    ReadX read_x;
+    ReadW read_w;
+    const uint4 *x, *w;  // this thread's first 16 bytes of the next images
+    uint32_t raw_x[2][kMmasM][kReads][4], raw_w[2][kReads][4];
+
+    // total = x * w over `tiles` tiles of K, a multiple of kBlock.
+    __device__ __forceinline__ void run(Sum& total, uint32_t shared, uint32_t thread, int tiles) {
+        const uint32_t own = thread * kChunkBytes;
+        uint32_t fill = shared, use = shared;
+#pragma unroll
+        for (int i = 0; i < kStages - 1; ++i) {
+            if (i < tiles) start_copy(fill + own);
+            ptx::cp_async_commit();
+            fill = next_stage(fill, shared);
+        }
+        wait_for_copy();
+        load_x(0, use, 0);
+        load_w(0, use, 0, 0);
+
+        Sum partial, block;
+        total.clear();
+        partial.clear();
+        if constexpr (Shape::kTree) block.clear();
+        for (int first = 0; first < tiles; first += kBlock) {
+#pragma unroll
+            for (int step = 0; step < kBlock * kSteps; ++step) {
+                const int in_tile = step % kSteps, next = (step + 1) % kSteps;
+#pragma unroll
+                for (int pair = 0; pair < kPairs; ++pair) {
+                    const int now = (step * kPairs + pair) % 2;
+                    const bool last = pair == kPairs - 1;
+                    if (in_tile == kSteps - 1 && last) {
+                        wait_for_copy();  // of the next tile
+                        use = next_stage(use, shared);
+                    }
+                    load_w(1 - now, use, last ? 0 : pair + 1, last ? next : in_tile);
+                    if (last) load_x((step + 1) % 2, use, next);
+                    // Chains of different columns restart at different steps, while others keep the tensor cores busy.
+                    if ((step - pair * kChain / kPairs) % kChain == 0) {
+                        restart(Shape::kTree ? block : total, partial, pair * 2);
+                    }
+                    multiply_add(partial, pair * 2, step % 2, now);
+                    if (in_tile == 0 && pair == 0) {
+                        if (first + step / kSteps + kStages - 1 < tiles) start_copy(fill + own);  // over the previous
+                        ptx::cp_async_commit();
+                        fill = next_stage(fill, shared);
+                    }
+                }
+            }
+            if constexpr (Shape::kTree) {
+                if ((first / kBlock + 1) % (kTreeTiles / kBlock) == 0) {
+                    total.add(block);
+                    block.clear();
+                }
+            }
+        }
+        if constexpr (Shape::kTree) total.add(block);
+        total.add(partial);
+        ptx::cp_async_wait<0>();
+    }
+
+private:
+    static __device__ __forceinline__ uint32_t next_stage(uint32_t stage, uint32_t shared) {
+        return stage == shared + (kStages - 1) * kStageBytes ? shared : stage + kStageBytes;
+    }
+
+    __device__ __forceinline__ void start_copy(uint32_t destination) {
+        constexpr int kPassesX = kBytesX / (kThreads * kChunkBytes), kPassesW = kBytesW / (kThreads * kChunkBytes);
+#pragma unroll
+        for (int i = 0; i < kPassesX; ++i) {
+            ptx::cp_async_16(destination + i * kThreads * kChunkBytes, x + i * kThreads);
+        }
+#pragma unroll
+        for (int i = 0; i < kPassesW; ++i) {
+            ptx::cp_async_16(destination + kBytesX + i * kThreads * kChunkBytes, w + i * kThreads);
+        }
+        x += kPassesX * kThreads;
+        w += kPassesW * kThreads;
+    }
+
+    static __device__ __forceinline__ void wait_for_copy() {
+        ptx::cp_async_wait<kStages - 2>();
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void load_x(int to, uint32_t stage, int step) {
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) {
+#pragma unroll
+            for (int i = 0; i < kReads; ++i) read_x.load(raw_x[to][m][i], stage, m, step * kReads + i);
+        }
+    }
+
+    __device__ __forceinline__ void load_w(int to, uint32_t stage, int pair, int step) {
+#pragma unroll
+        for (int i = 0; i < kReads; ++i) read_w.load(raw_w[to][i], stage + kBytesX, pair, step * kReads + i);
+    }
+
+    static __device__ __forceinline__ void restart(Sum& sum, Sum& partial, int first) {
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) {
+#pragma unroll
+            for (int n = first; n < first + 2; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum.value[m][n][i] += partial.value[m][n][i];
+                    partial.value[m][n][i] = 0.0f;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_add(Sum& sum, int first, int of_x, int of_w) {
+        typename Mma::A a[kMmasM];
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) a[m] = Mma::make_a(raw_x[of_x][m]);
+        const typename Mma::B b[2] = {Mma::make_b(raw_w[of_w], 0), Mma::make_b(raw_w[of_w], 1)};
+        fxfuse::multiply_add<Mma>(sum.value, first, a, b);
+    }
+};
+
+// The generated epilogue on unscaled sums. Sums in which an infinity or NaN takes part are computed here, as float32
+// has them, from the tensors themselves: slowly, but only in rows and columns that have one.
+template <class Epilogue>
+struct UnscalingEpilogue : Epilogue {
+    const float *x, *weight;
+    int64_t x_stride, weight_stride_n, weight_stride_k;
+    int64_t rows_per_batch, k;
+    const int *x_exponents, *weight_exponents;
+
+    template <int kVector>
+    __device__ __forceinline__ void apply(float (&value)[kVector], const Position& at, int count) const {
+        const int64_t row = Epilogue::kUsesBatch ? at.batch * rows_per_batch + at.row : at.row;
+        const int x_exponent = __ldg(x_exponents + row);
+        int exponent[kVector];
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < kVector; i += 4) {
+            const int4 four = __ldg(reinterpret_cast<const int4*>(weight_exponents + at.col + i));
+            exponent[i] = x_exponent + four.x;
+            exponent[i + 1] = x_exponent + four.y;
+            exponent[i + 2] = x_exponent + four.z;
+            exponent[i + 3] = x_exponent + four.w;
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            value[i] = ldexpf(value[i], exponent[i]);
+            finite = finite && (i >= count || is_finite(exponent[i]));
+        }
+        if (!finite) multiply_again(value, exponent, row, at.col, count);
+        Epilogue::template apply<kVector>(value, at, count);
+    }
+
+private:
+    // Sums of exponents are below kNotFinite / 2 unless one of them is kNotFinite.
+    static __device__ __forceinline__ bool is_finite(int exponent) { return exponent < kNotFinite / 2; }
+
+    template <int kVector>
+    __device__ __forceinline__ void multiply_again(float (&value)[kVector], const int (&exponent)[kVector], int64_t row,
+                                                   int64_t col, int count) const {
+        float sum[kVector] = {};
+        const float *x_row = x + row * x_stride, *weight_col = weight + col * weight_stride_n;
+#pragma unroll 1
+        for (int64_t i = 0; i < k; ++i) {
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+                const int64_t existing = j < count ? j : 0;
+                sum[j] = fmaf(x_row[i], weight_col[existing * weight_stride_n + i * weight_stride_k], sum[j]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) value[j] = is_finite(exponent[j]) ? value[j] : sum[j];
+    }
+};
+
+// Gemm on halves: x and the weight are images of tiles, K is padded.
+template <class Config, class Output, class Epilogue>
+struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
+    using Base = Gemm<Config, Output, UnscalingEpilogue<Epilogue>>;
+    using typename Base::Element, typename Base::Problem;
+    using Loop = HalvesLoop<Config, typename Base::ReadX, typename Base::ReadW, Base::TileX::kBytes, Base::TileW::kBytes>;
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
+                                               Output* out, const UnscalingEpilogue<Epilogue>& epilogue) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const auto origin = Base::tile_origin();
+        if (origin.row >= problem.m) return;
+        typename Loop::Sum sum;
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        Loop loop{{Config::warp_m(thread), lane},
+                  {Config::warp_n(thread), lane},
+                  reinterpret_cast<const uint4*>(x + origin.row * problem.k) + thread,
+                  reinterpret_cast<const uint4*>(weight + origin.col * problem.k) + thread};
+        loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / Config::kTileK);
+        __syncthreads();
+        float* staging = reinterpret_cast<float*>(shared);
+        Base::stage(sum, staging);
+        __syncthreads();
+        Base::store(problem, staging, out, epilogue);
+    }
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const HalfPair* x, const HalfPair* weight, Output* out,
+                              const UnscalingEpilogue<Epilogue>& epilogue, cudaStream_t stream) {
+        constexpr auto kKernel = &gemm_kernel<HalvesGemm>;
+        if (const auto error = allow_shared_memory<kKernel>(Base::kSharedBytes); error != cudaSuccess) return error;
+        kKernel<<<Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream>>>(problem, x, weight, out, epilogue);
+        return cudaGetLastError();
+    }
+#endif  // __CUDACC_RTC__
+};
+
+// kWeightMajor: of the weight as it comes. Problem's x and weight are the float32 ones.
+template <class Config, Major kWeightMajor, class Output, class Epilogue_>
+struct Fp16x3Gemm {
+    using Epilogue = Epilogue_;
+    using Product = HalvesGemm<Config, Output, Epilogue>;
+    using Problem = typename Product::Problem;
+
+    static constexpr int kTensors = 4;  // x, weight, out, workspace
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream) {
+        constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
+        const int64_t padded_k = padded(problem.k, Config::kTileK * Product::Loop::kBlock);
+        const int64_t x_halves = padded(problem.m, kTileM) * padded_k, weight_halves = padded(problem.n, kTileN) * padded_k;
+        auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
+        int* exponents = reinterpret_cast<int*>(halves + x_halves + weight_halves);
+        const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,
+                             static_cast<int>(problem.m), kTileM, false, halves, exponents};
+        const SplitOperand weight{reinterpret_cast<const float*>(pointers[1]), problem.weight_stride,
+                                  static_cast<int>(problem.n), kTileN, true, halves + x_halves,
+                                  exponents + padded(problem.m, kExponentPadding)};
+        const cudaError_t error =
+            launch_split<typename Config::Mma, kWeightMajor>(x, weight, static_cast<int>(problem.k), static_cast<int>(padded_k), stream);
+        if (error != cudaSuccess) return error;
+
+        constexpr bool kContiguousK = kWeightMajor == Major::kK;
+        const UnscalingEpilogue<Epilogue> unscaling{epilogue,
+                                                    x.source,
+                                                    weight.source,
+                                                    problem.x_stride,
+                                                    kContiguousK ? problem.weight_stride : 1,
+                                                    kContiguousK ? 1 : problem.weight_stride,
+                                                    problem.rows_per_batch,
+                                                    problem.k,
+                                                    x.exponents,
+                                                    weight.exponents};
+        Problem product = problem;
+        product.k = padded_k;
+        return Product::launch(product, x.halves, weight.halves, reinterpret_cast<Output*>(pointers[2]), unscaling,
+                               stream);
+    }
+
+private:
+    static int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+#endif  // __CUDACC_RTC__
+};
+
+}  // namespace fxfuse
