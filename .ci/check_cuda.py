@@ -37,7 +37,13 @@ KERNELS = PACKAGE / "cuda" / "kernels"
 # Long, with special functions, a vector and a full operand: what it needs of registers must not cause spills.
 EPILOGUE = parse("t0 = acc + o0 + o1; gelu(tanh(clamp(mish(t0) * sigmoid(t0), -1.0, 1.0)))")
 OPERANDS = (OperandKind(torch.float32, (False, True, True)), OperandKind(torch.float32, (False, False, True)))
-OUTPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "tf32x3": torch.float32}
+OUTPUTS: dict[Precision, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "tf32x3": torch.float32,
+    "fp16x3": torch.float32,
+}
 IMAGE = 56  # height and width of the images in the convolutions
 
 
@@ -81,7 +87,10 @@ def sources() -> dict[str, str]:
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        for kernel in (*gemms(precision, first), *convolutions(precision, first)):
+        kernels = [*gemms(precision, first)]
+        if precision != "fp16x3":
+            kernels += convolutions(precision, first)
+        for kernel in kernels:
             found[kernel.type] = codegen.generate(EPILOGUE, output, OPERANDS, kernel)
     return found
 

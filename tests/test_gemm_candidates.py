@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from fxfuse.cuda.gemm import Problem, candidates
+from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "tf32", "fp16", "bf16")
@@ -41,7 +43,7 @@ def tile(kernel_type: str) -> tuple[int, int]:
     return int(config(kernel_type)[1]), int(config(kernel_type)[2])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
 @pytest.mark.parametrize("m", [1, 7, 33, 1000, 100_000])
 @pytest.mark.parametrize("n", [1, 129, 8192])
 @pytest.mark.parametrize("k", [1, 300, 16384])
@@ -157,3 +159,50 @@ def test_tiles_fit_into_shared_memory_of_an_a100(precision: Precision) -> None:
         m, n = tile(kernel.type)
         stages = int(config(kernel.type)[5])
         assert max(stages * (m + n) * 128, m * (n + 8) * 4) <= 163 * 1024
+
+
+# ------------------------------------------------------------------------------------- scaled fp16 products
+
+
+def is_fp16x3(kernel: Kernel) -> bool:
+    return kernel.type.startswith("Fp16x3Gemm<")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pays"),
+    [
+        (1024, 8192, 8192, True),
+        (16384, 4096, 4096, True),
+        (4096, 768, 768, True),
+        (16, 8192, 8192, False),
+        (8192, 16, 8192, False),
+        (256, 256, 256, False),
+    ],
+)
+def test_splitting_into_halves_is_first_where_many_products_share_it(m: int, n: int, k: int, pays: bool) -> None:
+    kernels = candidates(linear(m, n, k, "fp16x3"))
+    assert is_fp16x3(kernels[0]) is pays
+    exact = {kernel for kernel in kernels if not is_fp16x3(kernel)}
+    assert exact == set(candidates(linear(m, n, k, "tf32x3")))
+
+
+def test_halves_and_exponents_are_in_the_workspace() -> None:
+    for kernel in candidates(linear(1000, 3000, 1001, "fp16x3")):
+        if not is_fp16x3(kernel):
+            assert kernel.workspace == 0
+            continue
+        match = re.match(r"Fp16x3Gemm<Fp16x3Config<(\d+), (\d+), \d+, \d+, \d+, (\d+),", kernel.type)
+        assert match
+        tile_m, tile_n, chain = map(int, match.groups())
+        rows = math.ceil(1000 / tile_m) * tile_m + math.ceil(3000 / tile_n) * tile_n
+        k = math.ceil(1001 / max(32, 16 * chain)) * max(32, 16 * chain)
+        assert kernel.workspace == 4 * rows * k + 4 * (1008 + 3008)
+
+
+def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> None:
+    problem = linear(1024, 8192, 8192, "fp16x3")
+    odd = replace(problem, x_stride=8193, weight_stride=8193, x_alignment=4, weight_alignment=4)
+    kinds = [{kernel.type for kernel in candidates(each) if is_fp16x3(kernel)} for each in (problem, odd)]
+    assert kinds[0] == kinds[1] != set()
+    for kernel in candidates(odd):
+        assert struct.unpack("<8q", kernel.params)[:5] == (1024, 8192, 8192, 8193, 8193)
