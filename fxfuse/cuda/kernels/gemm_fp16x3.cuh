@@ -19,11 +19,12 @@ constexpr int kExponentPadding = 16;  // of each array of exponents: runs of col
 
 // kChain: steps of K that tensor cores add up before the sum continues in fp32 (see Sums). kTree: whether these sums
 // are added up in blocks first.
-template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_, class Mma = Fp16x3>
-struct Fp16x3Config : GemmConfig<Mma, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kPromoted, Major::kK,
+template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_, bool kCross_ = false, int kResident_ = 1>
+struct Fp16x3Config : GemmConfig<Fp16x3, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kPromoted, Major::kK,
                                  kChunkBytes, kChunkBytes> {
     static constexpr int kChain = kChain_;
-    static constexpr bool kTree = kTree_;
+    static constexpr bool kTree = kTree_, kCross = kCross_;
+    static constexpr int kResident = kResident_;
 };
 
 // A thread block's loop over K. Tiles come as images of what they are in shared memory, and fragments need no
@@ -31,7 +32,8 @@ struct Fp16x3Config : GemmConfig<Mma, kTileM, kTileN, kWarpsM, kWarpsN, kStages,
 template <class Shape, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
 struct HalvesLoop {
     using Mma = typename Shape::Mma;
-    static constexpr int kReads = Mma::kReads, kSteps = kTileBytesOfK / (kReads * kMmaBytesOfK), kStages = Shape::kStages;
+    static constexpr int kReads = 2;  // per step: hi and lo
+    static constexpr int kSteps = kTileBytesOfK / (kReads * kMmaBytesOfK), kStages = Shape::kStages;
     static constexpr int kMmasM = Shape::kMmasM, kMmasN = Shape::kMmasN, kPairs = kMmasN / 2;
     static constexpr int kChain = Shape::kChain, kThreads = Shape::kThreads;
     static constexpr int kBlock = kChain > kSteps ? kChain / kSteps : 1;  // tiles per iteration
@@ -60,7 +62,8 @@ struct HalvesLoop {
         load_x(0, use, 0);
         load_w(0, use, 0, 0);
 
-        Sum partial, block;
+        Sum partial, block, cross;
+        if constexpr (Shape::kCross) cross.clear();
         total.clear();
         partial.clear();
         if constexpr (Shape::kTree) block.clear();
@@ -82,7 +85,7 @@ struct HalvesLoop {
                     if ((step - pair * kChain / kPairs) % kChain == 0) {
                         restart(Shape::kTree ? block : total, partial, pair * 2);
                     }
-                    multiply_add(partial, pair * 2, step % 2, now);
+                    multiply_add(partial, Shape::kCross ? cross : partial, pair * 2, step % 2, now);
                     if (in_tile == 0 && pair == 0) {
                         if (first + step / kSteps + kStages - 1 < tiles) start_copy(fill + own);  // over the previous
                         ptx::cp_async_commit();
@@ -98,6 +101,7 @@ struct HalvesLoop {
             }
         }
         if constexpr (Shape::kTree) total.add(block);
+        if constexpr (Shape::kCross) total.add(cross);
         total.add(partial);
         ptx::cp_async_wait<0>();
     }
@@ -153,12 +157,19 @@ private:
         }
     }
 
-    __device__ __forceinline__ void multiply_add(Sum& sum, int first, int of_x, int of_w) {
+    __device__ __forceinline__ void multiply_add(Sum& sum, Sum& cross, int first, int of_x, int of_w) {
         typename Mma::A a[kMmasM];
 #pragma unroll
-        for (int m = 0; m < kMmasM; ++m) a[m] = Mma::make_a(raw_x[of_x][m]);
-        const typename Mma::B b[2] = {Mma::make_b(raw_w[of_w], 0), Mma::make_b(raw_w[of_w], 1)};
-        fxfuse::multiply_add<Mma>(sum.value, first, a, b);
+        for (int m = 0; m < kMmasM; ++m) {
+            const auto& raw = raw_x[of_x][m];
+            a[m] = {{raw[0][0], raw[0][1], raw[0][2], raw[0][3]}, {raw[1][0], raw[1][1], raw[1][2], raw[1][3]}};
+        }
+        const auto& raw = raw_w[of_w];
+        const typename Mma::B b[2] = {{{raw[0][0], raw[0][1]}, {raw[1][0], raw[1][1]}},
+                                      {{raw[0][2], raw[0][3]}, {raw[1][2], raw[1][3]}}};
+        constexpr int kCrossProducts = Mma::kProducts - 1;
+        fxfuse::multiply_add<Mma, 0, kCrossProducts>(cross.value, first, a, b);
+        fxfuse::multiply_add<Mma, kCrossProducts>(sum.value, first, a, b);
     }
 };
 
@@ -216,14 +227,22 @@ private:
     }
 };
 
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kResident)
+    halves_kernel(const typename Kernel::Problem problem, const HalfPair* __restrict__ x,
+                  const HalfPair* __restrict__ weight, typename Kernel::Output* __restrict__ out,
+                  const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, weight, out, epilogue);
+}
+
 // Gemm on halves: x and the weight are images of tiles, K is padded.
 template <class Config, class Output, class Epilogue>
 struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
     using Base = Gemm<Config, Output, UnscalingEpilogue<Epilogue>>;
-    using typename Base::Element, typename Base::Problem;
+    using typename Base::Problem;
     using Loop = HalvesLoop<Config, typename Base::ReadX, typename Base::ReadW, Base::TileX::kBytes, Base::TileW::kBytes>;
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
+    static __device__ __forceinline__ void run(const Problem& problem, const HalfPair* x, const HalfPair* weight,
                                                Output* out, const UnscalingEpilogue<Epilogue>& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const auto origin = Base::tile_origin();
@@ -234,7 +253,7 @@ struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
                   {Config::warp_n(thread), lane},
                   reinterpret_cast<const uint4*>(x + origin.row * problem.k) + thread,
                   reinterpret_cast<const uint4*>(weight + origin.col * problem.k) + thread};
-        loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / Config::kTileK);
+        loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / kNumbersPerTile);
         __syncthreads();
         float* staging = reinterpret_cast<float*>(shared);
         Base::stage(sum, staging);
@@ -245,7 +264,7 @@ struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const HalfPair* x, const HalfPair* weight, Output* out,
                               const UnscalingEpilogue<Epilogue>& epilogue, cudaStream_t stream) {
-        constexpr auto kKernel = &gemm_kernel<HalvesGemm>;
+        constexpr auto kKernel = &halves_kernel<HalvesGemm>;
         if (const auto error = allow_shared_memory<kKernel>(Base::kSharedBytes); error != cudaSuccess) return error;
         kKernel<<<Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream>>>(problem, x, weight, out, epilogue);
         return cudaGetLastError();
@@ -266,17 +285,17 @@ struct Fp16x3Gemm {
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
         constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
-        const int64_t padded_k = padded(problem.k, Config::kTileK * Product::Loop::kBlock);
+        const int64_t padded_k = padded(problem.k, kNumbersPerTile * Product::Loop::kBlock);
         const int64_t x_halves = padded(problem.m, kTileM) * padded_k, weight_halves = padded(problem.n, kTileN) * padded_k;
         auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
         int* exponents = reinterpret_cast<int*>(halves + x_halves + weight_halves);
         const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,
-                             static_cast<int>(problem.m), kTileM, false, halves, exponents};
+                             static_cast<int>(problem.m), kTileM, halves, exponents};
         const SplitOperand weight{reinterpret_cast<const float*>(pointers[1]), problem.weight_stride,
-                                  static_cast<int>(problem.n), kTileN, true, halves + x_halves,
+                                  static_cast<int>(problem.n), kTileN, halves + x_halves,
                                   exponents + padded(problem.m, kExponentPadding)};
         const cudaError_t error =
-            launch_split<typename Config::Mma, kWeightMajor>(x, weight, static_cast<int>(problem.k), static_cast<int>(padded_k), stream);
+            launch_split<kWeightMajor>(x, weight, static_cast<int>(problem.k), static_cast<int>(padded_k), stream);
         if (error != cudaSuccess) return error;
 
         constexpr bool kContiguousK = kWeightMajor == Major::kK;

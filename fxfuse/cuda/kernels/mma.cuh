@@ -169,13 +169,13 @@ struct Bf16 : Half<__nv_bfloat16> {
     }
 };
 
-// A float32 number as hi + lo, both halves, scaled by a power of two that its row has in common: 22 significant bits.
-// In memory 16 bytes of hi and 16 bytes of lo alternate along K, so that 32 bytes hold 8 numbers. Written by
-// gemm_fp16x3.cuh.
+// A float32 number as hi + lo, two halves of which lo is the remainder of hi: 22 significant bits. Where tiles of them
+// lie in memory, 16 numbers along K are 32 bytes of hi and 32 bytes of lo. See split_halves.cuh.
 struct HalfPair {
     uint32_t bits;
 };
 
+// fp32-level accuracy from pairs of halves. An instruction's worth of K takes two reads of raw registers, hi and lo.
 struct Fp16x3 {
     using Element = HalfPair;
     static constexpr bool kGuarded = false;
@@ -187,16 +187,6 @@ struct Fp16x3 {
         uint32_t hi[2], lo[2];
     };
     static constexpr int kProducts = 3;
-    static constexpr int kReads = 2;
-
-    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[2][4]) {
-        return {{raw[0][0], raw[0][1], raw[0][2], raw[0][3]}, {raw[1][0], raw[1][1], raw[1][2], raw[1][3]}};
-    }
-    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2][4], int i) {
-        return {{raw[0][2 * i], raw[0][2 * i + 1]}, {raw[1][2 * i], raw[1][2 * i + 1]}};
-    }
-    static __device__ __forceinline__ int block_of(int i) { return i / 4 * 2 + i % 2; }
-    static __device__ __forceinline__ bool is_lo(int i, bool) { return i % 4 >= 2; }
 
     template <int kProduct>
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
@@ -210,41 +200,9 @@ struct Fp16x3 {
     }
 };
 
-struct Fp16x3K8 {
-    using Element = HalfPair;
-    static constexpr bool kGuarded = false;
-    using Unguarded = Fp16x3K8;
-    struct A {
-        uint32_t value[4];
-    };
-    struct B {
-        uint32_t value[2];
-    };
-    static constexpr int kProducts = 2;
-    static constexpr int kReads = 1;
-
-    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[1][4]) {
-        return {{raw[0][0], raw[0][1], raw[0][2], raw[0][3]}};
-    }
-    static __device__ __forceinline__ int block_of(int i) { return i / 2; }
-    static __device__ __forceinline__ bool is_lo(int i, bool weight) { return (i % 2 != 0) != weight; }
-    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[1][4], int i) {
-        return {{raw[0][2 * i], raw[0][2 * i + 1]}};
-    }
-
-    template <int kProduct>
-    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
-        if constexpr (kProduct == 0) {
-            ptx::mma_m16n8k16_f16(d, a.value, b.value);
-        } else {
-            ptx::mma_m16n8k8_f16(d, {a.value[0], a.value[1]}, b.value[1]);
-        }
-    }
-};
-
 // d[m][first + n] += a[m] * b[n]. One product of all tiles before the next: the products of one tile depend on each
 // other, and the other tiles hide their latency.
-template <class Mma, int kProduct = 0, int kMmasM, int kColumns, int kMmasN>
+template <class Mma, int kProduct = 0, int kEnd = Mma::kProducts, int kMmasM, int kColumns, int kMmasN>
 __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], int first,
                                              const typename Mma::A (&a)[kMmasM], const typename Mma::B (&b)[kMmasN]) {
 #pragma unroll
@@ -252,7 +210,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], in
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) Mma::template product<kProduct>(d[m][first + n], a[m], b[n]);
     }
-    if constexpr (kProduct + 1 < Mma::kProducts) multiply_add<Mma, kProduct + 1>(d, first, a, b);
+    if constexpr (kProduct + 1 < kEnd) multiply_add<Mma, kProduct + 1, kEnd>(d, first, a, b);
 }
 
 }  // namespace fxfuse

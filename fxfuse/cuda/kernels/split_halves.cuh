@@ -19,6 +19,7 @@
 
 namespace fxfuse {
 
+constexpr int kNumbersPerTile = kTileBytesOfK / static_cast<int>(sizeof(HalfPair));
 constexpr int kSplitThreads = 256;
 constexpr int kNotFinite = 1 << 20;  // in place of an exponent: the row has an infinity or NaN
 
@@ -27,16 +28,15 @@ struct SplitOperand {
     const float* source;
     int64_t stride;  // between rows (Major::kK) or between elements of K (Major::kMN)
     int rows, tile_rows;
-    bool is_weight;
     HalfPair* halves;
     int* exponents;  // value = (hi + lo) * 2^exponent
 
-    // 16 bytes of a row's halves, the i-th along K.
+    // The i-th 16 bytes of a row's halves.
     __device__ __forceinline__ uint4* vector(int row, int padded_k, int i) const {
         constexpr int kPerTile = kTileBytesOfK / kChunkBytes;
-        const int64_t image_row = static_cast<int64_t>(row / tile_rows) * (padded_k / 32) * tile_rows + row % tile_rows;
-        return reinterpret_cast<uint4*>(halves) + (image_row + i / kPerTile * static_cast<int64_t>(tile_rows)) * kPerTile +
-               (i % kPerTile ^ row % kPerTile);
+        const int tile = i / kPerTile, tiles = padded_k / kNumbersPerTile;
+        const int64_t row_of_images = (static_cast<int64_t>(row / tile_rows) * tiles + tile) * tile_rows + row % tile_rows;
+        return reinterpret_cast<uint4*>(halves) + row_of_images * kPerTile + (i % kPerTile ^ row % kPerTile);
     }
 };
 
@@ -59,8 +59,13 @@ struct RowScale {
 // Magnitudes compare like their bits: infinity is above all numbers, and NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffff; }
 
-// Half i of a vector's eight numbers: hi if i is even, lo if it is odd.
-__device__ __forceinline__ uint4 split_half(const float* value, float scale, bool lo) {
+// The i-th 16 bytes of a row's halves: two of hi, two of lo, and so on. `numbers` are the row's, or those from a
+// multiple of 16 on, in shared memory.
+__device__ __forceinline__ uint4 split_vector(const float* numbers, int i, float scale) {
+    const auto* from = reinterpret_cast<const float4*>(numbers + (i / 4 * 2 + i % 2) * 8);
+    const float4 low = from[0], high = from[1];
+    const float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const bool lo = i % 4 >= 2;
     uint32_t packed[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -72,46 +77,60 @@ __device__ __forceinline__ uint4 split_half(const float* value, float scale, boo
     return {packed[0], packed[1], packed[2], packed[3]};
 }
 
-// The same of numbers in shared memory, 16-byte aligned.
-__device__ __forceinline__ uint4 split_staged_half(const float* staged, float scale, bool lo) {
-    const float4 low = reinterpret_cast<const float4*>(staged)[0], high = reinterpret_cast<const float4*>(staged)[1];
-    const float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    return split_half(value, scale, lo);
-}
-
-// Rows are read once: they stay in shared memory until their scale is known. Of longer rows the rest is read again.
-constexpr int kHeldElements = 16 * 1024;
+// A row stays in shared memory until its scale is known. Of a longer one a piece does; the others are read again.
+constexpr int kPieceElements = 16 * 1024;
 constexpr int kSplitRowBytes = 32 * 1024;  // several short rows share a thread block, up to so much shared memory
 
-// Splits rows that are contiguous along K: `rows_together` (1, 2, 4 or 8) of them from `first` on.
-template <class Mma>
+// One of the groups of threads that share a thread block, and its piece of a row in shared memory.
+struct RowGroup {
+    int thread, threads;
+    float* piece;
+
+    // Reads `count` elements, and zeros up to `padded`. Each thread waits for its own and returns their largest magnitude.
+    __device__ __forceinline__ uint32_t read(const float* source, int count, int padded) const {
+        const uint32_t destination = ptx::shared_address(piece);
+        const int vectors = reinterpret_cast<uintptr_t>(source) % kChunkBytes == 0 ? count / 4 : 0;
+        for (int i = thread; i < vectors; i += threads) ptx::cp_async_16(destination + i * kChunkBytes, source + i * 4);
+        for (int i = vectors * 4 + thread; i < count; i += threads) {
+            ptx::cp_async_small<4>(destination + i * 4, source + i);
+        }
+        ptx::cp_async_commit();
+        for (int i = count + thread; i < padded; i += threads) piece[i] = 0.0f;
+        ptx::cp_async_wait<0>();
+        uint32_t largest = 0;
+        for (int i = thread; i < vectors; i += threads) {
+            const float4 four = reinterpret_cast<const float4*>(piece)[i];
+            largest = max(max(largest, max(magnitude(four.x), magnitude(four.y))),
+                          max(magnitude(four.z), magnitude(four.w)));
+        }
+        for (int i = vectors * 4 + thread; i < count; i += threads) largest = max(largest, magnitude(piece[i]));
+        return largest;
+    }
+};
+
+// Splits rows that are contiguous along K: `rows_together` (1, 2, 4 or 8; 1 if they have several pieces) of them from
+// `first` on.
 __device__ __forceinline__ void split_rows(const SplitOperand& operand, int first, int rows_together, int k,
                                            int padded_k, float* shared) {
     constexpr int kWarps = kSplitThreads / 32;
     __shared__ uint32_t largest_of_warp[kWarps];
     const int warps = kWarps / rows_together, threads = warps * 32;  // per row
-    const int slot = static_cast<int>(threadIdx.x) / threads, thread = static_cast<int>(threadIdx.x) % threads;
+    const int slot = static_cast<int>(threadIdx.x) / threads;
     const int row = first + slot;
     const bool exists = row < operand.rows;
     const float* source = operand.source + row * operand.stride;
-    const int held = exists ? min(k, kHeldElements) : 0, padded = exists ? min(padded_k, kHeldElements) : 0;
-    float* staged = shared + slot * min(padded_k, kHeldElements);
+    const RowGroup group{static_cast<int>(threadIdx.x) % threads, threads, shared + slot * min(padded_k, kPieceElements)};
 
-    const uint32_t destination = ptx::shared_address(staged);
-    const int vectors = reinterpret_cast<uintptr_t>(source) % kChunkBytes == 0 ? held / 4 : 0;
-    for (int i = thread; i < vectors; i += threads) ptx::cp_async_16(destination + i * kChunkBytes, source + i * 4);
-    for (int i = vectors * 4 + thread; i < held; i += threads) ptx::cp_async_small<4>(destination + i * 4, source + i);
-    ptx::cp_async_commit();
+    const int pieces = (padded_k + kPieceElements - 1) / kPieceElements;
+    const auto read = [&](int piece) {
+        const int begin = piece * kPieceElements;
+        return group.read(source + begin, min(k - begin, kPieceElements), min(padded_k - begin, kPieceElements));
+    };
     uint32_t largest = 0;
-    for (int i = held + thread; exists && i < k; i += threads) largest = max(largest, magnitude(source[i]));
-    for (int i = held + thread; i < padded; i += threads) staged[i] = 0.0f;
-    ptx::cp_async_wait<0>();
-    for (int i = thread; i < vectors; i += threads) {  // what this thread has copied
-        const float4 four = reinterpret_cast<const float4*>(staged)[i];
-        largest = max(max(largest, max(magnitude(four.x), magnitude(four.y))),
-                      max(magnitude(four.z), magnitude(four.w)));
+    for (int piece = pieces - 1; exists && piece >= 0; --piece) {
+        if (piece < pieces - 1) __syncthreads();  // other threads' zeros are in the way
+        largest = max(largest, read(piece));
     }
-    for (int i = vectors * 4 + thread; i < held; i += threads) largest = max(largest, magnitude(staged[i]));
     largest = __reduce_max_sync(0xffffffff, largest);
     if (threadIdx.x % 32 == 0) largest_of_warp[threadIdx.x / 32] = largest;
     __syncthreads();
@@ -119,27 +138,27 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
     for (int i = 0; i < warps; ++i) largest = max(largest, largest_of_warp[slot * warps + i]);
 
     const RowScale scale(largest);
-    if (thread == 0) operand.exponents[row] = scale.exponent();
-    // Two threads share eight numbers, so that a warp writes whole lines.
-    for (int i = thread; i < padded / 4; i += threads) {
-        *operand.vector(row, padded_k, i) = split_staged_half(staged + Mma::block_of(i) * 8, scale.scale(), Mma::is_lo(i, operand.is_weight));
-    }
-    for (int i = padded / 4 + thread; i < padded_k / 4; i += threads) {
-        float value[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int at = Mma::block_of(i) * 8 + j;
-            value[j] = at < k ? source[at] : 0.0f;
+    if (group.thread == 0) operand.exponents[row] = scale.exponent();
+    for (int piece = 0; piece < pieces; ++piece) {
+        if (piece > 0) {
+            __syncthreads();
+            read(piece);
+            __syncthreads();
         }
-        *operand.vector(row, padded_k, i) = split_half(value, scale.scale(), Mma::is_lo(i, operand.is_weight));
+        const int begin = piece * (kPieceElements / 4), vectors = min(padded_k / 4 - begin, kPieceElements / 4);
+        for (int i = group.thread; i < vectors; i += threads) {
+            *operand.vector(row, padded_k, begin + i) = split_vector(group.piece, i, scale.scale());
+        }
     }
 }
 
-constexpr int kStripColumns = 16, kStripK = 128, kStripStride = kStripK + 4;
+#ifndef STRIP
+#define STRIP 16
+#endif
+constexpr int kStripColumns = STRIP, kStripK = 128, kStripStride = kStripK + 4;
 
 // Splits kStripColumns features from `first` on, whose elements along K are `stride` apart, and transposes them. They
 // are read twice, because shared memory is too small for them.
-template <class Mma>
 __device__ __forceinline__ void split_columns(const SplitOperand& operand, int first, int k, int padded_k,
                                               float* shared) {
     constexpr int kGroups = kSplitThreads / kStripColumns, kReads = kStripK / kGroups;
@@ -188,13 +207,13 @@ __device__ __forceinline__ void split_columns(const SplitOperand& operand, int f
             const int of_row = row + pass * kRowsPerPass;
             if (first + of_row >= operand.rows) break;
             *operand.vector(first + of_row, padded_k, begin / 4 + vector) =
-                split_staged_half(shared + of_row * kStripStride + Mma::block_of(vector) * 8, scale[pass], Mma::is_lo(vector, true));
+                split_vector(shared + of_row * kStripStride, vector, scale[pass]);
         }
     }
 }
 
 // x by its rows, with the first `blocks_x` thread blocks, and the weight with the others.
-template <class Mma, Major kWeightMajor>
+template <Major kWeightMajor>
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const SplitOperand x, const SplitOperand weight, int k, int padded_k, int rows_together,
                  int blocks_x) {
@@ -204,23 +223,23 @@ __global__ void __launch_bounds__(kSplitThreads)
     if (kWeightMajor == Major::kK || is_x) {
         SplitOperand operand = x;
         if (!is_x) operand = weight;
-        split_rows<Mma>(operand, block * rows_together, rows_together, k, padded_k, staged);
+        split_rows(operand, block * rows_together, rows_together, k, padded_k, staged);
     } else {
-        split_columns<Mma>(weight, block * kStripColumns, k, padded_k, staged);
+        split_columns(weight, block * kStripColumns, k, padded_k, staged);
     }
 }
 
 #ifndef __CUDACC_RTC__
-template <class Mma, Major kWeightMajor>
+template <Major kWeightMajor>
 cudaError_t launch_split(const SplitOperand& x, const SplitOperand& weight, int k, int padded_k, cudaStream_t stream) {
-    constexpr auto kKernel = &split_kernel<Mma, kWeightMajor>;
+    constexpr auto kKernel = &split_kernel<kWeightMajor>;
     constexpr int kFloat = static_cast<int>(sizeof(float));
     constexpr int kStripBytes = kWeightMajor == Major::kK ? 0 : kStripColumns * kStripStride * kFloat;
     // The attribute is set once: for the most that any size takes.
-    if (const cudaError_t error = allow_shared_memory<kKernel>(kHeldElements * kFloat); error != cudaSuccess) {
+    if (const cudaError_t error = allow_shared_memory<kKernel>(kPieceElements * kFloat); error != cudaSuccess) {
         return error;
     }
-    const int row_bytes = (padded_k < kHeldElements ? padded_k : kHeldElements) * kFloat;
+    const int row_bytes = (padded_k < kPieceElements ? padded_k : kPieceElements) * kFloat;
     int rows_together = kSplitThreads / 32;
     while (rows_together > 1 && rows_together * row_bytes > kSplitRowBytes) rows_together /= 2;
     const int bytes = rows_together * row_bytes > kStripBytes ? rows_together * row_bytes : kStripBytes;
