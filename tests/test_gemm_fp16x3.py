@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 FULL = OperandKind(torch.float32, (True, True, True))
+CHOICES = [(tile, chain) for tile in gemm._TILES_FP16X3 for chain in ((1,) if tile.small_warps else (2, 4))]
 
 
 def problem_of(x, weight, layout):
@@ -44,11 +45,14 @@ def problem_of(x, weight, layout):
     )
 
 
-def multiply(x, weight, layout="nk", tile=0, epilogue="acc", operands=(), rows_per_batch=0, output=torch.float32):
-    """x times the weight, (N, K) for "nk" and (K, N) for "kn", with one of the split kernels."""
+def multiply(x, weight, layout="nk", choice=None, epilogue="acc", operands=(), rows_per_batch=0, output=torch.float32):
+    """x times the weight, (N, K) for "nk" and (K, N) for "kn", by `choice` of tile and chain or by the first of the
+    candidates that split."""
     problem = problem_of(x, weight, layout)
-    kernels = [kernel for kernel in gemm.candidates(problem) if "fp16x3" in kernel.name]
-    kernel = kernels[tile % len(kernels)]
+    if choice is None:
+        kernel = next(kernel for kernel in gemm.candidates(problem) if "fp16x3" in kernel.name)
+    else:
+        kernel = gemm._fp16x3_kernel(*choice, problem)
     text = codegen.generate(parse(epilogue), output, [FULL] * len(operands), kernel, uses_batch=rows_per_batch > 0)
     launch = build.load(build.Source(text, torch.cuda.get_device_capability()))
     rows = rows_per_batch or problem.m
@@ -57,11 +61,11 @@ def multiply(x, weight, layout="nk", tile=0, epilogue="acc", operands=(), rows_p
     for _ in operands:
         params += struct.pack("<3q", rows * problem.n, problem.n, 1)
     out = torch.full((problem.m, problem.n), float("nan"), dtype=output, device=x.device)
-    # Beyond its end the workspace must not be touched.
-    workspace = torch.full((kernel.workspace + 256,), 0xA5, dtype=torch.uint8, device=x.device)
+    # Filled with NaN. Beyond its end the workspace must not be touched.
+    workspace = torch.full((kernel.workspace + 256,), 0xFF, dtype=torch.uint8, device=x.device)
     pointers = (x, weight, out, workspace, *operands)
     launch(bytes(params), torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in pointers))
-    assert (workspace[kernel.workspace :] == 0xA5).all()
+    assert (workspace[kernel.workspace :] == 0xFF).all()
     return out
 
 
@@ -89,8 +93,8 @@ SIZES = [
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_any_size(m, n, k, layout):
     x, weight = tensor(m, k), tensor(n, k) if layout == "nk" else tensor(k, n)
-    for tile in range(4):
-        error, _ = errors(multiply(x, weight, layout, tile), x, weight, layout)
+    for choice in CHOICES:
+        error, _ = errors(multiply(x, weight, layout, choice), x, weight, layout)
         assert error < 5e-7
 
 
@@ -123,20 +127,18 @@ def test_the_epilogue_gets_the_unscaled_sum(rows_per_batch, output):
 
 @pytest.mark.parametrize("k", [1024, 1500, 4096, 16384])
 @pytest.mark.parametrize("make", [torch.randn, torch.rand])
-@pytest.mark.parametrize(("m", "n"), [(160, 192), (1024, 2048)])
+@pytest.mark.parametrize(("m", "n"), [(160, 192), (2048, 2048), (1024, 7168), (2048, 8192)])
 def test_it_is_as_exact_as_eagers_float32(m, n, k, make):
     x, weight = tensor(m, k, make=make), tensor(n, k, make=make)
     error, eager_error = errors(multiply(x, weight), x, weight)
     assert error <= eager_error
 
 
-def test_rows_of_any_magnitude_are_as_exact():
+def test_scales_are_exact():
     x, weight = tensor(160, 2048), tensor(192, 2048)
-    x *= torch.exp2(torch.arange(160, device="cuda") * 1.25 - 100)[:, None]
-    weight *= torch.exp2(24 - torch.arange(192, device="cuda") * 0.25)[:, None]
-    have, exact, eager = multiply(x, weight), product(x.double(), weight.double()), product(x, weight)
-    size = exact.norm(dim=1)
-    assert ((have.double() - exact).norm(dim=1) <= 1.5 * (eager.double() - exact).norm(dim=1) + 1e-8 * size).all()
+    of_x = torch.exp2(torch.arange(160, dtype=torch.float64, device="cuda") // 2 - 40)[:, None].float()
+    of_weight = torch.exp2(70 - torch.arange(192, dtype=torch.float64, device="cuda") * 2 // 3)[:, None].float()
+    assert torch.equal(multiply(x * of_x, weight * of_weight), multiply(x, weight) * of_x * of_weight.t())
 
 
 @pytest.mark.parametrize("spread", [0, 4])

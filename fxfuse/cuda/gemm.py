@@ -24,10 +24,10 @@ MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to 
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
 EXPONENT_PADDING = 16  # kExponentPadding in gemm_fp16x3.cuh
-# On an H200; the A100's are all about half of them.
-SPEED_TF32X3, SPEED_FP16X3 = 77e12, 155e12  # FLOP/s with the best tiles
+# Of an H200; the A100's are all about half of them.
+SPEED_TF32X3, SPEED_FP16X3 = 77e12, 163e12  # FLOP/s with the best tiles
 SPEED_SPLIT = 4.1e12  # bytes/s
-LAUNCH = 1.2e6  # products in 3xTF32 that a multiprocessor adds up during another launch
+SPLIT_LAUNCH = 1.5e6  # products in 3xTF32 that a multiprocessor adds up during another launch
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 
 
@@ -39,7 +39,7 @@ class Problem:
     n: int
     k: int
     precision: Precision
-    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32."""
+    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32. See cuda/precision.py."""
     weight_layout: Layout
     """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
     x_stride: int
@@ -116,13 +116,14 @@ _TILES = (
     Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.19, full=0.28),
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.09, full=0.22),
 )
+# Of 163 TFLOP/s, splitting not counted.
 _TILES_FP16X3 = (
-    Tile(128, 128, 2, 4, stages=4, resident=1, alone=0.99, full=1.00),
-    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.80, full=0.95),
-    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.80, full=0.95),
-    Tile(64, 64, 1, 2, stages=4, resident=2, alone=0.50, full=0.75),
+    Tile(128, 128, 2, 4, stages=4, resident=1, alone=1.00, full=1.00),
+    Tile(128, 64, 4, 1, stages=3, resident=2, alone=0.83, full=0.94),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.84, full=0.95),
+    Tile(64, 64, 2, 2, stages=4, resident=2, alone=0.60, full=0.82),
 )
-_MMA = {"tf32x3": "Tf32x3", "fp16x3": "Fp16x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
+_MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 _MAJOR = {"nk": "kK", "kn": "kMN"}
 
 
@@ -141,11 +142,13 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
 
 
 def _fp16x3_candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Kernels of scaled fp16 products; and those of 3xTF32, which win where there are few rows or columns to share
-    the cost of splitting."""
+    """Kernels of scaled fp16 products, and those of 3xTF32, which are faster where few rows or columns share the cost
+    of splitting."""
     exact = replace(problem, precision="tf32x3")
     timed = [
-        (_fp16x3_time(tile, problem), _fp16x3_kernel(tile, problem)) for tile in _TILES_FP16X3 if _fits(tile, problem)
+        (_fp16x3_time(tile, problem), _fp16x3_kernel(tile, chain, problem))
+        for tile in _TILES_FP16X3
+        if _fits(tile, problem) and (chain := _fp16x3_chain(tile, problem)) is not None
     ]
     timed += [
         (estimated_time(tile, exact), _kernel(tile, exact))
@@ -160,8 +163,10 @@ def _fp16x3_time(tile: Tile, problem: Problem) -> float:
     adds up K products."""
     weight_passes = 2 if problem.weight_layout == "nk" else 3  # (K, N) is read twice: see split_columns
     bytes_of_k = 4 * (2 * problem.m + weight_passes * problem.n)
-    split = bytes_of_k / 2 / problem.multiprocessors * SPEED_TF32X3 / SPEED_SPLIT + LAUNCH / problem.k
-    return split + estimated_time(tile, problem) * SPEED_TF32X3 / SPEED_FP16X3
+    split = bytes_of_k / 2 / problem.multiprocessors * SPEED_TF32X3 / SPEED_SPLIT + SPLIT_LAUNCH / problem.k
+    # Products of K that a thread block could do while it starts and stores, less if there is another one.
+    idle = 300 if tile.resident == 1 else 120
+    return split + estimated_time(tile, problem) * (1 + idle / problem.k) * SPEED_TF32X3 / SPEED_FP16X3
 
 
 def estimated_time(tile: Tile, problem: Problem) -> float:
@@ -229,27 +234,44 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
 
-def _fp16x3_chain(tile: Tile, problem: Problem) -> tuple[int, bool]:
-    """How halves are added up along K: steps in the tensor cores at a time, and whether as a tree (Fp16x3Config)."""
+def _fp16x3_chain(tile: Tile, problem: Problem) -> int | None:
+    """Steps of K that the kernel adds up in tensor cores at a time; None if its error would be beyond eager's.
+
+    Small warps add up these sums as a tree (Fp16x3Config). Error on an H200 as a multiple of cuBLAS's fp32 error, for
+    normal and uniform data:
+
+        tiles of 128x128, K        512, 256      512, 1024     512, 4096     448, 2048     192, 3072     16, 16384
+        1, as a tree               0.41/0.34     0.22/0.16     0.12/0.09     0.28/0.30     0.39/0.66     0.33/0.98
+        2                          0.53/0.55     0.31/0.32     0.22/0.22     0.44/0.67     0.64/1.64     0.75/2.62
+        4                          0.86/1.21     0.46/0.65     0.26/0.35     0.59/1.22     0.79/2.59     0.67/2.86
+
+    cuBLAS divides long sums among thread blocks, and is more accurate, where its tiles leave multiprocessors idle. From
+    K = 1024 on that was so for 16, 192, 300, 384 and 448 tiles of 128x128, but not for 256, 512 and 576.
+    """
     if tile.small_warps:
-        return 1, True
-    return (2 if problem.k < 2048 else 4), False
+        return 1
+    if problem.k < 512:
+        return 2
+    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
+    if problem.k < 1024:
+        return 4 if fills >= 1 else None
+    if fills >= 3.8 or 1.9 <= fills <= 2:
+        return 4
+    return 2 if fills >= 3 else None
 
 
-def _fp16x3_kernel(tile: Tile, problem: Problem) -> Kernel:
+def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
     """A kernel that splits float32 operands into its workspace and multiplies the halves."""
-    chain, tree = _fp16x3_chain(tile, problem)
-    step = FP16X3_STEP_K * chain
-    padded_k = -(-problem.k // max(step, FP16X3_TILE_K)) * max(step, FP16X3_TILE_K)
+    block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
+    padded_k = -(-problem.k // block_k) * block_k
     rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
     exponents = sum(-(-count // EXPONENT_PADDING) * EXPONENT_PADDING for count in (problem.m, problem.n))
-    config = (
-        f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}, {str(tree).lower()}>"
-    )
+    config = f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}"
+    tree = "true" if tile.small_warps else "false"
     return Kernel(
         name=f"gemm fp16x3 {tile.m}x{tile.n}x{FP16X3_TILE_K}, {tile.stages} stages",
         header=FP16X3_HEADER,
-        type=f"Fp16x3Gemm<{config}, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
+        type=f"Fp16x3Gemm<{config}, {tree}>, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
         params=_params(problem, block_tiles=1),
         workspace=4 * (rows * padded_k + exponents),
     )

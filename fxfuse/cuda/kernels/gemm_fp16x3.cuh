@@ -19,12 +19,11 @@ constexpr int kExponentPadding = 16;  // of each array of exponents: runs of col
 
 // kChain: steps of K that tensor cores add up before the sum continues in fp32 (see Sums). kTree: whether these sums
 // are added up in blocks first.
-template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_, bool kCross_ = false, int kResident_ = 1>
+template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_>
 struct Fp16x3Config : GemmConfig<Fp16x3, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kPromoted, Major::kK,
                                  kChunkBytes, kChunkBytes> {
     static constexpr int kChain = kChain_;
-    static constexpr bool kTree = kTree_, kCross = kCross_;
-    static constexpr int kResident = kResident_;
+    static constexpr bool kTree = kTree_;
 };
 
 // A thread block's loop over K. Tiles come as images of what they are in shared memory, and fragments need no
@@ -39,7 +38,8 @@ struct HalvesLoop {
     static constexpr int kBlock = kChain > kSteps ? kChain / kSteps : 1;  // tiles per iteration
     static constexpr int kTreeTiles = 8;                                  // tiles per block of a tree
     static constexpr uint32_t kStageBytes = kBytesX + kBytesW;
-    static_assert(kSteps % 2 == 0 && kBytesX % (kThreads * kChunkBytes) == 0 && kBytesW % (kThreads * kChunkBytes) == 0);
+    static_assert(kSteps % 2 == 0, "registers of fragments alternate");
+    static_assert(kBytesX % (kThreads * kChunkBytes) == 0 && kBytesW % (kThreads * kChunkBytes) == 0);
 
     using Sum = Accumulators<kMmasM, kMmasN>;
 
@@ -62,8 +62,7 @@ struct HalvesLoop {
         load_x(0, use, 0);
         load_w(0, use, 0, 0);
 
-        Sum partial, block, cross;
-        if constexpr (Shape::kCross) cross.clear();
+        Sum partial, block;
         total.clear();
         partial.clear();
         if constexpr (Shape::kTree) block.clear();
@@ -85,7 +84,7 @@ struct HalvesLoop {
                     if ((step - pair * kChain / kPairs) % kChain == 0) {
                         restart(Shape::kTree ? block : total, partial, pair * 2);
                     }
-                    multiply_add(partial, Shape::kCross ? cross : partial, pair * 2, step % 2, now);
+                    multiply_add(partial, pair * 2, step % 2, now);
                     if (in_tile == 0 && pair == 0) {
                         if (first + step / kSteps + kStages - 1 < tiles) start_copy(fill + own);  // over the previous
                         ptx::cp_async_commit();
@@ -101,7 +100,6 @@ struct HalvesLoop {
             }
         }
         if constexpr (Shape::kTree) total.add(block);
-        if constexpr (Shape::kCross) total.add(cross);
         total.add(partial);
         ptx::cp_async_wait<0>();
     }
@@ -157,7 +155,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void multiply_add(Sum& sum, Sum& cross, int first, int of_x, int of_w) {
+    __device__ __forceinline__ void multiply_add(Sum& sum, int first, int of_x, int of_w) {
         typename Mma::A a[kMmasM];
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
@@ -167,9 +165,7 @@ private:
         const auto& raw = raw_w[of_w];
         const typename Mma::B b[2] = {{{raw[0][0], raw[0][1]}, {raw[1][0], raw[1][1]}},
                                       {{raw[0][2], raw[0][3]}, {raw[1][2], raw[1][3]}}};
-        constexpr int kCrossProducts = Mma::kProducts - 1;
-        fxfuse::multiply_add<Mma, 0, kCrossProducts>(cross.value, first, a, b);
-        fxfuse::multiply_add<Mma, kCrossProducts>(sum.value, first, a, b);
+        fxfuse::multiply_add<Mma>(sum.value, first, a, b);
     }
 };
 
@@ -228,7 +224,7 @@ private:
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kResident)
+__global__ void __launch_bounds__(Kernel::Config::kThreads)
     halves_kernel(const typename Kernel::Problem problem, const HalfPair* __restrict__ x,
                   const HalfPair* __restrict__ weight, typename Kernel::Output* __restrict__ out,
                   const typename Kernel::Epilogue epilogue) {
@@ -240,7 +236,9 @@ template <class Config, class Output, class Epilogue>
 struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
     using Base = Gemm<Config, Output, UnscalingEpilogue<Epilogue>>;
     using typename Base::Problem;
-    using Loop = HalvesLoop<Config, typename Base::ReadX, typename Base::ReadW, Base::TileX::kBytes, Base::TileW::kBytes>;
+    using TileX = typename Base::TileX;
+    using TileW = typename Base::TileW;
+    using Loop = HalvesLoop<Config, typename Base::ReadX, typename Base::ReadW, TileX::kBytes, TileW::kBytes>;
 
     static __device__ __forceinline__ void run(const Problem& problem, const HalfPair* x, const HalfPair* weight,
                                                Output* out, const UnscalingEpilogue<Epilogue>& epilogue) {
@@ -286,7 +284,8 @@ struct Fp16x3Gemm {
                               cudaStream_t stream) {
         constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
         const int64_t padded_k = padded(problem.k, kNumbersPerTile * Product::Loop::kBlock);
-        const int64_t x_halves = padded(problem.m, kTileM) * padded_k, weight_halves = padded(problem.n, kTileN) * padded_k;
+        const int64_t x_halves = padded(problem.m, kTileM) * padded_k;
+        const int64_t weight_halves = padded(problem.n, kTileN) * padded_k;
         auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
         int* exponents = reinterpret_cast<int*>(halves + x_halves + weight_halves);
         const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,

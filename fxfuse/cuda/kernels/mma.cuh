@@ -202,7 +202,7 @@ struct Fp16x3 {
 
 // d[m][first + n] += a[m] * b[n]. One product of all tiles before the next: the products of one tile depend on each
 // other, and the other tiles hide their latency.
-template <class Mma, int kProduct = 0, int kEnd = Mma::kProducts, int kMmasM, int kColumns, int kMmasN>
+template <class Mma, int kProduct = 0, int kMmasM, int kColumns, int kMmasN>
 __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], int first,
                                              const typename Mma::A (&a)[kMmasM], const typename Mma::B (&b)[kMmasN]) {
 #pragma unroll
@@ -210,7 +210,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], in
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) Mma::template product<kProduct>(d[m][first + n], a[m], b[n]);
     }
-    if constexpr (kProduct + 1 < kEnd) multiply_add<Mma, kProduct + 1, kEnd>(d, first, a, b);
+    if constexpr (kProduct + 1 < Mma::kProducts) multiply_add<Mma, kProduct + 1>(d, first, a, b);
 }
 
 }  // namespace fxfuse

@@ -35,8 +35,9 @@ struct SplitOperand {
     __device__ __forceinline__ uint4* vector(int row, int padded_k, int i) const {
         constexpr int kPerTile = kTileBytesOfK / kChunkBytes;
         const int tile = i / kPerTile, tiles = padded_k / kNumbersPerTile;
-        const int64_t row_of_images = (static_cast<int64_t>(row / tile_rows) * tiles + tile) * tile_rows + row % tile_rows;
-        return reinterpret_cast<uint4*>(halves) + row_of_images * kPerTile + (i % kPerTile ^ row % kPerTile);
+        const int64_t image = static_cast<int64_t>(row / tile_rows) * tiles + tile;
+        uint4* in_image = reinterpret_cast<uint4*>(halves) + (image * tile_rows + row % tile_rows) * kPerTile;
+        return in_image + (i % kPerTile ^ row % kPerTile);  // as OperandTile swizzles
     }
 };
 
@@ -86,7 +87,8 @@ struct RowGroup {
     int thread, threads;
     float* piece;
 
-    // Reads `count` elements, and zeros up to `padded`. Each thread waits for its own and returns their largest magnitude.
+    // Reads `count` elements, and zeros up to `padded`. Each thread waits for its own and returns their largest
+    // magnitude.
     __device__ __forceinline__ uint32_t read(const float* source, int count, int padded) const {
         const uint32_t destination = ptx::shared_address(piece);
         const int vectors = reinterpret_cast<uintptr_t>(source) % kChunkBytes == 0 ? count / 4 : 0;
@@ -119,7 +121,8 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
     const int row = first + slot;
     const bool exists = row < operand.rows;
     const float* source = operand.source + row * operand.stride;
-    const RowGroup group{static_cast<int>(threadIdx.x) % threads, threads, shared + slot * min(padded_k, kPieceElements)};
+    const RowGroup group{static_cast<int>(threadIdx.x) % threads, threads,
+                         shared + slot * min(padded_k, kPieceElements)};
 
     const int pieces = (padded_k + kPieceElements - 1) / kPieceElements;
     const auto read = [&](int piece) {
@@ -152,10 +155,7 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
     }
 }
 
-#ifndef STRIP
-#define STRIP 16
-#endif
-constexpr int kStripColumns = STRIP, kStripK = 128, kStripStride = kStripK + 4;
+constexpr int kStripColumns = 16, kStripK = 128, kStripStride = kStripK + 4;
 
 // Splits kStripColumns features from `first` on, whose elements along K are `stride` apart, and transposes them. They
 // are read twice, because shared memory is too small for them.
