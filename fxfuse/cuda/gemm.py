@@ -23,7 +23,6 @@ MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
-EXPONENT_PADDING = 16  # kExponentPadding in gemm_fp16x3.cuh
 # Of an H200; the A100's are all about half of them.
 SPEED_TF32X3, SPEED_FP16X3 = 77e12, 163e12  # FLOP/s with the best tiles
 SPEED_SPLIT = 4.1e12  # bytes/s
@@ -246,13 +245,15 @@ def _fp16x3_chain(tile: Tile, problem: Problem) -> int | None:
         4                          0.86/1.21     0.46/0.65     0.26/0.35     0.59/1.22     0.79/2.59     0.67/2.86
 
     cuBLAS divides long sums among thread blocks, and is more accurate, where its tiles leave multiprocessors idle. From
-    K = 1024 on that was so for 16, 192, 300, 384 and 448 tiles of 128x128, but not for 256, 512 and 576.
+    K = 1024 on that was so for 16, 192, 300, 384 and 448 tiles of 128x128, but not for 256, 512 and 576. For 4 tiles
+    and K = 16384 not even the tree is exact enough (1.2).
     """
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
     if tile.small_warps:
-        return 1
+        return 1 if tiles >= 16 or problem.k <= 4096 else None
     if problem.k < 512:
         return 2
-    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
+    fills = tiles / problem.multiprocessors
     if problem.k < 1024:
         return 4 if fills >= 1 else None
     if fills >= 3.8 or 1.9 <= fills <= 2:
@@ -265,7 +266,6 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
     block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
     padded_k = -(-problem.k // block_k) * block_k
     rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
-    exponents = sum(-(-count // EXPONENT_PADDING) * EXPONENT_PADDING for count in (problem.m, problem.n))
     config = f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}"
     tree = "true" if tile.small_warps else "false"
     return Kernel(
@@ -273,7 +273,7 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
         header=FP16X3_HEADER,
         type=f"Fp16x3Gemm<{config}, {tree}>, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
         params=_params(problem, block_tiles=1),
-        workspace=4 * (rows * padded_k + exponents),
+        workspace=4 * rows * (padded_k + 1),  # halves and exponents
     )
 
 

@@ -5,7 +5,8 @@
 // exact. Error is that of float32 where the numbers of a row are within 2^18 of each other, and grows with their range
 // beyond it.
 //
-// The workspace holds the halves of x, those of the weight, then the exponents of x and of the weight.
+// The workspace holds the halves of x, those of the weight, then the exponents of x and of the weight, of all rows in
+// tiles.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,6 @@
 #include "split_halves.cuh"
 
 namespace fxfuse {
-
-constexpr int kExponentPadding = 16;  // of each array of exponents: runs of columns end beyond N
 
 // kChain: steps of K that tensor cores add up before the sum continues in fp32 (see Sums). kTree: whether these sums
 // are added up in blocks first.
@@ -169,91 +168,41 @@ private:
     }
 };
 
-// The generated epilogue on unscaled sums. Sums in which an infinity or NaN takes part are computed here, as float32
-// has them, from the tensors themselves: slowly, but only in rows and columns that have one.
-template <class Epilogue>
-struct UnscalingEpilogue : Epilogue {
+// What a kernel needs besides halves: their exponents, and the tensors themselves where halves cannot stand for them.
+struct HalvesOrigin {
     const float *x, *weight;
     int64_t x_stride, weight_stride_n, weight_stride_k;
-    int64_t rows_per_batch, k;
-    const int *x_exponents, *weight_exponents;
-
-    template <int kVector>
-    __device__ __forceinline__ void apply(float (&value)[kVector], const Position& at, int count) const {
-        const int64_t row = Epilogue::kUsesBatch ? at.batch * rows_per_batch + at.row : at.row;
-        const int x_exponent = __ldg(x_exponents + row);
-        int exponent[kVector];
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < kVector; i += 4) {
-            const int4 four = __ldg(reinterpret_cast<const int4*>(weight_exponents + at.col + i));
-            exponent[i] = x_exponent + four.x;
-            exponent[i + 1] = x_exponent + four.y;
-            exponent[i + 2] = x_exponent + four.z;
-            exponent[i + 3] = x_exponent + four.w;
-        }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            value[i] = ldexpf(value[i], exponent[i]);
-            finite = finite && (i >= count || is_finite(exponent[i]));
-        }
-        if (!finite) multiply_again(value, exponent, row, at.col, count);
-        Epilogue::template apply<kVector>(value, at, count);
-    }
-
-private:
-    // Sums of exponents are below kNotFinite / 2 unless one of them is kNotFinite.
-    static __device__ __forceinline__ bool is_finite(int exponent) { return exponent < kNotFinite / 2; }
-
-    template <int kVector>
-    __device__ __forceinline__ void multiply_again(float (&value)[kVector], const int (&exponent)[kVector], int64_t row,
-                                                   int64_t col, int count) const {
-        float sum[kVector] = {};
-        const float *x_row = x + row * x_stride, *weight_col = weight + col * weight_stride_n;
-#pragma unroll 1
-        for (int64_t i = 0; i < k; ++i) {
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) {
-                const int64_t existing = j < count ? j : 0;
-                sum[j] = fmaf(x_row[i], weight_col[existing * weight_stride_n + i * weight_stride_k], sum[j]);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) value[j] = is_finite(exponent[j]) ? value[j] : sum[j];
-    }
+    int k;
+    const int *x_exponents, *weight_exponents;  // as many as there are rows in tiles
 };
 
+// At least one thread block: told so, ptxas uses the registers that the tiles were measured with.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads)
+__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     halves_kernel(const typename Kernel::Problem problem, const HalfPair* __restrict__ x,
                   const HalfPair* __restrict__ weight, typename Kernel::Output* __restrict__ out,
-                  const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, weight, out, epilogue);
+                  const HalvesOrigin origin, const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, weight, out, origin, epilogue);
 }
 
 // Gemm on halves: x and the weight are images of tiles, K is padded.
 template <class Config, class Output, class Epilogue>
-struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
-    using Base = Gemm<Config, Output, UnscalingEpilogue<Epilogue>>;
-    using typename Base::Problem;
-    using TileX = typename Base::TileX;
-    using TileW = typename Base::TileW;
+struct HalvesGemm : Gemm<Config, Output, Epilogue> {
+    using Base = Gemm<Config, Output, Epilogue>;
+    using typename Base::Problem, typename Base::TileX, typename Base::TileW;
     using Loop = HalvesLoop<Config, typename Base::ReadX, typename Base::ReadW, TileX::kBytes, TileW::kBytes>;
+    using Sum = typename Loop::Sum;
 
     static __device__ __forceinline__ void run(const Problem& problem, const HalfPair* x, const HalfPair* weight,
-                                               Output* out, const UnscalingEpilogue<Epilogue>& epilogue) {
+                                               Output* out, const HalvesOrigin& origin, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
-        const auto origin = Base::tile_origin();
-        if (origin.row >= problem.m) return;
-        typename Loop::Sum sum;
-        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
-        Loop loop{{Config::warp_m(thread), lane},
-                  {Config::warp_n(thread), lane},
-                  reinterpret_cast<const uint4*>(x + origin.row * problem.k) + thread,
-                  reinterpret_cast<const uint4*>(weight + origin.col * problem.k) + thread};
-        loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / kNumbersPerTile);
-        __syncthreads();
+        if (Base::tile_origin().row >= problem.m) return;
+        Sum sum;
+        multiply(sum, problem, x, weight, shared);
+        const bool finite = unscale(sum, origin);
         float* staging = reinterpret_cast<float*>(shared);
+        // A barrier too: everyone has read the last tile.
+        if (__syncthreads_or(!finite)) multiply_not_finite(sum, staging, problem, origin);
         Base::stage(sum, staging);
         __syncthreads();
         Base::store(problem, staging, out, epilogue);
@@ -261,13 +210,109 @@ struct HalvesGemm : Gemm<Config, Output, UnscalingEpilogue<Epilogue>> {
 
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const HalfPair* x, const HalfPair* weight, Output* out,
-                              const UnscalingEpilogue<Epilogue>& epilogue, cudaStream_t stream) {
+                              const HalvesOrigin& origin, const Epilogue& epilogue, cudaStream_t stream) {
         constexpr auto kKernel = &halves_kernel<HalvesGemm>;
         if (const auto error = allow_shared_memory<kKernel>(Base::kSharedBytes); error != cudaSuccess) return error;
-        kKernel<<<Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream>>>(problem, x, weight, out, epilogue);
+        kKernel<<<Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream>>>(problem, x, weight, out, origin,
+                                                                                     epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
+
+private:
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const HalfPair* x,
+                                                    const HalfPair* weight, unsigned char* shared) {
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        const auto tile = Base::tile_origin();
+        Loop loop{{Config::warp_m(thread), lane},
+                  {Config::warp_n(thread), lane},
+                  reinterpret_cast<const uint4*>(x + tile.row * problem.k) + thread,
+                  reinterpret_cast<const uint4*>(weight + tile.col * problem.k) + thread};
+        loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / kNumbersPerTile);
+    }
+
+    // Exponents of numbers add up to less.
+    static __device__ __forceinline__ bool is_finite(int exponent) { return exponent < kNotFinite / 2; }
+
+    // False if an infinity or NaN takes part in one of the thread's sums (or if what is undefined beyond M or N looks
+    // like it).
+    static __device__ __forceinline__ bool unscale(Sum& sum, const HalvesOrigin& origin) {
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        const auto tile = Base::tile_origin();
+        const int* of_x = origin.x_exponents + tile.row + Config::warp_m(thread) + lane / 4;
+        const int* of_weight = origin.weight_exponents + tile.col + Config::warp_n(thread) + lane % 4 * 2;
+        bool finite = true;
+#pragma unroll
+        for (int m = 0; m < Config::kMmasM; ++m) {
+            const int upper = __ldg(of_x + m * kMmaM), lower = __ldg(of_x + m * kMmaM + 8);
+#pragma unroll
+            for (int n = 0; n < Config::kMmasN; ++n) {
+                const int2 both = __ldg(reinterpret_cast<const int2*>(of_weight + n * kMmaN));
+                const int exponent[4] = {upper + both.x, upper + both.y, lower + both.x, lower + both.y};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum.value[m][n][i] = ldexpf(sum.value[m][n][i], exponent[i]);
+                    finite = finite && is_finite(exponent[i]);
+                }
+            }
+        }
+        return finite;
+    }
+
+    // Computes sums in which an infinity or NaN takes part as float32 has them, from the tensors themselves: slow, but
+    // only where a row or column has one. Every thread takes another sum, in shared memory.
+    static __device__ __forceinline__ void multiply_not_finite(Sum& sum, float* staging, const Problem& problem,
+                                                               const HalvesOrigin& origin) {
+        const auto tile = Base::tile_origin();
+        const int rows = static_cast<int>(min(static_cast<int64_t>(Base::kTileM), problem.m - tile.row));
+        const int cols = static_cast<int>(min(static_cast<int64_t>(Base::kTileN), problem.n - tile.col));
+        Base::stage(sum, staging);
+        __syncthreads();
+#pragma unroll 1
+        for (int i = static_cast<int>(ptx::read_thread_index()); i < rows * Base::kTileN; i += Base::kThreads) {
+            const int row = i / Base::kTileN, col = i % Base::kTileN;
+            if (col >= cols) continue;
+            if (is_finite(origin.x_exponents[tile.row + row] + origin.weight_exponents[tile.col + col])) continue;
+            staging[row * Base::kStagingStride + col] = multiply_in_float(tile.row + row, tile.col + col, origin);
+        }
+        __syncthreads();
+        unstage(sum, staging);
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ float multiply_in_float(int64_t row, int64_t col, const HalvesOrigin& origin) {
+        constexpr int kPiece = 64;
+        const float* x = origin.x + row * origin.x_stride;
+        const float* weight = origin.weight + col * origin.weight_stride_n;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int first = 0; first < origin.k && !isnan(sum); first += kPiece) {  // nothing changes NaN
+            const int end = min(first + kPiece, origin.k);
+#pragma unroll 8
+            for (int k = first; k < end; ++k) sum = fmaf(x[k], weight[k * origin.weight_stride_k], sum);
+        }
+        return sum;
+    }
+
+    // The inverse of stage.
+    static __device__ __forceinline__ void unstage(Sum& sum, const float* staging) {
+        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        const float* corner = staging + (Config::warp_m(thread) + lane / 4) * Base::kStagingStride +
+                              Config::warp_n(thread) + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < Config::kMmasM; ++m) {
+#pragma unroll
+            for (int n = 0; n < Config::kMmasN; ++n) {
+                const float* at = corner + m * kMmaM * Base::kStagingStride + n * kMmaN;
+                const float2 upper = *reinterpret_cast<const float2*>(at);
+                const float2 lower = *reinterpret_cast<const float2*>(at + 8 * Base::kStagingStride);
+                sum.value[m][n][0] = upper.x;
+                sum.value[m][n][1] = upper.y;
+                sum.value[m][n][2] = lower.x;
+                sum.value[m][n][3] = lower.y;
+            }
+        }
+    }
 };
 
 // kWeightMajor: of the weight as it comes. Problem's x and weight are the float32 ones.
@@ -284,34 +329,31 @@ struct Fp16x3Gemm {
                               cudaStream_t stream) {
         constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN;
         const int64_t padded_k = padded(problem.k, kNumbersPerTile * Product::Loop::kBlock);
-        const int64_t x_halves = padded(problem.m, kTileM) * padded_k;
-        const int64_t weight_halves = padded(problem.n, kTileN) * padded_k;
+        const int64_t x_rows = padded(problem.m, kTileM), weight_rows = padded(problem.n, kTileN);
         auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
-        int* exponents = reinterpret_cast<int*>(halves + x_halves + weight_halves);
+        int* exponents = reinterpret_cast<int*>(halves + (x_rows + weight_rows) * padded_k);
         const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,
                              static_cast<int>(problem.m), kTileM, halves, exponents};
         const SplitOperand weight{reinterpret_cast<const float*>(pointers[1]), problem.weight_stride,
-                                  static_cast<int>(problem.n), kTileN, halves + x_halves,
-                                  exponents + padded(problem.m, kExponentPadding)};
+                                  static_cast<int>(problem.n), kTileN, halves + x_rows * padded_k,
+                                  exponents + x_rows};
         const cudaError_t error =
             launch_split<kWeightMajor>(x, weight, static_cast<int>(problem.k), static_cast<int>(padded_k), stream);
         if (error != cudaSuccess) return error;
 
         constexpr bool kContiguousK = kWeightMajor == Major::kK;
-        const UnscalingEpilogue<Epilogue> unscaling{epilogue,
-                                                    x.source,
-                                                    weight.source,
-                                                    problem.x_stride,
-                                                    kContiguousK ? problem.weight_stride : 1,
-                                                    kContiguousK ? 1 : problem.weight_stride,
-                                                    problem.rows_per_batch,
-                                                    problem.k,
-                                                    x.exponents,
-                                                    weight.exponents};
+        const HalvesOrigin origin{x.source,
+                                  weight.source,
+                                  problem.x_stride,
+                                  kContiguousK ? problem.weight_stride : 1,
+                                  kContiguousK ? 1 : problem.weight_stride,
+                                  static_cast<int>(problem.k),
+                                  x.exponents,
+                                  weight.exponents};
         Problem product = problem;
         product.k = padded_k;
-        return Product::launch(product, x.halves, weight.halves, reinterpret_cast<Output*>(pointers[2]), unscaling,
-                               stream);
+        return Product::launch(product, x.halves, weight.halves, reinterpret_cast<Output*>(pointers[2]), origin,
+                               epilogue, stream);
     }
 
 private:

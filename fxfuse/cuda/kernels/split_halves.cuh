@@ -20,7 +20,7 @@
 namespace fxfuse {
 
 constexpr int kNumbersPerTile = kTileBytesOfK / static_cast<int>(sizeof(HalfPair));
-constexpr int kSplitThreads = 256;
+constexpr int kSplitThreads = 512;
 constexpr int kNotFinite = 1 << 20;  // in place of an exponent: the row has an infinity or NaN
 
 // A matrix to split: `rows` rows of x or features of the weight, K elements each.
@@ -110,7 +110,7 @@ struct RowGroup {
     }
 };
 
-// Splits rows that are contiguous along K: `rows_together` (1, 2, 4 or 8; 1 if they have several pieces) of them from
+// Splits rows that are contiguous along K: `rows_together` (a power of two, 1 if they have several pieces) of them from
 // `first` on.
 __device__ __forceinline__ void split_rows(const SplitOperand& operand, int first, int rows_together, int k,
                                            int padded_k, float* shared) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
     }
 }
 
-constexpr int kStripColumns = 16, kStripK = 128, kStripStride = kStripK + 4;
+constexpr int kStripColumns = 32, kStripK = 128, kStripStride = kStripK + 4;
 
 // Splits kStripColumns features from `first` on, whose elements along K are `stride` apart, and transposes them. They
 // are read twice, because shared memory is too small for them.
