@@ -25,10 +25,11 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, conv2d, gemm
+from fxfuse.cuda import codegen, conv2d, gemm, pointwise
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
+from fxfuse.layout import Layout
 
 SHARED_LIMIT = 163 << 10  # bytes per block on sm_80
 KERNELS = PACKAGE / "cuda" / "kernels"
@@ -82,12 +83,19 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
             yield from conv2d.candidates(problem)[:first]
 
 
+def passes(output: torch.dtype) -> Iterator[Kernel]:
+    """The pass over a library's result with rows of a multiple of 16 bytes and of any length."""
+    for row_length in (4096, 49):
+        layout = Layout((8, 64, row_length), ((64 * row_length, row_length, 1),))
+        yield pointwise.kernel(layout, output, output)
+
+
 def sources() -> dict[str, str]:
     """Text of every distinct kernel that these problems have as candidates, by its type."""
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        kernels = [*gemms(precision, first)]
+        kernels = [*gemms(precision, first), *passes(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for kernel in kernels:

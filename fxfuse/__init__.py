@@ -9,11 +9,11 @@ from fxfuse.errors import (
     CaptureError,
     ExpressionError,
     FxfuseError,
+    FxfuseWarning,
     LaunchError,
     ToolchainError,
     UnsupportedError,
 )
-from fxfuse.functional import FxfuseWarning
 from fxfuse.ops import register_pointwise
 from fxfuse.optimize import optimize
 from fxfuse.report import Report, explain

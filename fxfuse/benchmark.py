@@ -86,7 +86,7 @@ def benchmark(
         contestants[name] = _peer(model, name)
     contestants["fxfuse"] = fast
     device = _device_of(model, inputs)
-    time_once = _gpu_timer(device) if device.type == "cuda" else _cpu_time
+    time_once = gpu_timer(device) if device.type == "cuda" else _cpu_time
     with unchanged(model, fast):
         first_calls = {name: _first_call(call, inputs, device) for name, call in contestants.items()}
         failed = {name for name, (_, error) in first_calls.items() if error is not None}
@@ -150,7 +150,8 @@ def _cpu_time(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
     return time.perf_counter() - started
 
 
-def _gpu_timer(device: torch.device) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
+def gpu_timer(device: torch.device) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
+    """A function that runs a call on the device once, its L2 flushed, and returns the seconds between two events."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def time_once(call: Callable[..., Any], inputs: Sequence[Any]) -> float:

@@ -82,6 +82,11 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fxfuse"
 
 
+def private_cache() -> Path:
+    """The cache directory, or a temporary one where it cannot be used."""
+    return _private(cache_directory())
+
+
 def _private(directory: Path) -> Path:
     """`directory`, created if need be, if only this user can write there; else a temporary one, with a warning."""
     try:
@@ -107,7 +112,7 @@ def _temporary(instead_of: Path, reason: str) -> Path:
 
 
 @functools.cache
-def _package_digest() -> str:
+def package_digest() -> str:
     """Hash of every header that generated sources include."""
     digest = hashlib.sha256()
     for header in sorted(PACKAGE.rglob("*.h")) + sorted(PACKAGE.rglob("*.cuh")):
@@ -140,7 +145,7 @@ def _key(source: Source) -> str:
     if source.is_cuda:
         compilers.append(_identity(_nvcc()))
     parts = [
-        source.text, repr(source.architecture), _package_digest(), repr(_flags(source)), *compilers,
+        source.text, repr(source.architecture), package_digest(), repr(_flags(source)), *compilers,
         torch.__version__, sys.version, "" if source.is_cuda else _machine(),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -211,7 +216,7 @@ def load(source: Source) -> Launch:
 
 
 def _load_cached(key: str) -> Launch | None:
-    entry = _private(cache_directory()) / key
+    entry = private_cache() / key
     if not entry.exists():
         return None
     try:
@@ -239,7 +244,7 @@ def _import(library: Path) -> Launch:
 
 def _build(source: Source, key: str) -> Launch:
     check_toolchain(source.is_cuda)
-    cache = _private(cache_directory())
+    cache = private_cache()
     name = f"fxfuse_{key}"
     started = time.monotonic()
     logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")

@@ -1,4 +1,4 @@
-"""The exceptions that fxfuse raises; all derive from FxfuseError."""
+"""The exceptions that fxfuse raises, all derived from FxfuseError, and its warning."""
 
 from __future__ import annotations
 
@@ -29,3 +29,7 @@ class BuildError(FxfuseError):
 
 class LaunchError(FxfuseError):
     """A kernel could not be launched; the message names the kernel and the device's error."""
+
+
+class FxfuseWarning(UserWarning):
+    """A region runs in torch although it was fused; the text says why and what helps."""

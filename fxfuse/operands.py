@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -15,6 +15,10 @@ from fxfuse.problem import OPERAND_DTYPES, TensorMeta
 
 Grouping = Callable[[Sequence[int], Sequence[Strides]], "Layout | None"]
 """Takes the result's sizes and the strides of the result and operands; None if they do not fit three dimensions."""
+
+
+Addresses: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], object]]
+"""addresses(operands) -> the kernel's arguments, and what must outlive the launch (copies that were made)"""
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,25 @@ class OperandPlan:
         flat = [stride for strides in self.layout.strides[1:] for stride in strides]
         return struct.pack(f"{len(flat)}q", *flat)
 
-    def pointers(self, operands: Sequence[torch.Tensor], keep: list[Any]) -> list[int]:
-        """The kernel's arguments for these operands; `keep` receives what must outlive the launch."""
-        values: list[int] = []
-        for operand, kind, convert in zip(operands, self.kinds, self.conversions, strict=True):
-            if kind.dtype is None:
-                values.append(_float_bits(float(operand)))
-                continue
-            if convert is not None:
-                operand = convert(operand)
-                keep.append(operand)
-            values.append(operand.data_ptr())
-        return values
+    def addresses(self) -> Addresses:
+        """A function from the operands of one call to the kernel's arguments for them."""
+        conversions, scalars = self.conversions, tuple(kind.dtype is None for kind in self.kinds)
+        if not any(scalars) and all(convert is None for convert in conversions):
+            # what nearly every call is; each microsecond counts
+            return lambda operands: ([operand.data_ptr() for operand in operands], operands)
+
+        def addresses(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], object]:
+            values: list[int] = []
+            kept: list[torch.Tensor] = []
+            for operand, scalar, convert in zip(operands, scalars, conversions, strict=True):
+                if scalar:
+                    values.append(_float_bits(float(operand)))
+                    continue
+                kept.append(operand if convert is None else convert(operand))
+                values.append(kept[-1].data_ptr())
+            return values, kept
+
+        return addresses
 
 
 def _float_bits(value: float) -> int:

@@ -9,14 +9,15 @@ import itertools
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx, nn
 
-from fxfuse import functional
+from fxfuse import functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
@@ -26,7 +27,13 @@ from fxfuse.state import copies, unchanged
 logger = logging.getLogger("fxfuse")
 
 
-def optimize(model: nn.Module, example_inputs: Sequence[Any] | None = None, *, strict: bool = False) -> fx.GraphModule:
+def optimize(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    strict: bool = False,
+    fp32: Literal["exact", "fast"] = "exact",
+) -> fx.GraphModule:
     """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
 
         fast = fxfuse.optimize(model)
@@ -39,6 +46,11 @@ def optimize(model: nn.Module, example_inputs: Sequence[Any] | None = None, *, s
             parallel) instead of at the first call.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
             UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel.
+        fp32: how float32 matrix products are computed on a GPU where torch's own switches ask for full precision (where
+            they allow TF32, that is used). "exact": as accurate as eager's for numbers of any size. "fast": each row of
+            x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
+            whose numbers are within a factor of 2^18 of each other, while smaller ones lose digits. It takes scratch
+            memory as large as x and the weight at every call.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
@@ -51,7 +63,10 @@ def optimize(model: nn.Module, example_inputs: Sequence[Any] | None = None, *, s
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(model, FusedModule):
         model = model.captured.root
-    fast = FusedModule(_with_fused_children(capture(model, _is_fused, strict), strict), strict)
+    if fp32 not in ("exact", "fast"):
+        raise FxfuseError(f'fp32 is "exact" or "fast", not {fp32!r}')
+    settings = Settings(strict, fp32)
+    fast = FusedModule(_with_fused_children(capture(model, _is_fused, strict), settings), settings)
     if example_inputs is not None:
         compile_for(fast, example_inputs)
     return fast
@@ -61,17 +76,17 @@ def _is_fused(module: nn.Module) -> bool:
     return isinstance(module, FusedModule)
 
 
-def _with_fused_children(captured: Captured, strict: bool) -> Captured:
+def _with_fused_children(captured: Captured, settings: Settings) -> Captured:
     """`captured` with the children of what runs as Python replaced by their own fused graphs."""
     for untraced in captured.untraced:
-        _fuse_children(captured.root.get_submodule(untraced.path), strict)
+        _fuse_children(captured.root.get_submodule(untraced.path), settings)
     return captured
 
 
-def _fuse_children(module: nn.Module, strict: bool) -> None:
+def _fuse_children(module: nn.Module, settings: Settings) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):  # no forward of their own
-            _fuse_children(child, strict)
+            _fuse_children(child, settings)
         elif (
             isinstance(child, torch.jit.ScriptModule)
             or _is_fused(child)
@@ -79,20 +94,23 @@ def _fuse_children(module: nn.Module, strict: bool) -> None:
         ):
             continue  # a single layer: nothing to fuse it with
         else:
-            setattr(module, name, FusedModule(_with_fused_children(trace(child, _is_fused, strict), strict), strict))
+            captured = _with_fused_children(trace(child, _is_fused, settings.strict), settings)
+            setattr(module, name, FusedModule(captured, settings))
 
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
-    with unchanged(fast), functional.collect_problems() as problems:
+    with unchanged(fast), plans.collect() as calls:
         fast(*copies(list(example_inputs)))
-    functional.prepare(problems, threads=os.cpu_count() or 1)
+    plans.prepare(calls)
 
 
 # ------------------------------------------------------------------------------------------ replacement
 
 
-def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], strict: bool) -> fx.Node:
+def _replace(
+    graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], settings: Settings
+) -> fx.Node:
     """One call of a fused operator in the place of the region's nodes.
 
     `replaced` maps the outputs of regions that are replaced already to the nodes that stand for them now.
@@ -110,9 +128,9 @@ def _replace(graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Nod
         options = functional.option_values(anchor.kind, anchor.options)
         fused = graph.create_node(
             "call_function",
-            functional.operator(anchor.kind),
+            functional.function(anchor.kind),
             (*tensors, operands, str(region.epilogue), *options),
-            {"region": number, **({"strict": True} if strict else {})},
+            {"region": number, **settings.changed()},
             name=f"{region.nodes[0].name}_fused",
         )
     # not what says how the old node was called (fx.wrap leaves "is_wrapped")
@@ -138,6 +156,18 @@ def _as_tensor(graph: fx.Graph, operand: fx.Node | None) -> fx.Node:
     return graph.call_function(functional.as_operand, (operand,)) if of_model and not shown else operand
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What optimize() was asked for."""
+
+    strict: bool = False
+    fp32: str = "exact"
+
+    def changed(self) -> dict[str, Any]:
+        """Keyword arguments for the fused operators: those that are not their defaults."""
+        return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
+
+
 _region_numbers: Final = itertools.count(1)
 
 
@@ -148,11 +178,13 @@ class FusedRegion:
     fused: str
     """The name of the node that replaced the others."""
     number: int
-    """Unique in the process; the operator gets it, so that its plans can be told apart (functional.plans)."""
+    """Unique in the process; the operator gets it, so that its plans can be told apart (plans.of_region)."""
     kind: str
     nodes: tuple[str, ...]
     epilogue: str
 
+
+_TABLES: Final = ("_parameters", "_modules", "_buffers")
 
 _SHARED: Final = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
@@ -172,7 +204,7 @@ class FusedModule(fx.GraphModule):
     """
 
     captured: Captured
-    strict: bool
+    settings: Settings
     own_attributes: frozenset[str]
     regions: tuple[FusedRegion, ...]
     skipped: tuple[Skipped, ...]
@@ -181,20 +213,21 @@ class FusedModule(fx.GraphModule):
     variants: dict[frozenset[str], FusedModule]
     """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
 
-    def __init__(self, captured: Captured, strict: bool) -> None:
+    def __init__(self, captured: Captured, settings: Settings) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
         for name in _SHARED:
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
-        self.__dict__["strict"] = strict
+        self.__dict__["settings"] = settings
         self.training = root.training
         self._derive(captured)
         self.__dict__["own_attributes"] = frozenset(self.__dict__)
 
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
+        plans.forget([region.number for region in self.__dict__.get("regions", ())])
         self.__dict__["captured"] = captured
         self.__dict__["variants"] = {}
         self.__dict__["modes"] = _modes(captured)
@@ -211,16 +244,18 @@ class FusedModule(fx.GraphModule):
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
-                    fused = _replace(graph, region, number, replaced, self.strict)
+                    fused = _replace(graph, region, number, replaced, self.settings)
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
             graph.lint()
         self.__dict__["regions"] = tuple(regions)
+        weakref.finalize(self, plans.forget, [region.number for region in regions]).atexit = False
         self.__dict__["skipped"] = tuple(skipped)
         self.graph = graph
 
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]  # GraphModule's own adds a microsecond, and a line to errors
         if "captured" in self.__dict__:
             if self.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, self.captured)
@@ -232,8 +267,8 @@ class FusedModule(fx.GraphModule):
         """The model traced for calls that give the arguments `given`, of those with a default, another value."""
         if given not in self.variants:
             logger.info("fxfuse: %s is traced for arguments %s", type(self.captured.root).__name__, sorted(given))
-            captured = trace(self.captured.root, _is_fused, self.strict, given)
-            self.variants[given] = FusedModule(_with_fused_children(captured, self.strict), self.strict)
+            captured = trace(self.captured.root, _is_fused, self.settings.strict, given)
+            self.variants[given] = FusedModule(_with_fused_children(captured, self.settings), self.settings)
         return self.variants[given]
 
     def train(self, mode: bool = True) -> FusedModule:
@@ -242,16 +277,17 @@ class FusedModule(fx.GraphModule):
             super().train(mode)
             root = self.captured.root
             root.training = mode
-            self._derive(_with_fused_children(trace(root, _is_fused, self.strict), self.strict))
+            self._derive(_with_fused_children(trace(root, _is_fused, self.settings.strict), self.settings))
         return self
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        own = self.__dict__
+        for table in _TABLES:  # as nn.Module's, in half the time: the graph reads every parameter at every call
+            if table in own and name in own[table]:
+                return own[table][name]
+        if "captured" not in own or name.startswith("__"):
             return super().__getattr__(name)
-        except AttributeError:
-            if "captured" not in self.__dict__ or name.startswith("__"):
-                raise
-            return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
+        return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
 
     def __bool__(self) -> bool:
         return True
@@ -266,21 +302,22 @@ class FusedModule(fx.GraphModule):
         return self.captured.root[index]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
-        twin = _rebuild(copy.deepcopy(self.captured.root, memo), self.strict, copy.deepcopy(self._extras(), memo))
+        twin = _rebuild(copy.deepcopy(self.captured.root, memo), self.settings, copy.deepcopy(self._extras(), memo))
         memo[id(self)] = twin
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
-        return _rebuild, (self.captured.root, self.strict, self._extras())
+        return _rebuild, (self.captured.root, self.settings, self._extras())
 
     def _extras(self) -> dict[str, Any]:
         """Attributes that the user gave this module."""
         return {name: value for name, value in self.__dict__.items() if name not in self.own_attributes}
 
 
-def _rebuild(root: nn.Module, strict: bool, extras: dict[str, Any]) -> FusedModule:
+def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
     """A fused module of its own captured model (whose children that run as Python have fused children already)."""
-    fused = FusedModule(_with_fused_children(trace(root, _is_fused, strict), strict), strict)
+    captured = trace(root, _is_fused, settings.strict)
+    fused = FusedModule(_with_fused_children(captured, settings), settings)
     fused.__dict__.update(extras)
     return fused
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -61,6 +62,8 @@ class Problem:
     weight: TensorMeta
     bias: TensorMeta | None
     operands: tuple[TensorMeta, ...]
+    fp32: str = "exact"
+    """How float32 products may be computed where torch's switches ask for full precision: see fxfuse.optimize."""
 
     @property
     def expression(self) -> Expr:
@@ -81,6 +84,14 @@ class Plan:
     """The kernel's name; None if torch runs it."""
     reason: str | None = None
     """Why torch runs it, if it does."""
+    measured: tuple[tuple[str, float], ...] = ()
+    """Times in seconds of the candidates that it was chosen from, if they were measured."""
+    workspace: int = 0
+    """Bytes of scratch memory that a call allocates beside its output."""
+
+
+Draft: TypeAlias = Callable[[], Plan]
+"""A problem whose kernels are compiled. Calling it decides between them, by measuring if need be."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,6 +138,11 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "conv2d": _conv2d,
 }
 """What each fused operator computes before its epilogue, in torch."""
+
+OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()
+}
+"""The anchors' further arguments: their names in Problem.options, and their order in the operators' schemas."""
 
 
 def run_anchor(

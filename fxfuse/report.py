@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import fx
 
-from fxfuse import functional
+from fxfuse import plans
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, FusedRegion
 
@@ -32,6 +32,10 @@ class RegionReport:
     """The kernel in use; None before the first call, and where torch runs the region."""
     fallback: str | None
     """Why torch runs it for some tensors it was called with, if it does."""
+    measured: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """For each problem that was measured, the candidates' names and times in seconds."""
+    workspace: int = 0
+    """Bytes of scratch memory that a call allocates beside its output, at most."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,12 @@ class Report:
 
 def _how(region: RegionReport) -> str:
     ways = [region.kernel] if region.kernel else []
+    for contest in region.measured:
+        ranked = sorted(contest, key=lambda item: item[1])
+        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in ranked)
+        ways.append(f"measured: {times}")
+    if region.workspace:
+        ways.append(f"scratch memory {region.workspace / 2**20:.1f} MB")
     if region.fallback:
         ways.append(f"torch: {region.fallback}")
     return "; ".join(ways) or "(not called yet)"
@@ -108,9 +118,9 @@ def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
 
 
 def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
-    plans = functional.plans(region.number)
-    kernels = dict.fromkeys(plan.kernel for plan in plans if plan.kernel is not None)
-    reasons = dict.fromkeys(plan.reason for plan in plans if plan.reason is not None)
+    made = plans.of_region(region.number)
+    kernels = dict.fromkeys(plan.kernel for plan in made if plan.kernel is not None)
+    reasons = dict.fromkeys(plan.reason for plan in made if plan.reason is not None)
     return RegionReport(
         node=prefix + region.fused,
         anchor=region.kind,
@@ -118,4 +128,6 @@ def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
         epilogue=region.epilogue,
         kernel="; ".join(kernels) or None,
         fallback="; ".join(reasons) or None,
+        measured=tuple(dict.fromkeys(plan.measured for plan in made if plan.measured)),
+        workspace=max((plan.workspace for plan in made), default=0),
     )

@@ -79,9 +79,8 @@ def verify(model: nn.Module, fast: nn.Module, inputs: Sequence[Any]) -> Verifica
 def _may_use_tf32(model: nn.Module, outputs: Sequence[Any]) -> bool:
     if not any(isinstance(out, torch.Tensor) and out.is_cuda and out.dtype == torch.float32 for out in outputs):
         return False
-    products, convolutions = tf32_allowed()
     has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    return products or (convolutions and has_convolutions)
+    return tf32_allowed("matmul") or (has_convolutions and tf32_allowed("conv2d"))
 
 
 def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:

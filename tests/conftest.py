@@ -2,7 +2,7 @@
 
 import pytest
 
-from fxfuse import build, functional, ops
+from fxfuse import build, ops, plans
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -11,6 +11,7 @@ def session_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         patch.delenv("FXFUSE_DISABLE", raising=False)
+        patch.setenv("FXFUSE_TUNE", "0")  # tests of tuning switch it on; the others need one kernel only
         yield
 
 
@@ -28,8 +29,8 @@ def forget(monkeypatch):
     """Call it to make the process as a new one: no plans, no loaded kernels, no warnings given."""
 
     def forget_everything():
-        monkeypatch.setattr(functional, "_plans", {})
-        monkeypatch.setattr(functional, "_warned", set())
+        monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(plans, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
         build._temporary.cache_clear()
 

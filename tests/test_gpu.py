@@ -330,6 +330,103 @@ def test_conv2d_on_slices_and_views(layout):
     check(Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(x.shape[1], 24, 3)), x)
 
 
+# -------------------------------------------------------------------------------------- library and tuning
+
+
+@pytest.fixture
+def library_only(monkeypatch):
+    from fxfuse.cuda import plan
+    from fxfuse.errors import UnsupportedError
+
+    def refuse(region):
+        raise UnsupportedError("a test")
+
+    monkeypatch.setattr(plan, "_fused_candidates", refuse)
+
+
+LIBRARY_REGIONS = {
+    "linear": (Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(72, 41), v=torch.randn(41)), (50, 72)),
+    "residual": (Net(lambda s, x: F.silu(s.fc(x)) + x, fc=nn.Linear(72, 72)), (3, 50, 72)),
+    "one row": (Net(lambda s, x: s.fc(x).tanh(), fc=nn.Linear(72, 41)), (72,)),
+    "addmm": (
+        Net(lambda s, x: torch.addmm(s.b, x, s.w, beta=0.5, alpha=2).relu(), w=torch.randn(72, 41), b=torch.randn(41)),
+        (50, 72),
+    ),
+    "conv": (
+        Net(lambda s, x: F.mish(s.conv(x)) * s.v, conv=nn.Conv2d(8, 12, 3), v=torch.randn(12, 1, 1)),
+        (2, 8, 9, 11),
+    ),
+    "conv, residual": (Net(lambda s, x: F.mish(s.conv(x) + x), conv=nn.Conv2d(8, 8, 3, padding=1)), (2, 8, 9, 11)),
+    "unbatched conv": (Net(lambda s, x: F.mish(s.conv(x)), conv=nn.Conv2d(8, 12, 3)), (8, 9, 11)),
+    "another dtype": (Net(lambda s, x: s.fc(x).float() * 1.5, fc=nn.Linear(72, 41)), (50, 72)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LIBRARY_REGIONS)
+def test_the_library_and_one_pass(library_only, name, dtype):
+    model, shape = LIBRARY_REGIONS[name]
+    assert "library" in check(model, tensor(*shape, dtype=dtype), dtype)
+    if len(shape) == 4:
+        x = tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+        assert "library" in check(model, x, dtype)
+
+
+def test_the_library_writes_in_place(library_only):
+    model, x = LIBRARY_REGIONS["linear"][0].cuda().eval(), tensor(50, 72)
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        fast(x)
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = fast(x)
+        assert torch.cuda.max_memory_allocated() - base <= -(-y.nbytes // 512) * 512
+
+
+@pytest.fixture
+def tuning(new_cache, monkeypatch):
+    from fxfuse.cuda import tune
+
+    monkeypatch.setenv("FXFUSE_TUNE", "1")
+    monkeypatch.setattr(tune, "_choices", {})
+    return lambda: monkeypatch.setattr(tune, "_choices", {})
+
+
+def test_a_measured_choice_is_used_by_the_next_process(tuning, forget, sources):
+    model = Net(lambda s, x: torch.sin(s.fc(x)) * 2, fc=nn.Linear(256, 320)).cuda().eval()
+    x = tensor(200, 256)
+    before = torch.cuda.get_rng_state()
+    fast = fxfuse.optimize(model, (x,), strict=True)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    first = fxfuse.explain(fast).regions[0]
+    ((*contest,),) = first.measured
+    assert len(contest) > 1 and all(0 < seconds < 1 for _, seconds in contest)
+    assert first.kernel in dict(contest) and "library + one pass" in dict(contest)
+    assert dict(contest)[first.kernel] <= 1.021 * min(dict(contest).values())
+    assert fxfuse.verify(model, fast, (x,)).ok
+    forget()
+    tuning()
+    sources.clear()
+    again = fxfuse.optimize(model, (x,), strict=True)
+    assert fxfuse.explain(again).regions[0].measured == first.measured and len(sources) == 1
+
+
+def test_tuning_at_the_first_call_and_in_a_graph(tuning):
+    model = Net(lambda s, x: torch.cos(s.fc(x)) * 2, fc=nn.Linear(64, 96)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(33, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+        assert fxfuse.explain(fast).regions[0].measured
+        unmeasured = fxfuse.optimize(model, strict=True)
+        x = tensor(1000, 64)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = unmeasured(x)
+        graph.replay()
+        torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------- the machine
 
 

@@ -17,8 +17,8 @@ from fxfuse import build
 from fxfuse.cpu import codegen
 from fxfuse.errors import UnsupportedError
 from fxfuse.layout import flatten
-from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Plan, Problem, channel_operands, run_anchor, typed
+from fxfuse.operands import Addresses, plan_operands
+from fxfuse.problem import Draft, Plan, Problem, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
 
@@ -28,7 +28,7 @@ class _Pass:
 
     launch: build.Launch
     params: bytes
-    operands: OperandPlan
+    addresses: Addresses
     before: torch.dtype
     """Dtype in which the pass works; the anchor's result is converted to it first."""
     after: torch.dtype
@@ -46,19 +46,18 @@ def _make_pass(problem: Problem, acc: torch.Tensor) -> _Pass:
     launch = build.load(build.Source(text, None, problem.label))
     layout = operands.layout
     params = struct.pack("5q", *layout.sizes, layout.strides[0][0], layout.strides[0][1]) + operands.packed_strides()
-    return _Pass(launch, params, operands, before, after)
+    return _Pass(launch, params, operands.addresses(), before, after)
 
 
 def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     if acc.dtype != chosen.before:
         acc = acc.to(chosen.before)
-    keep: list[object] = []
-    pointers = chosen.operands.pointers(operands, keep)
+    pointers, _kept = chosen.addresses(operands)
     chosen.launch(chosen.params, torch.get_num_threads(), acc.data_ptr(), *pointers)
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
 
-def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
+def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
 
     Raises UnsupportedError, ToolchainError or BuildError.
@@ -78,4 +77,5 @@ def make_plan(problem: Problem, acc: torch.Tensor) -> Plan:
         chosen = passes[acc.stride()]
         return evaluate(problem.expression, acc, operands) if chosen is None else _apply(chosen, acc, operands)
 
-    return Plan(run, name)
+    plan = Plan(run, name)
+    return lambda: plan

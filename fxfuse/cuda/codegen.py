@@ -33,8 +33,8 @@ struct Epilogue {{
 {function}
 
     // Accumulators in, results out: kVector consecutive columns from `at`, `count` of which exist.
-    template <int kVector>
-    __device__ __forceinline__ void apply(float (&value)[kVector], const Position& at, int count) const {{
+    template <int kVector, class At>
+    __device__ __forceinline__ void apply(float (&value)[kVector], const At& at, int count) const {{
 {loads}
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[i] = expression({arguments});

@@ -1,48 +1,61 @@
 """Which arithmetic a kernel uses: what torch's own switches ask for at call time.
 
-float32 products run as 3xTF32 (float32-level accuracy) or, where torch is allowed TF32, as one TF32 product. torch has
-two generations of switches: `allow_tf32` and, from 2.9 on, `fp32_precision`; reading the old one after the new one was
-set raises, so the new one is asked first.
+float32 products run as 3xTF32 (float32-level accuracy) or, where torch is allowed TF32, as one TF32 product.
 
 No switch of torch's asks for "fp16x3", products of scaled halves at twice the speed of 3xTF32: its range is limited.
 Each row of x, and the weights of each output feature, are scaled to what fp16 can hold. A number keeps 22 bits down to
 about 2^-18 of its row's largest; smaller ones have an absolute error of 2^-40 of the largest. That is as accurate as
 float32 unless both ranges are wide and small x meet large weights: x[:, k] * d[k] times w[:, k] / d[k] loses as many
-bits as d's range has beyond 2^18. NaN and infinities are where float32 has them.
+bits as d's range has beyond 2^18. NaN and infinities in x and the weight give what they give in float32.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
 import torch
 
-Precision = Literal["tf32x3", "fp16x3", "tf32", "fp16", "bf16"]
+Precision = Literal["tf32x3", "tf32", "fp16", "bf16", "fp16x3"]
 
 
-def _tf32_allowed(new: Any, old: Any) -> bool:
-    setting = getattr(new, "fp32_precision", None)
-    if setting in ("tf32", "ieee"):
-        return bool(setting == "tf32")
-    general = getattr(torch.backends, "fp32_precision", None)
-    if setting is not None and general in ("tf32", "ieee"):  # "none" inherits the general setting
-        return bool(general == "tf32")
-    return bool(old.allow_tf32)
+def _reader(operations: str, old: Callable[[], bool]) -> Callable[[], bool]:
+    """A function that reads torch's switch for TF32 in "matmul" or "conv".
+
+    torch has two generations of switches: `allow_tf32` and, from 2.9 on, `fp32_precision`. Reading the old one after
+    the new one was set raises, so the new one is asked first. The C functions behind them are called at every call of
+    a fused operator; the properties of torch.backends take ten times as long.
+    """
+    new: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if new is None:
+        return old
+
+    def read() -> bool:
+        setting = new("cuda", operations)
+        if setting == "none":  # inherits the general setting
+            setting = new("generic", "all")
+        return setting == "tf32" if setting in ("tf32", "ieee") else old()
+
+    return read
 
 
-def tf32_allowed() -> tuple[bool, bool]:
-    """Whether torch may use TF32 in (matrix products, convolutions)."""
-    return (
-        _tf32_allowed(torch.backends.cuda.matmul, torch.backends.cuda.matmul),
-        _tf32_allowed(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn),
-    )
+_READERS: Final[dict[bool, Any]] = {
+    False: _reader("matmul", torch._C._get_cublas_allow_tf32),
+    True: _reader("conv", torch._C._get_cudnn_allow_tf32),
+}
 
 
-def precision(kind: str, dtype: torch.dtype) -> Precision:
-    """The arithmetic for an anchor of this kind on tensors of this dtype."""
+def tf32_allowed(kind: str) -> bool:
+    """Whether torch may use TF32 for anchors of this kind."""
+    return bool(_READERS[kind == "conv2d"]())
+
+
+def precision(kind: str, dtype: torch.dtype, fp32: str = "exact") -> Precision:
+    """The arithmetic for an anchor of this kind on tensors of this dtype; `fp32` as in fxfuse.optimize."""
     if dtype == torch.float16:
         return "fp16"
     if dtype == torch.bfloat16:
         return "bf16"
-    matmul, convolution = tf32_allowed()
-    return "tf32" if (convolution if kind == "conv2d" else matmul) else "tf32x3"
+    if tf32_allowed(kind):
+        return "tf32"
+    return "fp16x3" if fp32 == "fast" and kind != "conv2d" else "tf32x3"

@@ -19,6 +19,13 @@ struct Position {
     int64_t batch, row, col;
 };
 
+// A run that may end one row and begin the next: its first `split` elements start at `first`, the others at `second`.
+// `second` is `first` where no element of the run is there.
+struct Straddle {
+    Position first, second;
+    int split;
+};
+
 // How one operand is laid out, as the host packs it. A stride of zero broadcasts.
 struct OperandStrides {
     int64_t batch, row, col;  // in elements
@@ -74,6 +81,28 @@ __device__ __forceinline__ void load_run(float (&value)[kVector], const T* __res
     }
 }
 
+// Reads kVector consecutive elements, all of which exist, from an address that is a multiple of their bytes or of 16.
+template <class T, int kVector>
+__device__ __forceinline__ void load_vector(float (&value)[kVector], const T* source) {
+    constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
+    constexpr int kChunk = kBytes < 16 ? kBytes : 16, kPerChunk = kChunk / static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int chunk = 0; chunk < kBytes / kChunk; ++chunk) {
+        alignas(16) T piece[kPerChunk];
+        if constexpr (kChunk == 16) {
+            *reinterpret_cast<uint4*>(piece) = reinterpret_cast<const uint4*>(source)[chunk];
+        } else if constexpr (kChunk == 8) {
+            *reinterpret_cast<uint2*>(piece) = reinterpret_cast<const uint2*>(source)[chunk];
+        } else if constexpr (kChunk == 4) {
+            *reinterpret_cast<unsigned*>(piece) = reinterpret_cast<const unsigned*>(source)[chunk];
+        } else {
+            piece[0] = source[chunk];
+        }
+#pragma unroll
+        for (int i = 0; i < kPerChunk; ++i) value[chunk * kPerChunk + i] = to_float(piece[i]);
+    }
+}
+
 // Writes `count` of kVector consecutive elements, 16 bytes at a time where the address allows.
 template <class T, int kVector>
 __device__ __forceinline__ void store_run(T* __restrict__ destination, const float (&value)[kVector], int count) {
@@ -123,9 +152,7 @@ struct Operand {
     // Values at `at` and the kVector - 1 columns after it, of which `count` exist.
     template <int kVector>
     __device__ __forceinline__ void load(float (&value)[kVector], const Position& at, int count) const {
-        const T* source = data;
-        if constexpr ((kDims & kBatch) != 0) source += at.batch * strides.batch;
-        if constexpr ((kDims & kRow) != 0) source += at.row * strides.row;
+        const T* source = row_of(at);
         if constexpr ((kDims & kCol) == 0) {
             const float broadcast = to_float(__ldg(reinterpret_cast<const T*>(source)));
 #pragma unroll
@@ -138,6 +165,37 @@ struct Operand {
                 if (i < count) value[i] = to_float(source[(at.col + i) * strides.col]);
             }
         }
+    }
+
+    // The same for a run in two rows.
+    template <int kVector>
+    __device__ __forceinline__ void load(float (&value)[kVector], const Straddle& at, int count) const {
+        if constexpr ((kDims & (kBatch | kRow)) == 0 && (kDims & kCol) == 0) {
+            load(value, at.first, count);
+        } else if constexpr ((kDims & kCol) == 0) {
+            const float first = to_float(__ldg(row_of(at.first))), second = to_float(__ldg(row_of(at.second)));
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) value[i] = i < at.split ? first : second;
+        } else {
+            const T* first = row_of(at.first) + at.first.col * strides.col;
+            const T* second = row_of(at.second) + (at.second.col - at.split) * strides.col;
+            if (strides.col == 1 && (at.split >= count || first == second)) {
+                load_run<T, kVector>(value, first, count);
+                return;
+            }
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                if (i < count) value[i] = to_float(__ldg((i < at.split ? first : second) + i * strides.col));
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ const T* row_of(const Position& at) const {
+        const T* row = data;
+        if constexpr ((kDims & kBatch) != 0) row += at.batch * strides.batch;
+        if constexpr ((kDims & kRow) != 0) row += at.row * strides.row;
+        return row;
     }
 };
 
@@ -155,8 +213,8 @@ struct HostScalar {
         return {cast.to};
     }
 
-    template <int kVector>
-    __device__ __forceinline__ void load(float (&value)[kVector], const Position&, int) const {
+    template <int kVector, class At>
+    __device__ __forceinline__ void load(float (&value)[kVector], const At&, int) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[i] = scalar;
     }

@@ -1,0 +1,67 @@
+"""Convolutions of common networks against eager and torch.compile, in one run.
+
+    python benchmarks/conv2d.py --output benchmarks/results
+    python benchmarks/conv2d.py --only ResNet --precisions float32 bfloat16
+
+Prints a table and, with --output, writes it with the device, the versions, the date and the commit. float32 follows
+torch's default switches: TF32 convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from suite import Net, Region, run
+from torch import nn
+
+CPU_BATCH = 1
+BATCHES = (1, 16, 64)
+
+RESNET50 = (
+    # channels in and out, kernel, stride, size in; torchvision's ResNet-50 v1.5
+    (3, 64, 7, 2, 224),
+    (64, 64, 1, 1, 56), (64, 64, 3, 1, 56), (64, 256, 1, 1, 56), (256, 64, 1, 1, 56),
+    (256, 128, 1, 1, 56), (128, 128, 3, 2, 56), (128, 512, 1, 1, 28), (256, 512, 1, 2, 56), (128, 128, 3, 1, 28),
+    (512, 256, 1, 1, 28), (256, 256, 3, 2, 28), (256, 1024, 1, 1, 14), (256, 256, 3, 1, 14),
+    (1024, 512, 1, 1, 14), (512, 512, 3, 2, 14), (512, 2048, 1, 1, 7), (512, 512, 3, 1, 7),
+)  # fmt: skip
+MOBILENETV2 = (
+    # as above, a kernel of 3 with as many channels out as in being depthwise
+    (3, 32, 3, 2, 224), (32, 32, 3, 1, 112), (32, 16, 1, 1, 112), (16, 96, 1, 1, 112), (96, 96, 3, 2, 112),
+    (96, 24, 1, 1, 56), (24, 144, 1, 1, 56), (144, 144, 3, 1, 56), (144, 144, 3, 2, 56), (192, 192, 3, 1, 28),
+    (192, 64, 1, 1, 14), (64, 384, 1, 1, 14), (384, 384, 3, 1, 14), (576, 576, 3, 2, 14), (160, 960, 1, 1, 7),
+    (960, 960, 3, 1, 7), (320, 1280, 1, 1, 7),
+)  # fmt: skip
+
+
+def _relu(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.relu(m.bn(m.conv(x)))
+
+
+def _relu6(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.relu6(m.bn(m.conv(x)))
+
+
+def _layers(network: str, function: object, layers: tuple[tuple[int, ...], ...], depthwise: bool) -> Iterator[Region]:
+    for batch in BATCHES:
+        for size_in, size_out, kernel, stride, side in layers:
+            groups = size_in if depthwise and kernel == 3 and size_in == size_out else 1
+
+            def build(gpu: bool, c=size_in, f=size_out, k=kernel, s=stride, g=groups) -> nn.Module:  # type: ignore[no-untyped-def]
+                conv = nn.Conv2d(c, f, k, stride=s, padding=k // 2, groups=g, bias=False)
+                return Net(function, conv=conv, bn=nn.BatchNorm2d(f))
+
+            what = "depthwise " if groups > 1 else f"{size_in}→"
+            name = f"{network} {batch} x {what}{size_out}, {kernel}x{kernel}/{stride}, {side}²"
+            yield Region(name, build, (batch, size_in, side, side), (CPU_BATCH, size_in, side, side))
+
+
+REGIONS = [
+    *_layers("ResNet-50", _relu, RESNET50, depthwise=False),
+    *_layers("MobileNetV2", _relu6, MOBILENETV2, depthwise=True),
+]
+
+if __name__ == "__main__":
+    run("conv2d", __doc__, REGIONS, ["float32", "bfloat16"])

@@ -1,0 +1,77 @@
+"""The kernel that applies an epilogue to a result which a library computed: one pass, in place if dtypes are equal.
+
+`kernel` turns the result's layout into the instantiation of kernels/pointwise.cuh that moves as many bytes at a time as
+the layout allows. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from fxfuse.cuda.codegen import CPP_TYPES
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.layout import Layout
+
+HEADER = "pointwise.cuh"
+ACCESS = 16  # bytes that one instruction reads or writes
+MAX_SLICE = 2**30  # kMost in pointwise.cuh: elements that one launch writes
+
+
+def kernel(layout: Layout, acc: torch.dtype, output: torch.dtype, alignment: int = ACCESS) -> Kernel:
+    """The pass from a tensor of dtype `acc` to one of dtype `output`, which may be the same tensor.
+
+    Args:
+        layout: of the result, and of operands as `operands.plan_operands` gives it (best with `layout.flatten`); the
+            result's columns are contiguous. acc has the result's strides.
+        alignment: largest power of two that divides both tensors' addresses, in bytes.
+
+    The kernel's tensors are acc and the output.
+    """
+    vector, runs = _cut(layout, sorted((acc.itemsize, output.itemsize)), alignment)
+    batch, row, col = layout.sizes
+    (batch_stride, row_stride, _), *_ = layout.strides
+    return Kernel(
+        name=f"pointwise {vector} x {str(acc).removeprefix('torch.')}{', dense' if runs == 'kDense' else ''}",
+        header=HEADER,
+        type=f"Pointwise<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {vector}, Runs::{runs}>",
+        params=struct.pack("<5q", batch, row, col, batch_stride, row_stride),
+    )
+
+
+def _cut(layout: Layout, element_bytes: list[int], alignment: int) -> tuple[int, str]:
+    """Elements that a thread reads at once, and how the result is cut into such runs: `Runs` of pointwise.cuh."""
+    narrow, wide = element_bytes
+    vector = ACCESS // narrow
+    while vector > 1 and min(vector * wide, ACCESS) > alignment:
+        vector //= 2
+    in_rows = _largest_divisor(vector, _row_starts(layout))
+    rows = layout.sizes[0] * layout.sizes[1]
+    if rows == 1 or in_rows == vector or not _is_dense(layout):
+        return in_rows, "kInRows"
+    while vector > layout.sizes[2]:  # a run touches two rows at most
+        vector //= 2
+    return (vector, "kDense") if vector > in_rows else (in_rows, "kInRows")
+
+
+def _largest_divisor(limit: int, steps: int) -> int:
+    """The largest power of two up to `limit`, itself one, that divides `steps`."""
+    return min(limit, (steps | limit) & -(steps | limit))
+
+
+def _row_starts(layout: Layout) -> int:
+    """A number with the same powers of two as the distances of the rows' starts have in common, in elements."""
+    batch, row, _ = layout.sizes
+    batch_stride, row_stride, _ = layout.strides[0]
+    return (batch_stride if batch > 1 else 0) | (row_stride if row > 1 else 0)
+
+
+def _is_dense(layout: Layout) -> bool:
+    """Whether rows follow each other without gaps, and slices of them start aligned (slice_sizes in pointwise.cuh)."""
+    batch, row, col = layout.sizes
+    batch_stride, row_stride, _ = layout.strides[0]
+    if (row > 1 and row_stride != col) or (batch > 1 and batch_stride != row * col):
+        return False
+    size = batch * row * col
+    return size <= MAX_SLICE or row * col * ACCESS <= MAX_SLICE or (batch == 1 and col * ACCESS <= MAX_SLICE)

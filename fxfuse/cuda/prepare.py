@@ -1,0 +1,203 @@
+"""A problem in the terms of its kernel family: the tensors that its kernels read and write, and its candidates.
+
+Layouts that no kernel addresses are copied at every call, as eager's own kernels would.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse.cuda import conv2d, gemm
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import precision
+from fxfuse.errors import UnsupportedError
+from fxfuse.layout import (
+    Layout,
+    Strides,
+    channels_last_strides,
+    collapse,
+    contiguous_strides,
+    group,
+    is_channels_last,
+)
+from fxfuse.operands import Grouping
+from fxfuse.problem import Problem, TensorMeta
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One of the anchor's tensors as the kernel reads it."""
+
+    meta: TensorMeta
+    """After `convert`."""
+    convert: Convert | None = None
+    """A copy to make at every call, where no kernel can address the tensor as it lies."""
+
+
+def _copied(meta: TensorMeta, strides: tuple[int, ...]) -> Input:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=meta.device).copy_(tensor)
+
+    return Input(TensorMeta(meta.shape, strides, meta.dtype, meta.device, 16), convert)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A problem in a kernel family's terms."""
+
+    x: Input
+    weight: Input
+    result_shape: tuple[int, ...]
+    result_strides: tuple[int, ...]
+    grouping: Grouping
+    candidates: Callable[[Layout], Sequence[Kernel]]
+    """Given how the result is seen as (batch, row, col)."""
+    splits_rows: Callable[[Layout], bool]
+    """Whether the kernel must tell a batch's rows from another's."""
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+def _rows(meta: TensorMeta) -> tuple[Input, int]:
+    """x as a matrix whose rows are contiguous, and the distance between them."""
+    features = meta.shape[-1]
+    sizes, merged = collapse(meta.shape[:-1], [meta.strides[:-1]])
+    if len(sizes) <= 1 and (meta.strides[-1] == 1 or features == 1):
+        return Input(meta), merged[0][0] if sizes else features
+    return _copied(meta, contiguous_strides(meta.shape)), features
+
+
+def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm.Layout, int]:
+    """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
+    layouts: tuple[gemm.Layout, gemm.Layout] = ("nk", "kn")
+    first, second = layouts if kind == "linear" else layouts[::-1]
+    (rows, cols), (row_stride, col_stride) = meta.shape, meta.strides
+    if col_stride == 1 or cols == 1:
+        return Input(meta), first, row_stride if rows > 1 else cols
+    if row_stride == 1 or rows == 1:
+        return Input(meta), second, col_stride
+    return _copied(meta, (cols, 1)), first, cols
+
+
+def _gemm_grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
+    """col is the last dimension; the others become batch and row."""
+    leading, merged = collapse(sizes[:-1], [strides[:-1] for strides in tensors])
+    if len(leading) > 2:
+        return None
+    missing = 2 - len(leading)
+    batch, row = [1] * missing + leading
+    strides = tuple(
+        (*([0] * missing), *rows, tensor[-1] if sizes[-1] > 1 else 0)
+        for rows, tensor in zip(merged, tensors, strict=True)
+    )
+    return Layout((batch, row, sizes[-1]), strides)  # type: ignore[arg-type]
+
+
+def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
+    if len(problem.weight.shape) != 2 or not problem.x.shape:
+        raise UnsupportedError(f"a weight of shape {problem.weight.shape} is no matrix")
+    features_in, features_out = problem.weight.shape[::-1] if problem.kind == "linear" else problem.weight.shape
+    x, x_stride = _rows(problem.x)
+    weight, layout, weight_stride = _matrix(problem.weight, problem.kind)
+    shape = tuple(acc.shape)
+    device = torch.cuda.get_device_properties(problem.x.device)
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        described = gemm.Problem(
+            m=math.prod(shape[:-1]),
+            n=features_out,
+            k=features_in,
+            precision=precision(problem.kind, problem.x.dtype, problem.fp32),
+            weight_layout=layout,
+            x_stride=x_stride,
+            weight_stride=weight_stride,
+            out_stride=features_out,
+            x_alignment=x.meta.alignment,
+            weight_alignment=weight.meta.alignment,
+            rows_per_batch=result.sizes[1],
+            multiprocessors=device.multi_processor_count,
+            shared_memory=device.shared_memory_per_multiprocessor,
+        )
+        return gemm.candidates(described)
+
+    # Decided by shapes of operands where possible, so that a batch of one compiles no kernel of its own.
+    per_row = [operand.shape[:-1] for operand in problem.operands if any(size != 1 for size in operand.shape[:-1])]
+    partial = any(rows != shape[:-1] for rows in per_row)
+
+    def splits_rows(result: Layout) -> bool:
+        return partial or result.sizes[0] > 1
+
+    return Prepared(x, weight, shape, contiguous_strides(shape), _gemm_grouping, candidates, splits_rows)
+
+
+# ---------------------------------------------------------------------------------------------- conv2d
+
+
+def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
+    options = dict(problem.options)
+    unbatched = len(problem.x.shape) == 3
+    x, weight = problem.x, problem.weight
+    if unbatched:
+        x = TensorMeta((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides), x.dtype, x.device, x.alignment)
+    (images, channels, *size), (out_channels, _, *kernel) = x.shape, weight.shape
+    sides = options["padding"]
+    top, left = (sides[0], sides[2]) if len(sides) == 4 else sides
+    out_height, out_width = acc.shape[-2:]
+    shape: tuple[int, ...] = (images, out_channels, out_height, out_width)
+    channels_last = is_channels_last(x.shape, x.strides) or is_channels_last(weight.shape, weight.strides)
+    strides = channels_last_strides(shape) if channels_last else contiguous_strides(shape)
+    groups: tuple[tuple[int, ...], ...] = ((0,), (2, 3), (1,)) if channels_last else ((0,), (1,), (2, 3))
+    # A result in channels_last is computed from an input in channels_last, as cuDNN does.
+    needs_copy = channels_last and channels > 1 and x.strides[1] != 1
+    source = _copied(x, channels_last_strides(x.shape)) if needs_copy else Input(x)
+    if unbatched:
+        shape, strides = shape[1:], strides[1:]
+        groups = tuple(tuple(dim - 1 for dim in dims if dim > 0) for dims in groups)
+        if source.convert is not None:
+            source = Input(source.meta, functools.partial(_convert_unbatched, source.convert))
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        described = conv2d.Conv2dProblem(
+            images=images,
+            channels=channels,
+            size=(size[0], size[1]),
+            out_channels=out_channels,
+            out_size=(out_height, out_width),
+            kernel=(kernel[0], kernel[1]),
+            stride=options["stride"],
+            padding=(top, left),
+            dilation=options["dilation"],
+            groups=options["groups"],
+            x_strides=source.meta.strides,  # type: ignore[arg-type]
+            weight_strides=weight.strides,  # type: ignore[arg-type]
+            out_layout="nhwc" if channels_last else "nchw",
+            precision=precision(problem.kind, x.dtype),
+            x_alignment=source.meta.alignment,
+            weight_alignment=weight.alignment,
+        )
+        reason = conv2d.unsupported(described)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        return conv2d.candidates(described)
+
+    def grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
+        return group(sizes, tensors, groups)
+
+    return Prepared(source, Input(weight), shape, strides, grouping, candidates, lambda result: True)
+
+
+def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
+    return convert(x.unsqueeze(0))
+
+
+def prepare(problem: Problem, acc: torch.Tensor) -> Prepared:
+    """The problem for its family. `acc`: the anchor's result as a meta tensor. Raises UnsupportedError."""
+    return (_prepare_conv2d if problem.kind == "conv2d" else _prepare_gemm)(problem, acc)

@@ -1,0 +1,263 @@
+"""Which candidate runs a problem: measured once, remembered on disk.
+
+Candidates come ranked by a model of their time. The first few are compiled and measured on tensors like the problem's
+(random data, L2 flushed, interleaved, medians); the fastest is kept under FXFUSE_CACHE_DIR, keyed on the GPU, the
+versions of what was measured and the problem. Sizes that change from call to call enter the key as the power of two
+above them, so that a model that meets many batch sizes or sequence lengths measures a few. FXFUSE_TUNE=0 takes the
+model's first choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fxfuse import build
+from fxfuse.benchmark import gpu_timer
+from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.errors import BuildError, LaunchError
+from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
+
+logger = logging.getLogger("fxfuse")
+
+CONTESTANTS: Final = 4
+"""Candidates that are compiled and measured, beside those that always are."""
+ROUNDS: Final = 9
+"""Timed runs of each; medians count."""
+NOISE: Final = 0.02
+"""A candidate must be faster than those ranked before it by more than this to be preferred."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a problem."""
+
+    name: str
+    """For people, and unique among a problem's candidates."""
+    identity: str
+    """The same for problems that differ in sizes only."""
+    build: Callable[[], Run]
+    """Compiles what it needs (seconds). May raise BuildError or ToolchainError."""
+    workspace: int = 0
+    """Bytes of scratch memory that a call allocates."""
+    always: bool = False
+    """Whether it is measured however low its rank is."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What measuring found."""
+
+    name: str
+    identity: str
+    measured: tuple[tuple[str, float], ...]
+    """Each contestant's median, in seconds, in order of rank."""
+
+
+def enabled() -> bool:
+    """Whether choices are measured (FXFUSE_TUNE is not 0)."""
+    return os.environ.get("FXFUSE_TUNE", "1") != "0"
+
+
+def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
+    """Compiles what may be chosen; calling the result measures, if nobody has yet, and gives the plan.
+
+    Args:
+        candidates: at least one, best first.
+
+    Raises BuildError or ToolchainError if nothing compiles.
+    """
+    stored = _recall(problem) if enabled() else None
+    if stored is not None:
+        chosen = _find(candidates, stored)
+        if chosen is not None:
+            plan = _plan(chosen, chosen.build(), stored.measured)
+            return lambda: plan
+    if not enabled() or len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
+        plan = _plan(candidates[0], candidates[0].build())
+        return lambda: plan
+    ready = _compile([*candidates[:CONTESTANTS], *(c for c in candidates[CONTESTANTS:] if c.always)])
+    return lambda: _decide(problem, ready)
+
+
+def _plan(candidate: Candidate, run: Run, measured: tuple[tuple[str, float], ...] = ()) -> Plan:
+    return Plan(run, candidate.name, measured=measured, workspace=candidate.workspace)
+
+
+def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:
+    """The candidate that was chosen, or for other sizes the best of the same identity."""
+    by_name = {candidate.name: candidate for candidate in reversed(candidates)}
+    by_identity = {candidate.identity: candidate for candidate in reversed(candidates)}
+    return by_name.get(stored.name) or by_identity.get(stored.identity)
+
+
+def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
+    """All that compile, several at a time; the first one's error if none does."""
+
+    def attempt(candidate: Candidate) -> Run | BuildError:
+        try:
+            return candidate.build()
+        except BuildError as error:
+            logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
+            return error
+
+    with ThreadPoolExecutor(max_workers=len(candidates)) as pool:
+        results = list(pool.map(attempt, candidates))
+    ready = [
+        (candidate, result)
+        for candidate, result in zip(candidates, results, strict=True)
+        if not isinstance(result, BuildError)
+    ]
+    if not ready:
+        raise next(result for result in results if isinstance(result, BuildError))
+    return ready
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+_measuring = threading.Lock()
+"""One contest at a time: the GPU is shared."""
+
+
+def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> Plan:
+    with _measuring:
+        stored = _recall(problem)  # another region may have had the same problem
+        known = {candidate.name: (candidate, run) for candidate, run in ready}
+        if stored is not None and stored.name in known:
+            return _plan(*known[stored.name], stored.measured)
+        times = _measure(problem, ready)
+        if not times:
+            return _plan(*ready[0])
+        best = min(times.values())
+        name = next(name for name, time in times.items() if time <= best * (1 + NOISE))
+        candidate, run = known[name]
+        choice = _Choice(name, candidate.identity, tuple(times.items()))
+        _remember(problem, choice)
+        return _plan(candidate, run, choice.measured)
+
+
+def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
+    """Medians in seconds by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
+    device = problem.x.device
+    samples: dict[str, list[float]] = {}
+    try:
+        with torch.cuda.device(device), torch.no_grad():
+            tensors = _example(problem)
+            time_once = gpu_timer(device)
+            for candidate, run in ready:
+                try:
+                    time_once(run, tensors)  # the first run loads code
+                    samples[candidate.name] = []
+                except LaunchError as error:
+                    logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
+            for _ in range(ROUNDS):
+                for candidate, run in ready:
+                    if candidate.name in samples:
+                        samples[candidate.name].append(time_once(run, tensors))
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("fxfuse: %s: too little memory to measure candidates; the model's first is taken", problem.label)
+        return {}
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _example(problem: Problem) -> tuple[Any, ...]:
+    """Tensors like the problem's, of random numbers that leave torch's generators alone."""
+    generator = torch.Generator(problem.x.device).manual_seed(0)
+
+    def like(meta: TensorMeta) -> torch.Tensor:
+        if meta.device.type == "cpu":  # a number
+            return torch.ones(meta.shape, dtype=meta.dtype)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
+        offset = meta.alignment % 16 // meta.dtype.itemsize
+        storage = torch.empty(offset + extent, dtype=meta.dtype, device=meta.device)
+        if meta.dtype.is_floating_point:
+            storage.normal_(generator=generator)
+        else:
+            storage.random_(0, 2, generator=generator)
+        return storage[offset:].as_strided(meta.shape, meta.strides)
+
+    bias = None if problem.bias is None else like(problem.bias)
+    return like(problem.x), like(problem.weight), bias, [like(operand) for operand in problem.operands]
+
+
+# ----------------------------------------------------------------------------------------- remembering
+
+_choices: dict[str, _Choice] = {}
+
+
+def _gpu(device: torch.device) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count
+
+
+def _key(problem: Problem) -> str:
+    """What a choice depends on, as a file's name."""
+
+    def tensor(meta: TensorMeta, fixed: bool) -> tuple[Any, ...]:
+        order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.strides[dim], dim))
+        sizes = meta.shape if fixed else tuple((size - 1).bit_length() for size in meta.shape)
+        return sizes, order, meta.strides[-1:] == (1,), meta.dtype, meta.alignment
+
+    def leading(meta: TensorMeta) -> tuple[Any, ...]:
+        """x of a matrix product: its rows count together."""
+        rows = 1
+        for size in meta.shape[:-1]:
+            rows *= size
+        return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
+
+    parts = (
+        *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(),
+        problem.kind, problem.options, problem.epilogue, problem.fp32, tf32_allowed(problem.kind),
+        tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
+        tensor(problem.weight, True),
+        problem.bias and tensor(problem.bias, True),
+        [tensor(operand, operand.is_parameter) for operand in problem.operands],
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _file(key: str) -> Path:
+    return build.private_cache() / "choices" / f"{key}.json"
+
+
+def _recall(problem: Problem) -> _Choice | None:
+    key = _key(problem)
+    if key not in _choices:
+        try:
+            stored = json.loads(_file(key).read_text())
+            times = tuple((str(name), float(time)) for name, time in stored["measured"])
+            _choices[key] = _Choice(str(stored["name"]), str(stored["identity"]), times)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.info("fxfuse: a stored choice cannot be read and is measured anew: %s", error)
+            return None
+    return _choices[key]
+
+
+def _remember(problem: Problem, choice: _Choice) -> None:
+    key = _key(problem)
+    _choices[key] = choice
+    text = json.dumps({"name": choice.name, "identity": choice.identity, "measured": choice.measured}, indent=1)
+    path = _file(key)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with contextlib.closing(os.fdopen(handle, "w")) as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:  # it is kept for this process
+        logger.info("fxfuse: a choice cannot be stored: %s", error)

@@ -1,0 +1,204 @@
+"""Each region's plans: how a problem is run is decided at the first call that poses it, and looked up afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.problem import (
+    OPTION_NAMES,
+    RESULT_DTYPES,
+    Draft,
+    Plan,
+    Problem,
+    Refused,
+    TensorMeta,
+    anchor_meta,
+    parsed,
+    run_anchor,
+)
+from fxfuse.reference import evaluate
+
+logger = logging.getLogger("fxfuse")
+
+Key: TypeAlias = tuple[Any, ...]
+
+_ALIGNMENTS: Final = tuple(16 if offset == 0 else offset & -offset for offset in range(16))
+"""Largest power of two, up to 16, that divides an address with this remainder modulo 16."""
+
+
+# -------------------------------------------------------------------------------------------- look-up
+
+_plans: dict[int, dict[Key, Plan]] = {}
+_lock = threading.RLock()
+_pending = threading.local()
+
+
+def of_region(region: int) -> list[Plan]:
+    """How the problems are run that a region met so far in this process."""
+    return list(_plans.get(region, {}).values())
+
+
+def forget(regions: Sequence[int]) -> None:
+    """Drops the plans of regions that no longer exist."""
+    for region in regions:
+        _plans.pop(region, None)
+
+
+def _cuda_state(tensor: torch.Tensor) -> Key:
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15, type(tensor)
+    )  # fmt: skip
+
+
+def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any address
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), 0, type(tensor))
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    alignment = _ALIGNMENTS[tensor.data_ptr() & 15] if tensor.is_cuda else 16
+    is_parameter = type(tensor) is torch.nn.Parameter
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return TensorMeta(shape, strides, tensor.dtype, tensor.device, alignment, is_parameter)
+
+
+def run(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """One call of a fused operator, by the plan for its problem.
+
+    Everything that a plan depends on is in the key: with it this function is what a call costs beside its launch.
+    """
+    cuda = x.is_cuda
+    state = _cuda_state if cuda else _cpu_state
+    key = (
+        kind, epilogue, values, strict, fp32,
+        tf32_allowed(kind) if cuda and x.dtype is torch.float32 else None,
+        None if bias is None else state(bias), state(x), state(weight), *map(state, operands),
+    )  # fmt: skip
+    found = _plans.get(region)
+    plan = None if found is None else found.get(key)
+    if plan is None:
+        options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
+        metas = (_meta(x), _meta(weight), None if bias is None else _meta(bias), tuple(map(_meta, operands)))
+        problem = Problem(kind, options, epilogue, *metas, fp32)
+        pending = getattr(_pending, "calls", None)
+        if pending is not None:
+            pending.append(_FirstCall(region, key, problem, strict))
+            return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+        with _lock:
+            plan = _plans.setdefault(region, {}).get(key)
+            if plan is None:
+                plan = _plans[region][key] = _draft(problem, strict)()
+    return plan.run(x, weight, bias, operands)
+
+
+# ------------------------------------------------------------------------------------------- preparing
+
+
+@dataclass(frozen=True)
+class _FirstCall:
+    """A call for which there was no plan."""
+
+    region: int
+    key: Key
+    problem: Problem
+    strict: bool
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[_FirstCall]]:
+    """Inside, operators compute with torch and only note the calls for which there is no plan yet."""
+    _pending.calls = []
+    try:
+        yield _pending.calls
+    finally:
+        del _pending.calls
+
+
+def prepare(calls: Sequence[_FirstCall]) -> None:
+    """Makes the plans for `calls`: compiles as many kernels at a time as there are processors, then decides."""
+    unique = list({(call.region, call.key): call for call in calls}.values())
+    with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(unique)))) as pool:
+        drafts = list(pool.map(lambda call: _draft(call.problem, call.strict), unique))
+    for call, draft in zip(unique, drafts, strict=True):  # one after another: it measures
+        plan = draft()
+        with _lock:
+            _plans.setdefault(call.region, {})[call.key] = plan
+
+
+# ---------------------------------------------------------------------------------------------- making
+
+
+def _draft(problem: Problem, strict: bool) -> Draft:
+    """The kernels for `problem`, or the torch reference with the reason (an exception if `strict`)."""
+    if 0 in (*problem.x.shape, *problem.weight.shape):
+        return _reference_draft(problem, "a tensor is empty")
+    try:
+        acc = anchor_meta(problem)  # torch's own objections come first
+        _check_tensors(problem)
+        return _device_draft(problem, acc)
+    except UnsupportedError as error:
+        if strict and not isinstance(error, Refused):
+            raise UnsupportedError(f"{problem.label}: {error}") from None
+        return _reference_draft(problem, str(error))
+    except (ToolchainError, BuildError) as error:
+        if strict:
+            raise
+        _warn_once(error)
+        return _reference_draft(problem, str(error).partition("\n")[0])
+
+
+def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
+    if problem.x.device.type == "cuda":
+        from fxfuse.cuda.plan import draft
+    else:
+        from fxfuse.cpu.plan import draft
+    return draft(problem, acc)
+
+
+def _reference_draft(problem: Problem, reason: str) -> Draft:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return evaluate(problem.expression, run_anchor(problem.kind, problem.options, x, weight, bias), operands)
+
+    logger.info("fxfuse: %s runs in torch: %s", problem.label, reason)
+    plan = Plan(run, None, reason)
+    return lambda: plan
+
+
+def _check_tensors(problem: Problem) -> None:
+    tensors = [problem.x, problem.weight, *([problem.bias] if problem.bias else [])]
+    for tensor in tensors:
+        if tensor.dtype != problem.x.dtype:
+            raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
+        if tensor.dtype not in RESULT_DTYPES:
+            raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
+        if tensor.device != problem.x.device:
+            raise UnsupportedError(f"tensors on {problem.x.device} and {tensor.device} meet in one {problem.kind}")
+    for operand in problem.operands:
+        if operand.device != problem.x.device and not (operand.device.type == "cpu" and operand.shape == ()):
+            raise UnsupportedError(f"an operand is on {operand.device}, the anchor on {problem.x.device}")
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(error: FxfuseError) -> None:
+    text = str(error)
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"fxfuse: {text}\nThe model runs as torch runs it.", FxfuseWarning, stacklevel=6)

@@ -1,0 +1,171 @@
+"""Which candidate runs: the model's first, the measured best or the remembered one. No GPU is needed here."""
+
+import json
+
+import pytest
+import torch
+
+from fxfuse.cuda import tune
+from fxfuse.errors import BuildError, ToolchainError
+from fxfuse.problem import Problem, TensorMeta
+
+CPU = torch.device("cpu")
+
+
+def problem(rows=64, epilogue="relu(acc)", features=32, dtype=torch.float32, alignment=16):
+    x = TensorMeta((rows, 16), (16, 1), dtype, CPU, alignment)
+    return Problem("linear", (), epilogue, x, TensorMeta((features, 16), (16, 1), dtype, CPU), None, ())
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """Tuning as on a GPU whose candidates take the seconds in `times`; notes what is built and what is measured."""
+
+    class Gpu:
+        def __init__(self):
+            self.times, self.built, self.measured = {}, [], []
+
+        def candidates(self, *names, broken=(), always=()):
+            def build(name):
+                if name in broken:
+                    raise BuildError(name)
+                self.built.append(name)
+                return lambda *tensors: name
+
+            return [
+                tune.Candidate(name, name.split(",")[0], lambda name=name: build(name), always=name in always)
+                for name in names
+            ]
+
+        def measure(self, problem, ready):
+            names = [candidate.name for candidate, _ in ready]
+            self.measured.append(names)
+            return {name: self.times[name] for name in names}
+
+        def new_process(self):
+            monkeypatch.setattr(tune, "_choices", {})
+
+        def __call__(self, problem, candidates):
+            self.built.clear()
+            self.measured.clear()
+            plan = tune.draft(problem, candidates)()
+            assert plan.run(None, None, None, ()) == plan.kernel
+            return plan.kernel
+
+    fake = Gpu()
+    fake.new_process()
+    monkeypatch.setenv("FXFUSE_TUNE", "1")
+    monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "_gpu", lambda device: ("a GPU", 108))
+    monkeypatch.setattr(tune, "_measure", fake.measure)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return fake
+
+
+def test_the_fastest_is_chosen_and_remembered(gpu):
+    gpu.times = {"a": 3.0, "b": 1.0, "c": 2.0}
+    candidates = gpu.candidates("a", "b", "c")
+    assert gpu(problem(), candidates) == "b" and gpu.measured == [["a", "b", "c"]]
+    assert gpu(problem(), candidates) == "b" and not gpu.measured
+    gpu.new_process()
+    assert gpu(problem(), candidates) == "b" and gpu.built == ["b"] and not gpu.measured
+
+
+def test_the_report_gets_every_time(gpu):
+    gpu.times = {"a": 3.0, "b": 1.0}
+    assert dict(tune.draft(problem(), gpu.candidates("a", "b"))().measured) == gpu.times
+    gpu.new_process()
+    assert dict(tune.draft(problem(), gpu.candidates("a", "b"))().measured) == gpu.times
+
+
+def test_the_model_decides_between_equals(gpu):
+    gpu.times = {"a": 1.01, "b": 1.0}
+    assert gpu(problem(), gpu.candidates("a", "b")) == "a"
+
+
+def test_few_are_measured_and_the_library_always(gpu):
+    names = [f"k{i}" for i in range(10)]
+    gpu.times = {**dict.fromkeys(names, 2.0), "library": 1.0}
+    assert gpu(problem(), gpu.candidates(*names, "library", always=("library",))) == "library"
+    assert gpu.measured == [[*names[: tune.CONTESTANTS], "library"]]
+
+
+def test_switched_off_the_first_is_taken(gpu, monkeypatch):
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    assert gpu(problem(), gpu.candidates("a", "b")) == "a" and gpu.built == ["a"] and not gpu.measured
+
+
+def test_a_single_candidate_is_not_measured(gpu):
+    assert gpu(problem(), gpu.candidates("a")) == "a" and not gpu.measured
+
+
+def test_under_capture_nothing_is_measured(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert gpu(problem(), gpu.candidates("a", "b")) == "a" and not gpu.measured
+
+
+def test_sizes_share_a_choice_up_to_the_next_power_of_two(gpu):
+    gpu.times = {"tile 64, split 4": 1.0, "tile 64, split 2": 1.0, "tile 128": 2.0}
+    assert gpu(problem(rows=40), gpu.candidates("tile 64, split 4", "tile 128")) == "tile 64, split 4"
+    assert gpu(problem(rows=64), gpu.candidates("tile 128", "tile 64, split 2")) == "tile 64, split 2"
+    assert not gpu.measured
+    assert gpu(problem(rows=65), gpu.candidates("tile 128", "tile 64, split 2")) == "tile 64, split 2" and gpu.measured
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        problem(epilogue="tanh(acc)"), problem(features=33), problem(dtype=torch.bfloat16), problem(alignment=4),
+    ],
+)  # fmt: skip
+def test_other_problems_are_measured_anew(gpu, other):
+    gpu.times = {"a": 1.0, "b": 2.0}
+    gpu(problem(), gpu.candidates("a", "b"))
+    gpu(other, gpu.candidates("a", "b"))
+    assert gpu.measured
+
+
+def test_a_candidate_that_does_not_compile_is_left_out(gpu):
+    gpu.times = {"b": 1.0}
+    assert gpu(problem(), gpu.candidates("a", "b", broken=("a",))) == "b"
+    with pytest.raises(BuildError):
+        gpu(problem(rows=1000), gpu.candidates("a", "b", broken=("a", "b")))
+
+
+def test_without_a_compiler_the_error_is_the_compilers(gpu):
+    def build():
+        raise ToolchainError("no nvcc found")
+
+    with pytest.raises(ToolchainError):
+        gpu(problem(), [tune.Candidate(name, name, build) for name in "ab"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"name": "a"}', '{"name": "gone", "identity": "gone", "measured": []}']
+)
+def test_a_damaged_or_outdated_file_is_replaced(gpu, text):
+    gpu.times = {"a": 2.0, "b": 1.0}
+    candidates = gpu.candidates("a", "b")
+    gpu(problem(), candidates)
+    (file,) = tune._file("x").parent.glob("*.json")
+    file.write_text(text)
+    gpu.new_process()
+    assert gpu(problem(), candidates) == "b" and gpu.measured
+    assert json.loads(file.read_text())["name"] == "b"
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(gpu, monkeypatch, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / "choices").write_text("in the way")
+    gpu.times = {"a": 2.0, "b": 1.0}
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b"
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b" and not gpu.measured
+
+
+def test_nothing_is_chosen_where_memory_does_not_suffice(gpu, monkeypatch):
+    monkeypatch.setattr(tune, "_measure", lambda problem, ready: {})
+    assert gpu(problem(), gpu.candidates("a", "b")) == "a"
+    gpu.new_process()
+    gpu.times = {"a": 2.0, "b": 1.0}
+    monkeypatch.setattr(tune, "_measure", gpu.measure)
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b"
