@@ -37,7 +37,10 @@ KERNELS = PACKAGE / "cuda" / "kernels"
 
 # Long, with special functions, a vector and a full operand: what it needs of registers must not cause spills.
 EPILOGUE = parse("t0 = acc + o0 + o1; gelu(tanh(clamp(mish(t0) * sigmoid(t0), -1.0, 1.0)))")
-OPERANDS = (OperandKind(torch.float32, (False, True, True)), OperandKind(torch.float32, (False, False, True)))
+OPERANDS = (
+    OperandKind(torch.float32, (False, True, True), 16),
+    OperandKind(torch.float32, (False, False, True), 16),
+)
 OUTPUTS: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -99,7 +102,7 @@ def sources() -> dict[str, str]:
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for kernel in kernels:
-            found[kernel.type] = codegen.generate(EPILOGUE, output, OPERANDS, kernel)
+            found[kernel.type] = codegen.generate(EPILOGUE, output, OPERANDS, kernel, columns=8)
     return found
 
 

@@ -72,6 +72,9 @@ class OperandKind:
     """None for a number that the host passes at each call (a 0-d CPU tensor)."""
     varies: tuple[bool, bool, bool]
     """Along which of (batch, row, col) it varies; it broadcasts along the others."""
+    access: int = 0
+    """Bytes, a power of two up to 16, that divide the addresses of all its rows; 0 if elements of a row are not
+    adjacent, or if it does not vary along col. Only CUDA kernels depend on it."""
 
 
 INTEGER_TYPES: Final = {
@@ -85,9 +88,10 @@ INTEGER_TYPES: Final = {
 """C++ names that are the same on every device."""
 
 
-def operand_type(kind: OperandKind, cpp_types: Mapping[torch.dtype, str]) -> str:
-    """The C++ type that reads an operand: Operand<T, dimensions>, or HostScalar."""
+def operand_type(kind: OperandKind, cpp_types: Mapping[torch.dtype, str], with_access: bool = False) -> str:
+    """The C++ type that reads an operand: Operand<T, dimensions>, Operand<T, dimensions, access>, or HostScalar."""
     if kind.dtype is None:
         return "HostScalar"
     names = [name for name, varies in zip(("kBatch", "kRow", "kCol"), kind.varies, strict=True) if varies]
-    return f"Operand<{cpp_types[kind.dtype]}, {' | '.join(names) or '0'}>"
+    access = f", {kind.access}" if with_access else ""
+    return f"Operand<{cpp_types[kind.dtype]}, {' | '.join(names) or '0'}{access}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ class OperandPlan:
     kinds: tuple[OperandKind, ...]
     conversions: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]
     """What each operand goes through at every call: a copy for layouts that kernels cannot address, else None."""
+
+    @property
+    def columns(self) -> int:
+        """The largest power of two up to 8 that divides the result's columns and the distances between its rows."""
+        return math.gcd(8, self.layout.sizes[2], *self.layout.strides[0][:2])
 
     def packed_strides(self) -> bytes:
         """Three int64 strides per operand, as the kernels' OperandStrides."""
@@ -157,11 +163,20 @@ def plan_operands(
         conversions.append(convert)
     layout = grouping(view.shape, accepted)
     assert layout is not None, "every operand was accepted beside the others"
+    alignments = [16 if convert else meta.alignment for convert, meta in zip(conversions, operands, strict=True)]
     kinds = tuple(
-        OperandKind(dtype, (strides[0] != 0, strides[1] != 0, strides[2] != 0))
-        for dtype, strides in zip(dtypes, layout.strides[1:], strict=True)
+        OperandKind(dtype, (strides[0] != 0, strides[1] != 0, strides[2] != 0), _access(dtype, strides, alignment))
+        for dtype, strides, alignment in zip(dtypes, layout.strides[1:], alignments, strict=True)
     )
     return OperandPlan(view.actual(layout), kinds, tuple(conversions))
+
+
+def _access(dtype: torch.dtype | None, strides: Sequence[int], alignment: int) -> int:
+    """OperandKind.access of an operand with these strides along (batch, row, col)."""
+    batch, row, col = strides
+    if dtype is None or col != 1:
+        return 0
+    return math.gcd(16, alignment, batch * dtype.itemsize, row * dtype.itemsize)
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

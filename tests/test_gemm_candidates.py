@@ -93,6 +93,34 @@ def test_sums_follow_k(k: int, sums: str, block: int) -> None:
     assert struct.unpack("<8q", large.params)[7] == block
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "multiplier"),
+    [
+        (4096, 8192, 16, "Bf16x6"),
+        (4096, 8192, 31, "Bf16x6"),
+        (4096, 8192, 32, "Tf32x3"),
+        (1, 8192, 8192, "Bf16x6"),
+        (16, 512, 2048, "Bf16x6"),
+        (128, 768, 256, "Bf16x6"),
+        (16, 8192, 256, "Bf16x6"),
+        (16, 8192, 8192, "Tf32x3"),
+        (512, 512, 512, "Tf32x3"),
+    ],
+)
+def test_short_sums_and_small_outputs_are_split_into_bf16(m: int, n: int, k: int, multiplier: str) -> None:
+    for kernel in candidates(linear(m, n, k)):
+        assert config(kernel.type)[0] == multiplier
+        assert multiplier == "Tf32x3" or config(kernel.type)[6] == "Sums::kBlockwise"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_tile_spans_less_than_4_gb(precision: Precision) -> None:
+    problem = replace(linear(128, 128, 64, precision), x_stride=2**24)
+    assert {tile(kernel.type)[0] for kernel in candidates(problem)} <= {16, 32, 64}
+    assert candidates(replace(problem, x_stride=2**28)) == ()
+    assert candidates(replace(problem, x_stride=2**28, m=1))[0].type
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 512, 512), (1000, 3000, 2048), (4096, 768, 1024)])
 def test_outputs_for_which_cublas_splits_k_are_summed_in_blocks(m: int, n: int, k: int) -> None:
     for kernel in candidates(linear(m, n, k)):

@@ -232,6 +232,68 @@ def test_float32_is_as_exact_as_eagers(k, data):
     assert result.ok, str(result)
 
 
+def scaled(m, n, k):
+    """x and a weight whose columns range over e^16, with products of one size."""
+    scale = torch.exp(4 * torch.randn(k, device="cuda"))
+    return torch.randn(m, k, device="cuda") * scale, torch.randn(n, k, device="cuda") / scale
+
+
+def wide(*shape):
+    return torch.randn(*shape, device="cuda") * torch.exp(4 * torch.randn(*shape, device="cuda"))
+
+
+def float32_errors(x, weight):
+    """Of the kernel and of eager against float64, as Frobenius norms relative to the result's."""
+    model = Net(lambda s, x: s.fc(x) * 2, fc=nn.Linear(*weight.shape[::-1], bias=False)).cuda()
+    with torch.no_grad():
+        model.fc.weight.copy_(weight)
+        want = 2 * (x.double() @ weight.double().T)
+        have, eager = fxfuse.optimize(model, strict=True)(x), model(x)
+    return [float((result.double() - want).norm() / want.norm()) for result in (have, eager)]
+
+
+@pytest.mark.parametrize("k", [4, 8, 16, 24, 32, 64, 256, 768, 1024, 4096, 16384])
+@pytest.mark.parametrize(("m", "n"), [(2048, 4096), (512, 512), (16, 4096)])
+@pytest.mark.parametrize("data", ["normal", "uniform", "scaled"])
+def test_float32_errs_at_most_as_eager(data, m, n, k):
+    torch.manual_seed(k)
+    if data == "scaled":
+        x, weight = scaled(m, n, k)
+    else:
+        make = torch.randn if data == "normal" else torch.rand
+        x, weight = make(m, k, device="cuda"), make(n, k, device="cuda")
+    error, eager = float32_errors(x, weight)
+    assert error <= eager
+
+
+@pytest.mark.parametrize("k", [16, 64, 1024, 16384])
+@pytest.mark.parametrize(("m", "n"), [(1024, 2048), (1, 1000)])
+def test_float32_errs_little_where_single_products_dominate(m, n, k):
+    torch.manual_seed(k)
+    error, _ = float32_errors(wide(m, k), wide(n, k))
+    assert error < 2**-21
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 96, 24), (300, 300, 520)])
+def test_float32_hands_on_nan_and_inf_through_every_split(m, n, k):
+    x, weight = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+    x[3, 5], x[10, 7], x[69, k - 1], x[30, :2], x[40, 1] = (
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        float("inf"),
+        3.4e38,
+    )
+    weight[5, 7], weight[6, :2], weight[7, 3], weight[9, 1] = 0, 0, -float("inf"), 1e-30
+    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(k, n, bias=False)).cuda()
+    with torch.no_grad():
+        model.fc.weight.copy_(weight)
+        have = fxfuse.optimize(model, strict=True)(x)
+        want = (0.5 * (x.double() @ weight.double().T)).float()
+    assert torch.equal(want.isnan(), have.isnan())
+    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_hands_on_nan_and_inf(dtype):
     x = tensor(70, 96, dtype=dtype)

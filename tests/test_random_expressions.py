@@ -1,8 +1,11 @@
 """Random epilogues over the whole op table, from their text to compiled code, against torch in float64."""
 
 import ctypes
+import dataclasses
+import math
 import subprocess
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +124,16 @@ ACC = values(0)
 ARGUMENTS = [values(seed) for seed in range(1, 1 + OPERANDS)]
 
 
+# In float64, too, torch's formulas lose the digits of 1 + erf and 1 + tanh for negative arguments.
+EXACT = {
+    name: dataclasses.replace(ops.row(name), reference=reference)
+    for name, reference in {
+        "gelu": lambda x: 0.5 * x * torch.erfc(-x * math.sqrt(0.5)),
+        "gelu_tanh": lambda x: x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
+    }.items()
+}
+
+
 def quantiles(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The median, 90 % and 99 % of the elements' relative errors, where both are finite."""
     finite = actual.isfinite() & exact.isfinite()
@@ -145,7 +158,8 @@ def assert_right(actual: torch.Tensor, expression: Expr, acc: torch.Tensor, oper
     """
     eager = evaluate(expression, acc, operands)
     assert (actual.dtype, actual.shape) == (eager.dtype, eager.shape)
-    exact = evaluate(expression, acc.double(), [operand.double() for operand in operands])
+    with mock.patch.dict(ops._by_name, EXACT):
+        exact = evaluate(expression, acc.double(), [operand.double() for operand in operands])
     error, eager_error = quantiles(actual, exact), quantiles(eager, exact)
     allowed = 4 * eager_error + 16 * torch.finfo(torch.float32).eps
     assert (error <= allowed).all(), f"{expression}: errors {error.tolist()}, eager's {eager_error.tolist()}"

@@ -9,7 +9,7 @@ import torch
 
 from fxfuse.codegen import INTEGER_TYPES, OperandKind, function, operand_type
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.expression import Expr
+from fxfuse.expression import Call, Expr, postorder
 
 CPP_TYPES: Final = {
     torch.float32: "float",
@@ -24,20 +24,40 @@ _TEMPLATE: Final = """\
 
 namespace fxfuse {{
 
+using namespace {functions};
+
 struct Epilogue {{
 {members}
     static constexpr bool kUsesBatch = {uses_batch};
+    static constexpr int kColumns = {columns};
+    static constexpr int kElementBytes = {element_bytes};  // that an element reads of operands which vary like it
 
 {make}
 
 {function}
 
-    // Accumulators in, results out: kVector consecutive columns from `at`, `count` of which exist.
+    // What the operands hold at a run of kVector columns.
     template <int kVector, class At>
-    __device__ __forceinline__ void apply(float (&value)[kVector], const At& at, int count) const {{
-{loads}
+    struct Values {{
+{values}
+    }};
+
+    template <Runs kRuns, int kVector, class At>
+    __device__ __forceinline__ Values<kVector, At> load({at}, {count}) const {{
+        return {{{loads}}};
+    }}
+
+    // Accumulators in, results out.
+    template <int kVector, class At>
+    __device__ __forceinline__ void apply(float (&value)[kVector], const Values<kVector, At>& {operands}) const {{
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[i] = expression({arguments});
+    }}
+
+    // The same for the run at `at`, `count` columns of which exist.
+    template <int kVector>
+    __device__ __forceinline__ void apply(float (&value)[kVector], const Position& at, int count) const {{
+        apply(value, load<Runs::kAnywhere, kVector>(at, count));
     }}
 }};
 
@@ -61,33 +81,71 @@ extern "C" const char* fxfuse_error(int code) { return cudaGetErrorString(static
 """
 
 
+_FUNCTIONS: Final = {
+    torch.float16: "math_half",
+    torch.bfloat16: "math_bfloat16",
+}
+
+
+def _functions(expression: Expr, output: torch.dtype, tf32: bool) -> str:
+    """The namespace of math.cuh whose functions are exact enough.
+
+    For a result of 16 bits those whose errors vanish beside torch's, which rounds every function's value to 16 bits.
+    Unless the expression casts: torch then computes a part of it in another dtype.
+    """
+    calls = (node.op for node in postorder(expression) if isinstance(node, Call))
+    if output == torch.float32 or any(op in ("float32", "float16", "bfloat16") for op in calls):
+        return "math_tf32" if tf32 else "math_float"
+    return _FUNCTIONS[output]
+
+
 def generate(
-    expression: Expr, output: torch.dtype, operands: Sequence[OperandKind], kernel: Kernel, uses_batch: bool = True
+    expression: Expr,
+    output: torch.dtype,
+    operands: Sequence[OperandKind],
+    kernel: Kernel,
+    uses_batch: bool = True,
+    columns: int = 1,
+    tf32: bool = False,
 ) -> str:
     """The complete source for `expression` in `kernel`, writing `output`.
 
     Operand i of the expression is read as `operands[i]` says. The kernel's arguments are its Problem struct followed
     by three int64 strides per operand, its tensors' pointers followed by the operands'. `uses_batch`: whether operands
-    tell rows of one batch from the same rows of another; if not, a GEMM numbers rows through all batches.
+    tell rows of one batch from the same rows of another; if not, a GEMM numbers rows through all batches. `columns`:
+    a power of two that divides the result's number of columns and the distances between its rows
+    (OperandPlan.columns); runs of so many columns, if aligned, are whole. `tf32`: whether the anchor rounds to TF32, so
+    that faster functions are exact enough.
     """
-    members = "\n".join(f"    {operand_type(kind, CPP_TYPES)} operand{i};" for i, kind in enumerate(operands))
-    values = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))
+    members = "\n".join(f"    {operand_type(kind, CPP_TYPES, True)} operand{i};" for i, kind in enumerate(operands))
+    made = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))
     pointers, strides = ("pointers", "strides") if operands else ("", "")
     make = (
         f"    static Epilogue make(const uint64_t* {pointers}, const OperandStrides* {strides}) {{\n"
-        f"        return {{{values}}};\n    }}"
+        f"        return {{{made}}};\n    }}"
     )
-    loads = "\n".join(
-        f"        float o{i}[kVector];\n        operand{i}.load(o{i}, at, count);" for i in range(len(operands))
+    values = "\n".join(
+        f"        typename {operand_type(kind, CPP_TYPES, True)}::template Values<kVector, At> o{i};"
+        for i, kind in enumerate(operands)
     )
+    loads = ", ".join(f"operand{i}.template load<kRuns, kVector>(at, count)" for i in range(len(operands)))
     source = _TEMPLATE.format(
         header=kernel.header,
+        functions=_functions(expression, output, tf32),
         members=members,
         uses_batch="true" if uses_batch else "false",
+        columns=columns,
+        element_bytes=sum(
+            kind.dtype.itemsize for kind in operands if kind.dtype and kind.varies[2] and any(kind.varies[:2])
+        ),
         make=make,
         function=function(expression, len(operands), "static __device__ __forceinline__"),
+        values=values,
+        at="const At& at" if operands else "const At&",
+        count="int count" if operands else "int",
         loads=loads,
-        arguments=", ".join(["value[i]", *(f"o{i}[i]" for i in range(len(operands)))]),
+        operands="operands" if operands else "",
+        arguments=", ".join(["value[i]", *(f"operands.o{i}[i]" for i in range(len(operands)))]),
         kernel=kernel.type.format(output=CPP_TYPES[output], epilogue="Epilogue"),
     )
     return source + _LAUNCH

@@ -6,6 +6,7 @@ can solve it, best first by a model of their time. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,7 +25,7 @@ MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to 
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
 # Of an H200; the A100's are all about half of them.
-SPEED_TF32X3, SPEED_FP16X3 = 77e12, 163e12  # FLOP/s with the best tiles
+SPEED_TF32X3, SPEED_FP16X3 = 84e12, 163e12  # FLOP/s with the best tiles
 SPEED_SPLIT = 4.1e12  # bytes/s
 SPLIT_LAUNCH = 1.5e6  # products in 3xTF32 that a multiprocessor adds up during another launch
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
@@ -93,16 +94,16 @@ class Tile:
 
 
 # Speeds: H200, K = 4096, x and weight aligned, with 1 and with 12 thread blocks per multiprocessor, as fractions of
-# 77 (tf32x3), 222 (tf32) and 485 TFLOP/s (fp16, bf16).
+# 84 (tf32x3), 222 (tf32) and 485 TFLOP/s (fp16, bf16).
 _TILES_TF32X3 = (
-    Tile(128, 128, 2, 4, stages=3, resident=1, alone=0.99, full=1.00),
-    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.90, full=0.98),
-    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.90, full=0.98),
-    Tile(64, 64, 2, 2, stages=3, resident=3, alone=0.58, full=0.83),
-    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.72, full=0.76),
-    Tile(32, 64, 1, 4, stages=6, resident=4, alone=0.60, full=0.72),
-    Tile(16, 64, 1, 4, stages=8, resident=4, alone=0.38, full=0.55),
-    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.18, full=0.42),
+    Tile(128, 128, 2, 4, stages=3, resident=1, alone=0.97, full=1.00),
+    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.88, full=0.99),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.88, full=0.98),
+    Tile(64, 64, 2, 2, stages=3, resident=2, alone=0.56, full=0.77),
+    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.58, full=0.73),
+    Tile(32, 64, 1, 4, stages=6, resident=4, alone=0.56, full=0.71),
+    Tile(16, 64, 1, 4, stages=8, resident=4, alone=0.36, full=0.51),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.39),
 )
 _TILES = (
     Tile(128, 256, 2, 4, stages=3, resident=1, alone=0.98, full=1.00),
@@ -183,7 +184,7 @@ def estimated_time(tile: Tile, problem: Problem) -> float:
         together = -(-rest // problem.multiprocessors)
         time += together * area / tile.speed(together)
     if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
-        time /= 0.87  # measured as the speeds above
+        time /= 0.84  # measured as the speeds above
     return time
 
 
@@ -192,8 +193,36 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
+    # TileCopy's offsets within a tile have 32 bits.
+    weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
+    rows = max(min(tile.m, problem.m) * problem.x_stride, weight_rows * problem.weight_stride)
+    if rows * problem.element_bytes >= 2**32:
+        return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
     return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
+
+
+def _multiplier(problem: Problem) -> str:
+    """The precision's struct in mma.cuh.
+
+    Short sums need more than 3xTF32, and so do small outputs, which cuBLAS sums up as trees. Error as a multiple of
+    eager's for normal and uniform data, on an H200 (outputs of 2048x4096 and 16x512, Sums as `_sums` has them):
+
+        K                       4         16        32        64        256       1024      16384
+        Tf32x3, large       2.26/1.78 1.29/0.96 0.97/0.71 0.74/0.55 0.48/0.41 0.25/0.16 0.09/0.07
+        Bf16x6, large       0.69/0.74 0.47/0.56
+        Tf32x3, small       1.79/1.50 1.20/0.95 1.22/0.97 1.19/1.03 1.27/1.46 0.70/0.96 0.49/1.23
+        Bf16x6, small       0.57/0.64 0.43/0.56 0.53/0.67 0.60/0.80 0.56/0.62 0.28/0.43 0.14/0.29
+
+    Where single products dominate (normal * exp(4 * normal)) Tf32x3 errs 1.3 to 3.5 times as much as eager, about
+    1e-7: tensor cores truncate where they align eight products to the largest one. Bf16x6 errs 1.0 to 1.5 times as
+    much. It takes half as much time again, if tensor cores are what a kernel waits for.
+    """
+    if problem.precision != "tf32x3":
+        return _MMA[problem.precision]
+    small = problem.m == 1 or -(-problem.m // 64) * -(-problem.n // 64) <= 32
+    short = problem.k < 32 or (problem.m <= 16 and problem.k <= 256)
+    return "Bf16x6" if small or short else "Tf32x3"
 
 
 def _is_accurate(tile: Tile, problem: Problem) -> bool:
@@ -203,10 +232,12 @@ def _is_accurate(tile: Tile, problem: Problem) -> bool:
     becomes as accurate as `kBlockwise` only. Seen on an H200 (132 multiprocessors): with 16 tiles from K = 512 on,
     with 192 tiles from K = 1024 or 2048 on, with 512 tiles never.
     """
-    if problem.precision != "tf32x3" or tile.small_warps or problem.k <= 256:
+    if problem.precision != "tf32x3" or tile.small_warps:
         return True
+    if _multiplier(problem) == "Bf16x6":
+        return False  # it needs registers for three sets of sums
     fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
-    return fills >= (1 if problem.k < 1024 else 3)
+    return problem.k <= 256 or fills >= (1 if problem.k < 1024 else 3)
 
 
 def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
@@ -224,8 +255,10 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     """
     if problem.precision != "tf32x3":
         return "kRunning", 1
-    if tile.small_warps:
-        return "kBlockwise", 8 if problem.k <= 8192 else 16
+    if _multiplier(problem) == "Bf16x6":
+        return "kBlockwise", 2
+    if tile.small_warps:  # as many blocks as steps (of 8 k, four to a tile) in a block
+        return "kBlockwise", max(1, round(math.sqrt(problem.k / 128)))
     if problem.k <= 256:
         return "kStepwise", 1
     if problem.k < 2048:
@@ -285,7 +318,7 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
     access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
     config = (
-        f"GemmConfig<{_MMA[problem.precision]}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
+        f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
         f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
     )
     tile_k = TILE_BYTES_OF_K // problem.element_bytes

@@ -68,7 +68,8 @@ class _Region:
     """Operands that are read along dimension 1 of the result."""
 
     def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
-        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch)
+        tf32 = precision(self.problem.kind, self.problem.x.dtype) == "tf32"
+        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 
 

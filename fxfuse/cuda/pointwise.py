@@ -29,30 +29,32 @@ def kernel(layout: Layout, acc: torch.dtype, output: torch.dtype, alignment: int
 
     The kernel's tensors are acc and the output.
     """
-    vector, runs = _cut(layout, sorted((acc.itemsize, output.itemsize)), alignment)
+    vector, runs = _cut(layout, acc.itemsize, output.itemsize, alignment)
     batch, row, col = layout.sizes
     (batch_stride, row_stride, _), *_ = layout.strides
     return Kernel(
-        name=f"pointwise {vector} x {str(acc).removeprefix('torch.')}{', dense' if runs == 'kDense' else ''}",
+        name=f"pointwise {vector} x {str(acc).removeprefix('torch.')}",
         header=HEADER,
         type=f"Pointwise<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {vector}, Runs::{runs}>",
         params=struct.pack("<5q", batch, row, col, batch_stride, row_stride),
     )
 
 
-def _cut(layout: Layout, element_bytes: list[int], alignment: int) -> tuple[int, str]:
-    """Elements that a thread reads at once, and how the result is cut into such runs: `Runs` of pointwise.cuh."""
-    narrow, wide = element_bytes
-    vector = ACCESS // narrow
-    while vector > 1 and min(vector * wide, ACCESS) > alignment:
+def _cut(layout: Layout, acc_bytes: int, output_bytes: int, alignment: int) -> tuple[int, str]:
+    """Elements that a thread reads at once, and how the result is cut into such runs: `Runs` of epilogue.cuh."""
+    vector = ACCESS // output_bytes  # two stores of a thread would each fill half of every 32 bytes
+    while vector > 1 and min(vector * max(acc_bytes, output_bytes), ACCESS) > alignment:
         vector //= 2
+    batch, row, col = layout.sizes
+    if batch * row == 1:
+        return vector, "kAligned"  # also where the size is a multiple: it changes with the batch
     in_rows = _largest_divisor(vector, _row_starts(layout))
-    rows = layout.sizes[0] * layout.sizes[1]
-    if rows == 1 or in_rows == vector or not _is_dense(layout):
-        return in_rows, "kInRows"
-    while vector > layout.sizes[2]:  # a run touches two rows at most
-        vector //= 2
-    return (vector, "kDense") if vector > in_rows else (in_rows, "kInRows")
+    if in_rows < vector and _is_dense(layout):
+        while vector > col:  # a run touches two rows at most
+            vector //= 2
+        if vector > in_rows:
+            return vector, "kStraddling"
+    return in_rows, "kWhole" if col % in_rows == 0 else "kAligned"
 
 
 def _largest_divisor(limit: int, steps: int) -> int:

@@ -286,6 +286,20 @@ FXFUSE_INLINE float erf(float x) {
     return with_sign_of(a < 0.9f ? small : large, x);
 }
 
+FXFUSE_INLINE float tanhshrink(float x) { return x - tanh(x); }
+
+// x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2), n = e * (e + 2); at 20 the quotient is 1 in float32.
+FXFUSE_INLINE float mish(float x) {
+    const float e = exp(minimum(x, 20.0f)), n = e * (e + 2.0f);
+    return x * divide(n, n + 2.0f);
+}
+
+// For negative x, these lose the digits of 1 + erf and 1 + tanh that torch loses.
+FXFUSE_INLINE float gelu(float x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }
+FXFUSE_INLINE float gelu_tanh(float x) {
+    return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * (x * x * x))));
+}
+
 // ------------------------------------------------------------------------------------------ logarithms
 
 FXFUSE_INLINE float log(float x) {

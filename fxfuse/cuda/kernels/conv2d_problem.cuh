@@ -84,6 +84,8 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
     constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
     constexpr int kTogether = 16 / kVector;
     constexpr int kWarp = 32;
+    // Where rows of the output are aligned, so are columns of whole runs; where they are not, operands may be.
+    constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kAligned : Runs::kAnywhere;
     const int thread = static_cast<int>(threadIdx.x);
     const int runs = (longest + (aligned ? 0 : kVector - 1) + kVector - 1) / kVector;  // of the worst span
     const int warp_runs = runs / kWarp * kWarp;
@@ -111,11 +113,24 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
                 more = false;
                 alignas(16) float value[kTogether][kVector];
                 int count[kTogether];
+                // Read first, so that nothing waits for them; but branches on the alignment take registers, for which
+                // a multiprocessor would hold one thread block less.
+                typename Epilogue::template Values<kVector, Position> operands[kTogether];
+                const auto load = [&](int i) {
+                    const Position& at = span[i].at;
+                    operands[i] = epilogue.template load<kRuns, kVector>(
+                        Position{at.batch, at.row, at.col + max(cut[i], 0)}, count[i]);
+                };
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
                     // A run that does not exist has no elements: no branch then separates it from the others.
                     const int begin = min(max(cut[i], 0), end[i]);
                     count[i] = min(cut[i] + kVector, end[i]) - begin;
+                    if (kRuns == Runs::kAligned) load(i);
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int begin = min(max(cut[i], 0), end[i]);
                     const float* staged = span[i].staged + begin;
                     if (reinterpret_cast<uintptr_t>(staged) % 16 == 0) {  // past `count` they are read but not used
 #pragma unroll
@@ -129,12 +144,12 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
                 }
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
-                    const Position& at = span[i].at;
-                    epilogue.apply(value[i], Position{at.batch, at.row, at.col + max(cut[i], 0)}, count[i]);
+                    if (kRuns != Runs::kAligned) load(i);
+                    epilogue.apply(value[i], operands[i]);
                 }
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
-                    store_run<Output, kVector>(span[i].destination + max(cut[i], 0), value[i], count[i]);
+                    store_run<Output, kVector, Runs::kAligned>(span[i].destination + max(cut[i], 0), value[i], count[i]);
                     cut[i] += lanes * kVector;
                     more |= cut[i] < end[i];
                 }

@@ -15,15 +15,36 @@
 
 namespace fxfuse {
 
-struct Position {
-    int64_t batch, row, col;
+// Kernels work on runs of kVector consecutive columns, a thread on each, of which `count` exist.
+enum class Runs {
+    kWhole,       // all columns of a run exist, and its first is a multiple of kVector
+    kAligned,     // if all columns of a run exist, its first is a multiple of kVector
+    kAnywhere,    // a run starts at any column
+    kStraddling,  // the same, and it may end one row and begin the next
 };
 
-// A run that may end one row and begin the next: its first `split` elements start at `first`, the others at `second`.
-// `second` is `first` where no element of the run is there.
+template <class T>
+struct OneValue;
+template <class T>
+struct TwoValues;
+
+// Where a run starts.
+struct Position {
+    int64_t batch, row, col;
+
+    // What a run there reads of an operand that does not vary along col.
+    template <class T>
+    using Broadcast = OneValue<T>;
+};
+
+// Where a run starts that may straddle: its first `split` elements start at `first`, the others at `second`, which is
+// `first` if there are none.
 struct Straddle {
     Position first, second;
     int split;
+
+    template <class T>
+    using Broadcast = TwoValues<T>;
 };
 
 // How one operand is laid out, as the host packs it. A stride of zero broadcasts.
@@ -50,82 +71,157 @@ __device__ __forceinline__ __half from_float<__half>(float value) { return __flo
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
 
-// Reads kVector consecutive elements, `count` of them existing (the rest of `value` is left unset).
-// 16-byte loads where the address allows: one branch per vector, uniform except at ragged edges.
-template <class T, int kVector>
-__device__ __forceinline__ void load_run(float (&value)[kVector], const T* __restrict__ source, int count) {
-    constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
-    constexpr int kChunk = kBytes < 16 ? kBytes : 16;
-    if constexpr (kVector > 1 && kBytes % kChunk == 0 && (kChunk == 4 || kChunk == 8 || kChunk == 16)) {
-        if (count == kVector && reinterpret_cast<uintptr_t>(source) % kChunk == 0) {
-            constexpr int kPerChunk = kChunk / static_cast<int>(sizeof(T));
-#pragma unroll
-            for (int chunk = 0; chunk < kBytes / kChunk; ++chunk) {
-                alignas(16) T piece[kPerChunk];
-                if constexpr (kChunk == 16) {
-                    *reinterpret_cast<uint4*>(piece) = __ldg(reinterpret_cast<const uint4*>(source) + chunk);
-                } else if constexpr (kChunk == 8) {
-                    *reinterpret_cast<uint2*>(piece) = __ldg(reinterpret_cast<const uint2*>(source) + chunk);
-                } else {
-                    *reinterpret_cast<unsigned*>(piece) = __ldg(reinterpret_cast<const unsigned*>(source) + chunk);
-                }
-#pragma unroll
-                for (int i = 0; i < kPerChunk; ++i) value[chunk * kPerChunk + i] = to_float(piece[i]);
-            }
-            return;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        if (i < count) value[i] = to_float(source[i]);
-    }
+// Two values as they lie in memory, the first at the lower address.
+template <class T>
+__device__ __forceinline__ uint32_t pack_two(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t pack_two<__half>(float first, float second) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_two<__nv_bfloat16>(float first, float second) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
 }
 
-// Reads kVector consecutive elements, all of which exist, from an address that is a multiple of their bytes or of 16.
+// The integer of kBytes that one instruction reads or writes.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+    using Type = uint8_t;
+};
+template <>
+struct WordOf<2> {
+    using Type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+    using Type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+    using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+    using Type = uint4;
+};
+template <int kBytes>
+using Word = typename WordOf<kBytes>::Type;
+
+// A run's elements as they lie in memory: half the registers of floats if they have 16 bits, and a load that nothing
+// waits for before the values are used. Kept in units of 32 bits, as registers are, so that no branch takes them apart.
 template <class T, int kVector>
-__device__ __forceinline__ void load_vector(float (&value)[kVector], const T* source) {
-    constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
-    constexpr int kChunk = kBytes < 16 ? kBytes : 16, kPerChunk = kChunk / static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int chunk = 0; chunk < kBytes / kChunk; ++chunk) {
-        alignas(16) T piece[kPerChunk];
-        if constexpr (kChunk == 16) {
-            *reinterpret_cast<uint4*>(piece) = reinterpret_cast<const uint4*>(source)[chunk];
-        } else if constexpr (kChunk == 8) {
-            *reinterpret_cast<uint2*>(piece) = reinterpret_cast<const uint2*>(source)[chunk];
-        } else if constexpr (kChunk == 4) {
-            *reinterpret_cast<unsigned*>(piece) = reinterpret_cast<const unsigned*>(source)[chunk];
+struct Elements {
+    static constexpr int kSize = static_cast<int>(sizeof(T)), kBytes = kVector * kSize;
+    static constexpr int kWidest = kBytes < 16 ? kBytes : 16;  // of one instruction
+    static constexpr int kUnit = kBytes < 4 ? kBytes : 4;
+    using Unit = Word<kUnit>;
+
+    alignas(kWidest) Unit unit[kBytes / kUnit];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (kSize >= kUnit) {
+            return to_float(reinterpret_cast<const T*>(unit)[i]);
         } else {
-            piece[0] = source[chunk];
+            const Word<kSize> bits = static_cast<Word<kSize>>(unit[i * kSize / kUnit] >> (i * kSize % kUnit * 8));
+            return to_float(reinterpret_cast<const T&>(bits));
         }
-#pragma unroll
-        for (int i = 0; i < kPerChunk; ++i) value[chunk * kPerChunk + i] = to_float(piece[i]);
     }
-}
 
-// Writes `count` of kVector consecutive elements, 16 bytes at a time where the address allows.
-template <class T, int kVector>
-__device__ __forceinline__ void store_run(T* __restrict__ destination, const float (&value)[kVector], int count) {
-    constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
-    constexpr int kChunk = kBytes < 16 ? kBytes : 16;
-    if constexpr (kVector > 1 && kBytes % kChunk == 0 && (kChunk == 4 || kChunk == 8 || kChunk == 16)) {
-        if (count == kVector && reinterpret_cast<uintptr_t>(destination) % kChunk == 0) {
-            constexpr int kPerChunk = kChunk / static_cast<int>(sizeof(T));
+    // All of them, by instructions of kAccess bytes, of which the address is a multiple. kConstant: nothing writes
+    // there during the kernel.
+    template <int kAccess, bool kConstant>
+    __device__ __forceinline__ void load_whole(const T* source) {
+        constexpr int kWord = kAccess < kWidest ? kAccess : kWidest;
+        if constexpr (kWord < kUnit) {
+            load_some(source, 1, kVector);
+        } else {
+            const Word<kWord>* from = reinterpret_cast<const Word<kWord>*>(source);
 #pragma unroll
-            for (int chunk = 0; chunk < kBytes / kChunk; ++chunk) {
-                alignas(16) T piece[kPerChunk];
-#pragma unroll
-                for (int i = 0; i < kPerChunk; ++i) piece[i] = from_float<T>(value[chunk * kPerChunk + i]);
-                if constexpr (kChunk == 16) {
-                    reinterpret_cast<uint4*>(destination)[chunk] = *reinterpret_cast<const uint4*>(piece);
-                } else if constexpr (kChunk == 8) {
-                    reinterpret_cast<uint2*>(destination)[chunk] = *reinterpret_cast<const uint2*>(piece);
+            for (int i = 0; i < kBytes / kWord; ++i) {
+                Word<kWord>& to = reinterpret_cast<Word<kWord>*>(unit)[i];
+                if constexpr (kConstant) {
+                    to = __ldg(from + i);
                 } else {
-                    reinterpret_cast<unsigned*>(destination)[chunk] = *reinterpret_cast<const unsigned*>(piece);
+                    to = from[i];
                 }
             }
-            return;
         }
+    }
+
+    // The first `count`, `step` elements apart. The others are zero.
+    __device__ __forceinline__ void load_some(const T* source, int64_t step, int count) {
+        clear();
+        add_some(source, step, 0, count);
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < kBytes / kUnit; ++i) unit[i] = 0;
+    }
+
+    // Those from `first` to `last`, where there are zeros.
+    __device__ __forceinline__ void add_some(const T* source, int64_t step, int first, int last) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const bool exists = i >= first && i < last;
+            const Word<kSize>* from = reinterpret_cast<const Word<kSize>*>(source + i * step);
+            if constexpr (kSize >= kUnit) {
+                if (exists) reinterpret_cast<Word<kSize>*>(unit)[i] = *from;
+            } else {
+                const Unit bits = exists ? *from : Unit{0};
+                unit[i * kSize / kUnit] |= bits << (i * kSize % kUnit * 8);
+            }
+        }
+    }
+
+    // The first `count` of them; if that is all, by instructions of kAccess bytes, provided that the runs allow it.
+    template <Runs kRuns, int kAccess>
+    __device__ __forceinline__ void load(const T* source, int count) {
+        if constexpr (kRuns == Runs::kWhole) {
+            load_whole<kAccess, true>(source);
+        } else if (count == kVector &&
+                   (kRuns == Runs::kAligned || reinterpret_cast<uintptr_t>(source) % kWidest == 0)) {
+            load_whole<kRuns == Runs::kAligned ? kAccess : kWidest, true>(source);
+        } else {
+            load_some(source, 1, count);
+        }
+    }
+
+    __device__ __forceinline__ void set(const float (&value)[kVector]) {
+        if constexpr (kSize == 2 && kVector > 1) {
+#pragma unroll
+            for (int i = 0; i < kVector / 2; ++i) unit[i] = pack_two<T>(value[2 * i], value[2 * i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) reinterpret_cast<T*>(unit)[i] = from_float<T>(value[i]);
+        }
+    }
+
+    __device__ __forceinline__ void store_whole(T* destination) const {
+        using Widest = Word<kWidest>;
+#pragma unroll
+        for (int i = 0; i < kBytes / kWidest; ++i) {
+            reinterpret_cast<Widest*>(destination)[i] = reinterpret_cast<const Widest*>(unit)[i];
+        }
+    }
+};
+
+// Writes `count` of kVector consecutive elements, 16 bytes at a time where all exist and the address allows.
+// kRuns speaks of the address as of columns: a multiple of kVector elements.
+template <class T, int kVector, Runs kRuns = Runs::kAnywhere>
+__device__ __forceinline__ void store_run(T* destination, const float (&value)[kVector], int count) {
+    using Packed = Elements<T, kVector>;
+    const bool aligned =
+        kRuns != Runs::kAnywhere || reinterpret_cast<uintptr_t>(destination) % Packed::kWidest == 0;
+    if (kRuns == Runs::kWhole || (count == kVector && aligned)) {
+        Packed packed;
+        packed.set(value);
+        packed.store_whole(destination);
+        return;
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -133,61 +229,84 @@ __device__ __forceinline__ void store_run(T* __restrict__ destination, const flo
     }
 }
 
+// An element that all columns of a run share.
+template <class T>
+struct OneValue {
+    T element;
+    __device__ __forceinline__ float operator[](int) const { return to_float(element); }
+};
+
+// One for the part of a straddling run in its first row, and one for the rest.
+template <class T>
+struct TwoValues {
+    T first, second;
+    int split;
+    __device__ __forceinline__ float operator[](int i) const { return to_float(i < split ? first : second); }
+};
+
 // Dimensions along which an operand varies: the bits of Operand's kDims.
 enum Dims : int { kCol = 1, kRow = 2, kBatch = 4 };
 
-// An operand in device memory, element type T, varying along the dimensions in kDims (others broadcast).
-// kDims is part of the kernel's identity, so that absent strides cost no arithmetic.
-template <class T, int kDims>
+template <int kDims, class Varying, class Broadcast>
+struct ValuesOf {
+    using Type = Broadcast;
+};
+template <class Varying, class Broadcast>
+struct ValuesOf<1, Varying, Broadcast> {
+    using Type = Varying;
+};
+
+// An operand in device memory, element type T, varying along the dimensions in kDims (others broadcast). kAccess: bytes
+// (a power of two up to 16) that divide the addresses of all its rows if their elements are adjacent, else 0.
+// Both are part of the kernel's identity: absent strides cost no arithmetic, and loads have no branches.
+template <class T, int kDims, int kAccess>
 struct Operand {
     const T* __restrict__ data;
     OperandStrides strides;
 
-    static constexpr bool kUsesBatch = (kDims & kBatch) != 0;
+    // What a run at an `At` reads of it: v[i] is the float for the run's i-th column.
+    template <int kVector, class At>
+    using Values = typename ValuesOf<kDims & kCol, Elements<T, kVector>, typename At::template Broadcast<T>>::Type;
 
     static Operand make(uint64_t pointer, const OperandStrides& strides) {
         return {reinterpret_cast<const T*>(pointer), strides};
     }
 
-    // Values at `at` and the kVector - 1 columns after it, of which `count` exist.
-    template <int kVector>
-    __device__ __forceinline__ void load(float (&value)[kVector], const Position& at, int count) const {
-        const T* source = row_of(at);
+    template <Runs kRuns, int kVector>
+    __device__ __forceinline__ Values<kVector, Position> load(const Position& at, int count) const {
+        const T* row = row_of(at);
+        Values<kVector, Position> values;
         if constexpr ((kDims & kCol) == 0) {
-            const float broadcast = to_float(__ldg(reinterpret_cast<const T*>(source)));
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) value[i] = broadcast;
-        } else if (strides.col == 1) {
-            load_run<T, kVector>(value, source + at.col, count);
+            values.element = *row;
+        } else if constexpr (kAccess > 0) {
+            values.template load<kRuns, kAccess>(row + at.col, count);
         } else {
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                if (i < count) value[i] = to_float(source[(at.col + i) * strides.col]);
-            }
+            values.load_some(row + at.col * strides.col, strides.col, count);
         }
+        return values;
     }
 
-    // The same for a run in two rows.
-    template <int kVector>
-    __device__ __forceinline__ void load(float (&value)[kVector], const Straddle& at, int count) const {
-        if constexpr ((kDims & (kBatch | kRow)) == 0 && (kDims & kCol) == 0) {
-            load(value, at.first, count);
-        } else if constexpr ((kDims & kCol) == 0) {
-            const float first = to_float(__ldg(row_of(at.first))), second = to_float(__ldg(row_of(at.second)));
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) value[i] = i < at.split ? first : second;
+    template <Runs kRuns, int kVector>
+    __device__ __forceinline__ Values<kVector, Straddle> load(const Straddle& at, int count) const {
+        static_assert(kRuns == Runs::kStraddling);
+        Values<kVector, Straddle> values;
+        if constexpr ((kDims & kCol) == 0) {
+            values.first = *row_of(at.first);
+            values.second = *row_of(at.second);
+            values.split = at.split;
         } else {
-            const T* first = row_of(at.first) + at.first.col * strides.col;
-            const T* second = row_of(at.second) + (at.second.col - at.split) * strides.col;
-            if (strides.col == 1 && (at.split >= count || first == second)) {
-                load_run<T, kVector>(value, first, count);
-                return;
-            }
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                if (i < count) value[i] = to_float(__ldg((i < at.split ? first : second) + i * strides.col));
+            const int64_t step = kAccess > 0 ? 1 : strides.col;
+            const T* first = row_of(at.first) + at.first.col * step;
+            const T* rest = row_of(at.second) + (at.second.col - at.split) * step;
+            if (kAccess > 0 && (at.split >= count || first == rest)) {
+                values.template load<Runs::kAnywhere, kAccess>(first, count);
+            } else {
+                values.clear();
+                values.add_some(first, step, 0, min(at.split, count));
+                values.add_some(rest, step, at.split, count);
             }
         }
+        return values;
     }
 
 private:
@@ -203,7 +322,8 @@ private:
 struct HostScalar {
     float scalar;
 
-    static constexpr bool kUsesBatch = false;
+    template <int kVector, class At>
+    using Values = OneValue<float>;
 
     static HostScalar make(uint64_t bits, const OperandStrides&) {
         union {
@@ -213,11 +333,8 @@ struct HostScalar {
         return {cast.to};
     }
 
-    template <int kVector, class At>
-    __device__ __forceinline__ void load(float (&value)[kVector], const At&, int) const {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) value[i] = scalar;
-    }
+    template <Runs kRuns, int kVector, class At>
+    __device__ __forceinline__ OneValue<float> load(const At&, int) const { return {scalar}; }
 };
 
 }  // namespace fxfuse

@@ -24,7 +24,7 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
 
     // For thread blocks that find their sums not finite: rarely used, so it should be small code.
     static constexpr bool kGuarded = Mma_::kGuarded;
-    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
         static constexpr int kUnroll = 1;
     };
 };
@@ -84,11 +84,7 @@ struct Gemm {
                 multiply<typename Config::Guarded>(sum, problem, x, weight, shared);
             }
         }
-        __syncthreads();
-        float* staging = reinterpret_cast<float*>(shared);
-        stage(sum, staging);
-        __syncthreads();
-        store(problem, staging, out, epilogue);
+        store(problem, sum, reinterpret_cast<float*>(shared), out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
@@ -157,27 +153,69 @@ protected:
         }
     }
 
-    static __device__ __forceinline__ void store(const Problem& problem, const float* staging, Output* out,
-                                                 const Epilogue& epilogue) {
+    // Writes the tile: a thread has one run of columns in every kRowStep-th row. It works on kTogether rows at once, so
+    // that the latencies of one hide those of the others, and reads their operands kAhead turns ahead: those of the
+    // first turns before the accumulators are staged.
+    static __device__ __forceinline__ void store(const Problem& problem, const typename Loop::Sum& sum, float* staging,
+                                                 Output* out, const Epilogue& epilogue) {
         constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
-        constexpr int kRuns = kTileN / kVector;  // per row
-        static_assert(kThreads % kRuns == 0);
+        constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
+        constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow, kSteps = kTileM / kRowStep;
+        constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
+        constexpr int kTogether = kSteps == 1 ? 1 : kSteps == 2 || kRunBytes > 16 ? 2 : 4, kTurns = kSteps / kTogether;
+        static_assert(kThreads % kRunsPerRow == 0 && kTileM == kRowStep * kTogether * kTurns);
+        using Values = typename Epilogue::template Values<kVector, Position>;
+        constexpr int kAhead = turns_ahead(kTurns, kTogether * kRunBytes);
         const Origin origin = tile_origin();
         const uint32_t thread = ptx::read_thread_index();
-        const int run = static_cast<int>(thread % kRuns * kVector);
-        const int64_t col = origin.col + run;
-        const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - col));
-        if (count <= 0) return;
-        // Several runs at a time: the epilogue's loads of one overlap with the arithmetic of another.
-#pragma unroll 4
-        for (int i = static_cast<int>(thread / kRuns); i < kTileM; i += kThreads / kRuns) {
-            const int64_t row = origin.row + i;
-            if (row >= problem.m) break;
-            float value[kVector];
-            load_staged(value, staging + i * kStagingStride + run);
-            epilogue.template apply<kVector>(value, position(problem, row, col), count);
-            store_run<Output, kVector>(out + row * problem.out_stride + col, value, count);
+        const int run = static_cast<int>(thread % kRunsPerRow * kVector), first = static_cast<int>(thread / kRunsPerRow);
+        const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), problem.m - origin.row));
+        const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - origin.col - run));
+        const bool exists = count > 0;
+        // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
+        const int64_t col = exists || !kWhole ? origin.col + run : problem.n - kVector;
+        const auto load = [&](Values(&values)[kTogether], int turn) {
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int row = min(first + (turn * kTogether + i) * kRowStep, rows - 1);
+                values[i] = epilogue.template load<kWhole ? Runs::kWhole : Runs::kAligned, kVector>(
+                    position(problem, origin.row + row, col), count);
+            }
+        };
+        Values ahead[kAhead][kTogether];
+#pragma unroll
+        for (int turn = 0; turn < kAhead; ++turn) load(ahead[turn], turn);
+        __syncthreads();  // everyone has read the last tile
+        stage(sum, staging);
+        __syncthreads();
+#pragma unroll 1
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const int row = first + turn * kTogether * kRowStep;
+            if (row >= rows) break;
+            Values operands[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                operands[i] = ahead[0][i];
+#pragma unroll
+                for (int later = 1; later < kAhead; ++later) ahead[later - 1][i] = ahead[later][i];
+            }
+            if (turn + kAhead < kTurns) load(ahead[kAhead - 1], turn + kAhead);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                float value[kVector];
+                load_staged(value, staging + (row + i * kRowStep) * kStagingStride + run);
+                epilogue.apply(value, operands[i]);
+                if (!exists || row + i * kRowStep >= rows) continue;
+                store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
+                    out + (origin.row + row + i * kRowStep) * problem.out_stride + col, value, count);
+            }
         }
+    }
+
+    // As many as fit into 48 registers, beside the accumulators. `bytes`: that a turn reads of tensors like the output.
+    static constexpr int turns_ahead(int turns, int bytes) {
+        const int fit = bytes == 0 ? 1 : 48 * 4 / bytes;
+        return fit < 1 ? 1 : fit < turns ? fit : turns;
     }
 
     template <int kVector>

@@ -164,7 +164,7 @@ private:
         const auto& raw = raw_w[of_w];
         const typename Mma::B b[2] = {{{raw[0][0], raw[0][1]}, {raw[1][0], raw[1][1]}},
                                       {{raw[0][2], raw[0][3]}, {raw[1][2], raw[1][3]}}};
-        fxfuse::multiply_add<Mma>(sum.value, first, a, b);
+        fxfuse::multiply_add<Mma, 0, Mma::kProducts>(sum.value, first, a, b);
     }
 };
 
@@ -203,9 +203,7 @@ struct HalvesGemm : Gemm<Config, Output, Epilogue> {
         float* staging = reinterpret_cast<float*>(shared);
         // A barrier too: everyone has read the last tile.
         if (__syncthreads_or(!finite)) multiply_not_finite(sum, staging, problem, origin);
-        Base::stage(sum, staging);
-        __syncthreads();
-        Base::store(problem, staging, out, epilogue);
+        Base::store(problem, sum, staging, out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__

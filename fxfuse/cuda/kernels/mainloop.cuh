@@ -1,5 +1,5 @@
-// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read one step ahead of
-// the tensor cores, and partial sums added up in fp32 outside them.
+// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read and split ahead of the
+// tensor cores, and partial sums added up in fp32 outside them.
 #pragma once
 
 #include <cstdint>
@@ -83,6 +83,11 @@ struct Accumulators {
 };
 
 // CopyX and CopyW fill tiles (TileCopy), ReadX and ReadW read fragments of them (Fragments).
+//
+// Every instruction that is not a product costs tensor cores about a cycle of their time (a product takes 6, measured
+// on an H200: they share the ports of the register file). So the loop's overhead is kept out of it: addresses are
+// constants or advance once per tile, chains restart at fixed places of a block's first tile instead of under
+// predicates. And fragments are split while the products of the step before are under way.
 template <class Shape, class CopyX, class CopyW, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
 struct Mainloop {
     using Mma = typename Shape::Mma;
@@ -91,6 +96,12 @@ struct Mainloop {
     static constexpr bool kStepwise = Shape::kSums == Sums::kStepwise || Shape::kSums == Sums::kBlockwise;
     static constexpr uint32_t kStageBytes = kBytesX + kBytesW;
     static constexpr int kSharedBytes = kStageBytes * Shape::kStages;
+    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
+    // Steps from reading fragments to multiplying them. Few products hide no read, but leave registers for more of them.
+    static constexpr int kAhead = kPairs == 1 ? 2 : 1;
+    static constexpr bool kSumsSmallApart = kSmallProducts<Mma> > 0;
+    static_assert(kSteps > kAhead, "a step starts a copy, another waits for one");
+    static_assert(Shape::kSums == Sums::kBlockwise || !kSumsSmallApart);
 
     CopyX copy_x;
     CopyW copy_w;
@@ -106,57 +117,49 @@ struct Mainloop {
     // total = x * w over `tiles` tiles of K, in blocks of `block` tiles. `shared` is the address of kSharedBytes, a
     // multiple of 1024.
     __device__ __forceinline__ void run(Sum& total, uint32_t shared, int tiles, int block) {
-        uint32_t fill = shared, use = shared;  // stages
+        first_stage_ = fill_ = use_ = shared;
 #pragma unroll
         for (int i = 0; i < Shape::kStages - 1; ++i) {
-            start_copy(fill);
-            fill = next_stage(fill, shared);
+            start_copy_x();
+            start_copy_w();
         }
         wait_for_copy();
-#pragma unroll
-        for (int m = 0; m < kMmasM; ++m) read_x.load(raw_x[m], use, m, 0);
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) read_w.load(raw_w[pair], use + kBytesX, pair, 0);
-
-        Sum partial;
+        read_first_fragments();
         total.clear();
-        partial.clear();
-        for (int tile = 0, left = block; tile < tiles; ++tile, --left) {
-            if (kHasBlocks && left == 0) {
-                total.add(partial);
-                partial.clear();
-                left = block;
+        partial_.clear();
+        small_.clear();
+        if constexpr (kHasBlocks) {
+            for (int tile = 0; tile < tiles;) {
+                const int end = min(tile + block, tiles);
+                multiply_tile<true>(total, partial_);
+                while (++tile < end) multiply_tile<false>(total, partial_);
             }
-#pragma unroll Shape::kUnroll
-            for (int step = 0; step < kSteps; ++step) {
-                if (step == 0) {
-                    start_copy(fill);  // over the previous tile
-                    fill = next_stage(fill, shared);
-                }
-                if (step == kSteps - 1) {
-                    wait_for_copy();  // of the next tile. Everyone has now read all of this one.
-                    use = next_stage(use, shared);
-                }
-                multiply_add(kHasBlocks ? partial : total, use, (step + 1) % kSteps);
-            }
+            if constexpr (kSumsSmallApart) partial_.add(small_);
+            total.add(partial_);
+        } else {
+            for (int tile = 0; tile < tiles; ++tile) multiply_tile<false>(total, total);
         }
-        if constexpr (kHasBlocks) total.add(partial);
         ptx::cp_async_wait<0>();
     }
 
 private:
-    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
-    uint32_t raw_x[kMmasM][4], raw_w[kPairs][4];
+    uint32_t first_stage_, fill_, use_;  // stages in shared memory
+    uint32_t raw_x_[kMmasM][4], raw_w_[kPairs][4];
+    typename Mma::A a_[kMmasM];  // of this step
+    typename Mma::B b_[2];       // of this pair
+    Sum partial_;                // of this block
+    Sum small_;                  // of small products, where they are summed apart
 
-    static __device__ __forceinline__ uint32_t next_stage(uint32_t stage, uint32_t shared) {
-        return stage == shared + (Shape::kStages - 1) * kStageBytes ? shared : stage + kStageBytes;
+    __device__ __forceinline__ uint32_t after(uint32_t stage) const {
+        return stage == first_stage_ + (Shape::kStages - 1) * kStageBytes ? first_stage_ : stage + kStageBytes;
     }
 
-    // After the last tile of K this fills in zeros that nobody multiplies.
-    __device__ __forceinline__ void start_copy(uint32_t stage) {
-        copy_x.start(stage);
-        copy_w.start(stage + kBytesX);
+    // After the last tile of K these fill in zeros that nobody multiplies.
+    __device__ __forceinline__ void start_copy_x() { copy_x.start(fill_); }
+    __device__ __forceinline__ void start_copy_w() {
+        copy_w.start(fill_ + kBytesX);
         ptx::cp_async_commit();
+        fill_ = after(fill_);
     }
 
     // For the oldest copy in flight, of all threads.
@@ -165,30 +168,128 @@ private:
         __syncthreads();
     }
 
-    // Multiplies what was read, and reads the next step's fragments as soon as registers for them are free. Two columns
-    // of MMA tiles at a time: enough independent ones to hide an instruction's latency, and few fragments of w alive
-    // in their split form.
-    __device__ __forceinline__ void multiply_add(Sum& sum, uint32_t next_stage, int next_step) {
-        typename Mma::A a[kMmasM];
+    __device__ __forceinline__ void read_first_fragments() {
+        read(0);
 #pragma unroll
-        for (int m = 0; m < kMmasM; ++m) {
-            a[m] = Mma::make_a(raw_x[m]);
-            read_x.load(raw_x[m], next_stage, m, next_step);
-        }
+        for (int m = 0; m < kMmasM; ++m) a_[m] = Mma::make_a(raw_x_[m]);
+        make_b(b_, 0);
+        if constexpr (kAhead == 2) read(1);
+    }
+
+    __device__ __forceinline__ void read(int step) {
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-            const uint32_t(&w)[4] = raw_w[pair];
-            const typename Mma::B b[2] = {Mma::make_b({w[0], w[1]}), Mma::make_b({w[2], w[3]})};
-            read_w.load(raw_w[pair], next_stage + kBytesX, pair, next_step);
-            if constexpr (kStepwise) {
-                Accumulators<kMmasM, 2> products;
-                products.clear();
-                fxfuse::multiply_add<Mma>(products.value, 0, a, b);
-                sum.add(products, pair * 2);
+        for (int pair = 0; pair < kPairs; ++pair) read_w.load(raw_w_[pair], use_ + kBytesX, pair, step);
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) read_x.load(raw_x_[m], use_, m, step);
+    }
+
+    __device__ __forceinline__ void make_b(typename Mma::B (&b)[2], int pair) const {
+        const uint32_t(&w)[4] = raw_w_[pair];
+        b[0] = Mma::make_b({w[0], w[1]});
+        b[1] = Mma::make_b({w[2], w[3]});
+    }
+
+    // kRestarts: this is the first tile of a block. Each pair of columns begins its block at a step of its own.
+    template <bool kRestarts>
+    __device__ __forceinline__ void multiply_tile(Sum& total, Sum& sum) {
+#pragma unroll Shape::kUnroll
+        for (int step = 0; step < kSteps; ++step) {
+            if (step == 0) start_copy_x();  // over the previous tile
+            if (step == 1) start_copy_w();
+            if (step == kSteps - kAhead) {
+                wait_for_copy();  // of the next tile. Everyone has now read all of this one.
+                use_ = after(use_);
+            }
+            if constexpr (kAhead == 2) {
+                multiply_small_step<kRestarts>(total, sum, step);
             } else {
-                fxfuse::multiply_add<Mma>(sum.value, pair * 2, a, b);
+                multiply_step<kRestarts>(total, sum, step);
             }
         }
+    }
+
+    // Multiplies fragments of this step, while those of the next one are read and split. Two columns of MMA tiles at a
+    // time: enough independent ones to hide an instruction's latency, and few fragments of w alive in their split form.
+    template <bool kRestarts>
+    __device__ __forceinline__ void multiply_step(Sum& total, Sum& sum, int step) {
+        const int next_step = (step + 1) % kSteps;
+        typename Mma::A next_a[kMmasM];
+        read_w.load(raw_w_[0], use_ + kBytesX, 0, next_step);
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) read_x.load(raw_x_[m], use_, m, next_step);
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            if (kRestarts && pair * kSteps / kPairs == step) restart(total, pair);
+            const int next_pair = (pair + 1) % kPairs;
+            typename Mma::B next_b[2];
+            make_b(next_b, next_pair);
+            if (next_pair != 0) read_w.load(raw_w_[next_pair], use_ + kBytesX, next_pair, next_step);
+            multiply_pair(sum, pair);
+            b_[0] = next_b[0];
+            b_[1] = next_b[1];
+#pragma unroll
+            for (int m = pair * kMmasM / kPairs; m < (pair + 1) * kMmasM / kPairs; ++m) {
+                next_a[m] = Mma::make_a(raw_x_[m]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) a_[m] = next_a[m];
+    }
+
+    // The same for a single pair: its next fragments have been read during the step before.
+    template <bool kRestarts>
+    __device__ __forceinline__ void multiply_small_step(Sum& total, Sum& sum, int step) {
+        typename Mma::A next_a[kMmasM];
+        typename Mma::B next_b[2];
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) next_a[m] = Mma::make_a(raw_x_[m]);
+        make_b(next_b, 0);
+        read((step + 2) % kSteps);
+        if (kRestarts && step == 0) restart(total, 0);
+        multiply_pair(sum, 0);
+        b_[0] = next_b[0];
+        b_[1] = next_b[1];
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) a_[m] = next_a[m];
+    }
+
+    __device__ __forceinline__ void multiply_pair(Sum& sum, int pair) {
+        if constexpr (kStepwise) {
+            Accumulators<kMmasM, 2> products;
+            products.clear();
+            multiply_add<Mma, 0, kSmallProducts<Mma>>(small_.value, pair * 2, a_, b_);
+            multiply_add<Mma, kSmallProducts<Mma>, Mma::kProducts>(products.value, 0, a_, b_);
+            sum.add(products, pair * 2);
+        } else {
+            multiply_add<Mma, 0, Mma::kProducts>(sum.value, pair * 2, a_, b_);
+        }
+    }
+
+    // Adds a block's sums of two columns of MMA tiles to the total.
+    __device__ __forceinline__ void restart(Sum& total, int pair) {
+#pragma unroll
+        for (int m = 0; m < kMmasM; ++m) {
+#pragma unroll
+            for (int n = pair * 2; n < pair * 2 + 2; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float block = partial_.value[m][n][i];
+                    partial_.value[m][n][i] = 0.0f;
+                    if constexpr (kSumsSmallApart) {
+                        add_compensated(total.value[m][n][i], small_.value[m][n][i], block);
+                    } else {
+                        total.value[m][n][i] += block;
+                    }
+                }
+            }
+        }
+    }
+
+    // total + small += block; what is too small for the total goes on among the small products (Kahan 1965).
+    static __device__ __forceinline__ void add_compensated(float& total, float& small, float block) {
+        const float addend = block + small, sum = total + addend;
+        small = addend - (sum - total);
+        total = sum;
     }
 };
 

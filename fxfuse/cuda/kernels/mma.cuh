@@ -133,6 +133,82 @@ struct SplitTf32 {
 
 using Tf32x3 = SplitTf32<true>;
 
+// More accurate than fp32's own sums, for short sums and for outputs that cuBLAS sums up as trees: x = the sum of three
+// bf16 exactly, and of their nine products the three smallest are left out (2^-25 * x * y at most). A product of the
+// largest parts has 16 bits. So, unlike TF32's 22, few lose any where tensor cores align eight of them to the largest.
+// All others are smaller by 2^-8 and so is what is lost of them, if they are summed apart: see kSmallProducts.
+struct SplitBf16 {
+    using Element = float;
+    static constexpr bool kGuarded = false;
+    using Unguarded = SplitBf16;
+    struct A {
+        uint32_t part[3][2];  // k = t and t + 4 of row g, and of row g + 8
+    };
+    struct B {
+        uint32_t part[3];  // k = t and t + 4 of column g
+    };
+    static constexpr int kProducts = 4;
+
+    static __device__ __forceinline__ void split(uint32_t (&part)[3], uint32_t first, uint32_t second) {
+        float x = __uint_as_float(first), y = __uint_as_float(second);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            part[i] = ptx::cvt_rn_bf16x2(x, y);
+            x -= __uint_as_float(part[i] << 16);
+            y -= __uint_as_float(part[i] & 0xffff0000);
+        }
+    }
+    static __device__ __forceinline__ A make_a(const uint32_t (&raw)[4]) {
+        A a;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            uint32_t part[3];
+            split(part, raw[row], raw[row + 2]);
+#pragma unroll
+            for (int i = 0; i < 3; ++i) a.part[i][row] = part[i];
+        }
+        return a;
+    }
+    static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) {
+        B b;
+        split(b.part, raw[0], raw[1]);
+        return b;
+    }
+
+    // An instruction for 16 k takes two products of 8 k.
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        if constexpr (kProduct == 0) {
+            add_two(d, a.part[0], b.part[2], a.part[2], b.part[0]);
+        } else if constexpr (kProduct == 1) {
+            ptx::mma_m16n8k8_bf16(d, a.part[1], b.part[1]);
+        } else if constexpr (kProduct == 2) {
+            add_two(d, a.part[0], b.part[1], a.part[1], b.part[0]);
+        } else {
+            ptx::mma_m16n8k8_bf16(d, a.part[0], b.part[0]);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void add_two(float (&d)[4], const uint32_t (&a0)[2], uint32_t b0,
+                                                   const uint32_t (&a1)[2], uint32_t b1) {
+        const uint32_t a[4] = {a0[0], a0[1], a1[0], a1[1]}, b[2] = {b0, b1};
+        ptx::mma_m16n8k16_bf16(d, a, b);
+    }
+};
+
+// Infinities are left to the TF32 split.
+struct Bf16x6 : Tf32x3 {
+    using Unguarded = SplitBf16;
+};
+
+// How many of a precision's products, the first ones, are so much smaller than the others that accumulators of their
+// own take them (see Mainloop): there tensor cores lose little when they truncate.
+template <class Mma>
+constexpr int kSmallProducts = 0;
+template <>
+constexpr int kSmallProducts<SplitBf16> = 3;
+
 // What fp16 and bf16 share: the raw registers are the fragments.
 template <class T>
 struct Half {
@@ -200,17 +276,19 @@ struct Fp16x3 {
     }
 };
 
-// d[m][first + n] += a[m] * b[n]. One product of all tiles before the next: the products of one tile depend on each
-// other, and the other tiles hide their latency.
-template <class Mma, int kProduct = 0, int kMmasM, int kColumns, int kMmasN>
+// d[m][first + n] += a[m] * b[n], of a precision's products those from kProduct to kEnd. One product of all tiles before
+// the next: the products of one tile depend on each other, and the other tiles hide their latency.
+template <class Mma, int kProduct, int kEnd, int kMmasM, int kColumns, int kMmasN>
 __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], int first,
                                              const typename Mma::A (&a)[kMmasM], const typename Mma::B (&b)[kMmasN]) {
+    if constexpr (kProduct < kEnd) {
 #pragma unroll
-    for (int n = 0; n < kMmasN; ++n) {
+        for (int n = 0; n < kMmasN; ++n) {
 #pragma unroll
-        for (int m = 0; m < kMmasM; ++m) Mma::template product<kProduct>(d[m][first + n], a[m], b[n]);
+            for (int m = 0; m < kMmasM; ++m) Mma::template product<kProduct>(d[m][first + n], a[m], b[n]);
+        }
+        multiply_add<Mma, kProduct + 1, kEnd>(d, first, a, b);
     }
-    if constexpr (kProduct + 1 < Mma::kProducts) multiply_add<Mma, kProduct + 1>(d, first, a, b);
 }
 
 }  // namespace fxfuse

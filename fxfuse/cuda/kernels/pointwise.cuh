@@ -1,11 +1,13 @@
 // out = epilogue(acc), one pass over a result that a library computed; in place if acc and out are the same tensor.
 //
-// The result is seen as (batch, row, col), col contiguous. acc and out have the same strides. A thread works on kVector
-// consecutive elements, its run, so that memory is read and written 16 bytes at a time:
+// The result is seen as (batch, row, col), col contiguous. acc and out have the same strides. A thread has kVector
+// consecutive elements, its run, so that memory is read and written 16 bytes at a time. One run is best: more of them
+// take registers from other threads, which have as many bytes under way.
 //
-//   Runs::kInRows   every row is cut into runs from its start. Rows may be padded; their starts must be aligned.
-//   Runs::kDense    rows follow each other without gaps, and the whole memory is cut into runs, so that one may end a
-//                   row and begin the next: aligned runs of rows of any length (49 pixels) from kVector elements on.
+//   Runs::kWhole       every row is cut into runs from its start; its length is a multiple of kVector
+//   Runs::kAligned     the same, but a row's last run may be short. Rows may be padded; their starts must be aligned
+//   Runs::kStraddling  rows follow each other without gaps, and the whole memory is cut into runs, so that one may end
+//                      a row and begin the next: aligned runs of rows of any length (49 pixels) from kVector on
 #pragma once
 
 #include <cstdint>
@@ -14,15 +16,12 @@
 
 namespace fxfuse {
 
-enum class Runs { kInRows, kDense };
-
-// Where a run starts: in one row, or in two.
 template <Runs>
 struct RunStart {
     using Type = Position;
 };
 template <>
-struct RunStart<Runs::kDense> {
+struct RunStart<Runs::kStraddling> {
     using Type = Straddle;
 };
 
@@ -46,9 +45,9 @@ struct PointwiseSlice {
     Position origin;                    // of its first element
     int64_t batch_stride, row_stride;   // in elements
     Divider rows;                       // of a batch
-    Divider row_length;                 // in runs (kInRows) or elements (kDense)
+    Divider row_length;                 // in runs, or elements if they straddle
     int32_t cols;                       // elements of a row, or of the piece of one
-    uint32_t elements, runs;            // in all; elements only for kDense
+    uint32_t elements, runs;            // in all; elements only if runs straddle
 };
 
 template <class Kernel>
@@ -68,7 +67,6 @@ struct Pointwise {
     static constexpr int kVector = kVector_;
     static constexpr Runs kRuns = kRuns_;
     static constexpr int kThreads = 256;
-    static constexpr int kTogether = 4;  // runs of a thread: what it reads of all is under way at once
 
     struct Problem {
         int64_t batch, row, col;           // sizes
@@ -77,32 +75,25 @@ struct Pointwise {
 
     static __device__ __forceinline__ void run(const PointwiseSlice& slice, const Element* acc, Output* out,
                                                const Epilogue& epilogue) {
-        const uint32_t first = blockIdx.x * (kThreads * kTogether) + threadIdx.x;
-        At at[kTogether];
-        int64_t offset[kTogether];
-        int count[kTogether];
-        float value[kTogether][kVector];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            // Threads beyond the end work on the last run and do not store it: no branch separates the runs.
-            locate(slice, min(first + i * kThreads, slice.runs - 1), at[i], offset[i], count[i]);
+        const uint32_t run = blockIdx.x * kThreads + threadIdx.x;
+        if (run >= slice.runs) return;
+        At at;
+        int64_t offset;
+        int count;
+        locate(slice, run, at, offset, count);
+        Elements<Element, kVector> elements;
+        if (kRuns == Runs::kWhole || count == kVector) {
+            elements.template load_whole<16, false>(acc + offset);
+        } else {
+            elements.load_some(acc + offset, 1, count);
         }
+        const auto operands = epilogue.template load<kRuns, kVector>(at, count);
+        float value[kVector];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            if (count[i] == kVector) load_vector(value[i], acc + offset[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            if (count[i] < kVector) {
-#pragma unroll
-                for (int j = 0; j < kVector; ++j) value[i][j] = j < count[i] ? to_float(acc[offset[i] + j]) : 0.0f;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            epilogue.template apply<kVector>(value[i], at[i], count[i]);
-            if (first + i * kThreads < slice.runs) store_run<Output, kVector>(out + offset[i], value[i], count[i]);
-        }
+        for (int i = 0; i < kVector; ++i) value[i] = elements[i];
+        epilogue.apply(value, operands);
+        constexpr Runs kAligned = kRuns == Runs::kWhole ? Runs::kWhole : Runs::kAligned;
+        store_run<Output, kVector, kAligned>(out + offset, value, count);
     }
 
 #ifndef __CUDACC_RTC__
@@ -116,8 +107,7 @@ struct Pointwise {
                 for (at.col = 0; at.col < problem.col; at.col += step.col) {
                     const PointwiseSlice slice = slice_at(problem, step, at);
                     const int64_t start = at.batch * problem.batch_stride + at.row * problem.row_stride + at.col;
-                    const uint32_t per_block = kThreads * kTogether;
-                    pointwise_kernel<Pointwise><<<(slice.runs + per_block - 1) / per_block, kThreads, 0, stream>>>(
+                    pointwise_kernel<Pointwise><<<(slice.runs + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
                         slice, reinterpret_cast<const Element*>(pointers[0]) + start,
                         reinterpret_cast<Output*>(pointers[1]) + start, epilogue);
                     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
@@ -159,7 +149,7 @@ private:
 
 #ifndef __CUDACC_RTC__
     // Of the slices that the result is cut into: as many whole batches as kMost elements hold, or else rows, or else a
-    // piece of a row. Multiples of kVector, so that dense slices start aligned.
+    // piece of a row. Multiples of kVector, so that slices whose runs straddle start aligned.
     static Problem slice_sizes(const Problem& problem) {
         constexpr int64_t kMost = int64_t{1} << 30;
         const int64_t per_batch = problem.row * problem.col;
@@ -180,15 +170,15 @@ private:
         const int64_t rows = smaller(step.row, problem.row - at.row);
         const int64_t cols = smaller(step.col, problem.col - at.col);
         const int64_t elements = batches * rows * cols, runs_per_row = (cols + kVector - 1) / kVector;
-        const bool dense = kRuns == Runs::kDense;
+        constexpr bool kDense = kRuns == Runs::kStraddling;
         return {at,
                 problem.batch_stride,
                 problem.row_stride,
                 Divider::by(rows),
-                Divider::by(dense ? cols : runs_per_row),
+                Divider::by(kDense ? cols : runs_per_row),
                 static_cast<int32_t>(cols),
                 static_cast<uint32_t>(elements),
-                static_cast<uint32_t>(dense ? (elements + kVector - 1) / kVector : batches * rows * runs_per_row)};
+                static_cast<uint32_t>(kDense ? (elements + kVector - 1) / kVector : batches * rows * runs_per_row)};
     }
 
     static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -45,12 +45,14 @@ private:
     }
 };
 
-// One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Elements outside the matrix
-// become zeros. kAccess is the largest power of two up to 16 that divides the matrix's address, its row stride and
-// the length of its rows, all in bytes: so a piece is inside or outside as a whole.
+// One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Beyond the end of K tiles are
+// filled with zeros; beyond the last m or n with copies of others, because nobody stores what comes of them. kAccess is
+// the largest power of two up to 16 that divides the matrix's address, its row stride and the length of its rows, all
+// in bytes: so a piece is inside or outside as a whole. A tile spans less than 4 GB of the matrix.
 template <class Tile, int kThreads, int kAccess>
 class TileCopy {
     using T = typename Tile::Element;
+    static constexpr bool kKMajor = Tile::kMajor == Major::kK;
     // cp.async moves at least 4 bytes: single halves go through registers, a chunk of them per thread.
     static constexpr bool kThroughRegisters = kAccess < 4;
     static constexpr int kPieceBytes = kThroughRegisters ? kChunkBytes : kAccess;
@@ -58,23 +60,31 @@ class TileCopy {
     static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
     static constexpr int kRowsPerPass = kThreads / kPiecesPerRow;
     static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    static constexpr int kPerPassOfK = kKMajor ? 0 : kRowsPerPass;
     // Narrow pieces take many passes, whose addresses and values would fill the registers if all were unrolled.
-    static constexpr int kUnroll = kAccess == kChunkBytes ? kPasses : kThroughRegisters ? 2 : 4;
+    static constexpr bool kUnrolled = kAccess == kChunkBytes;
+    static constexpr int kUnroll = kUnrolled ? kPasses : kThroughRegisters ? 2 : 4;
+    static constexpr int kKept = kUnrolled && kKMajor ? kPasses : 1;
     static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
 
-    const T* source_;            // this thread's piece of the first pass
-    int64_t stride_;             // of the matrix's rows, in elements
-    int rows_left_, cols_left_;  // from that piece to the end of the matrix
-    uint32_t row_, byte_;        // of that piece in the tile
+    const T* tile_;        // the tile's first element: the same for all threads
+    int64_t stride_;       // of the matrix's rows, in elements
+    int extent_;           // of m or n
+    int k_left_;           // from this thread's piece of the first pass to the end of K
+    uint32_t row_, byte_;  // of that piece in the tile
+    uint32_t kept_[kKept];  // source_offset of passes
 
 public:
     // `matrix` points to k = 0 of the tile's first m or n; `extent` of m or n, and `k` of K, exist from there.
     __device__ __forceinline__ TileCopy(const T* matrix, int64_t stride, int extent, int k, uint32_t thread)
-        : stride_(stride), row_(thread / kPiecesPerRow), byte_(thread % kPiecesPerRow * kPieceBytes) {
-        const int row = static_cast<int>(row_), col = static_cast<int>(byte_) / Tile::kElementBytes;
-        source_ = matrix + row * stride + col;
-        rows_left_ = (Tile::kMajor == Major::kK ? extent : k) - row;
-        cols_left_ = (Tile::kMajor == Major::kK ? k : extent) - col;
+        : tile_(matrix),
+          stride_(stride),
+          extent_(extent),
+          row_(thread / kPiecesPerRow),
+          byte_(thread % kPiecesPerRow * kPieceBytes) {
+        k_left_ = k - (kKMajor ? col() : static_cast<int>(row_));
+#pragma unroll
+        for (int pass = 0; pass < kKept; ++pass) kept_[pass] = source_offset(pass);
     }
 
     // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
@@ -82,30 +92,40 @@ public:
     __device__ __forceinline__ void start(uint32_t shared) {
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const int row = pass * kRowsPerPass;
-            const T* source = source_ + row * stride_;
-            const uint32_t destination = shared + Tile::offset(row_ + row, byte_);
+            const char* source = this->source(pass);
+            const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
+            const bool exists = k_left_ > pass * kPerPassOfK;
             if constexpr (kThroughRegisters) {
-                ptx::store_shared_16(destination, gather(source, row < rows_left_ ? cols_left_ : 0));
+                const int count = kKMajor ? k_left_ : exists ? extent_ - col() : 0;
+                ptx::store_shared_16(destination, gather(reinterpret_cast<const T*>(source), count));
+            } else if constexpr (kPieceBytes == kChunkBytes) {
+                ptx::cp_async_16(destination, source, exists ? kPieceBytes : 0);
             } else {
-                const int valid = row < rows_left_ && cols_left_ > 0 ? kPieceBytes : 0;
-                if constexpr (kPieceBytes == kChunkBytes) {
-                    ptx::cp_async_16(destination, source, valid);
-                } else {
-                    ptx::cp_async_small<kPieceBytes>(destination, source, valid);
-                }
+                ptx::cp_async_small<kPieceBytes>(destination, source, exists ? kPieceBytes : 0);
             }
         }
-        if constexpr (Tile::kMajor == Major::kK) {
-            source_ += Tile::kCols;
-            cols_left_ -= Tile::kCols;
-        } else {
-            source_ += Tile::kRows * stride_;
-            rows_left_ -= Tile::kRows;
-        }
+        tile_ += kKMajor ? Tile::kTileK : Tile::kTileK * stride_;
+        k_left_ -= Tile::kTileK;
     }
 
 private:
+    __device__ __forceinline__ int col() const { return static_cast<int>(byte_) / Tile::kElementBytes; }
+
+    __device__ __forceinline__ const char* source(int pass) const {
+        const T* first = kKMajor ? tile_ : tile_ + pass * kRowsPerPass * stride_;
+        const bool kept = !kKMajor || kUnrolled;
+        return reinterpret_cast<const char*>(first) + (kept ? kept_[kKMajor ? pass : 0] : source_offset(pass));
+    }
+
+    // Of this thread's piece, in bytes from the tile's first element.
+    __device__ __forceinline__ uint32_t source_offset(int pass) const {
+        const int row = static_cast<int>(row_) + pass * kRowsPerPass;
+        const int nearest_row = kKMajor ? min(row, extent_ - 1) : row;
+        const int nearest_col = kKMajor || col() < extent_ ? col() : 0;
+        return (static_cast<uint32_t>(nearest_row) * static_cast<uint32_t>(stride_) + nearest_col) *
+               Tile::kElementBytes;
+    }
+
     static __device__ __forceinline__ uint4 gather(const T* source, int count) {
         alignas(kChunkBytes) uint16_t piece[kPieceElements];
 #pragma unroll
