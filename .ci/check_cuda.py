@@ -41,7 +41,13 @@ OPERANDS = (
     OperandKind(torch.float32, (False, True, True), 16),
     OperandKind(torch.float32, (False, False, True), 16),
 )
-OUTPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "tf32x3": torch.float32}
+OUTPUTS: dict[Precision, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "tf32x3": torch.float32,
+    "fp16x3": torch.float32,
+}
 IMAGE = 56  # height and width of the images in the convolutions
 
 
@@ -97,7 +103,10 @@ def sources() -> dict[str, str]:
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        for kernel in (*gemms(precision, first), *convolutions(precision, first), *passes(output)):
+        kernels = [*gemms(precision, first), *passes(output)]
+        if precision != "fp16x3":
+            kernels += convolutions(precision, first)
+        for kernel in kernels:
             found[kernel.type] = codegen.generate(EPILOGUE, output, OPERANDS, kernel, columns=8)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import replace
@@ -48,7 +49,7 @@ def splits(kernel: Kernel) -> int:
     return int(struct.unpack("<10q", kernel.params)[8])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
 @pytest.mark.parametrize("m", [1, 7, 33, 1000, 100_000])
 @pytest.mark.parametrize("n", [1, 129, 8192])
 @pytest.mark.parametrize("k", [1, 300, 16384])
@@ -242,3 +243,50 @@ def test_tiles_fit_into_shared_memory_of_an_a100(precision: Precision) -> None:
         m, n = tile(kernel.type)
         stages = int(config(kernel.type)[5])
         assert max(stages * (m + n) * 128, m * (n + 8) * 4) <= 163 * 1024
+
+
+# ------------------------------------------------------------------------------------- scaled fp16 products
+
+
+def is_fp16x3(kernel: Kernel) -> bool:
+    return kernel.type.startswith("Fp16x3Gemm<")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pays"),
+    [
+        (1024, 8192, 8192, True),
+        (16384, 4096, 4096, True),
+        (4096, 768, 768, True),
+        (16, 8192, 8192, False),
+        (8192, 16, 8192, False),
+        (256, 256, 256, False),
+    ],
+)
+def test_splitting_into_halves_is_first_where_many_products_share_it(m: int, n: int, k: int, pays: bool) -> None:
+    kernels = candidates(linear(m, n, k, "fp16x3"))
+    assert is_fp16x3(kernels[0]) is pays
+    exact = {kernel for kernel in kernels if not is_fp16x3(kernel)}
+    assert exact == set(candidates(linear(m, n, k, "tf32x3")))
+
+
+def test_halves_and_exponents_are_in_the_workspace() -> None:
+    for kernel in candidates(linear(1000, 3000, 1001, "fp16x3")):
+        if not is_fp16x3(kernel):
+            assert (kernel.workspace > 0) is (splits(kernel) > 1)
+            continue
+        match = re.match(r"Fp16x3Gemm<Fp16x3Config<(\d+), (\d+), \d+, \d+, \d+, (\d+),", kernel.type)
+        assert match
+        tile_m, tile_n, chain = map(int, match.groups())
+        rows = math.ceil(1000 / tile_m) * tile_m + math.ceil(3000 / tile_n) * tile_n
+        k = math.ceil(1001 / max(32, 16 * chain)) * max(32, 16 * chain)
+        assert kernel.workspace == 4 * rows * k + 4 * rows
+
+
+def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> None:
+    problem = linear(1024, 8192, 8192, "fp16x3")
+    odd = replace(problem, x_stride=8193, weight_stride=8193, x_alignment=4, weight_alignment=4)
+    kinds = [{kernel.type for kernel in candidates(each) if is_fp16x3(kernel)} for each in (problem, odd)]
+    assert kinds[0] == kinds[1] != set()
+    for kernel in candidates(odd):
+        assert struct.unpack("<10q", kernel.params)[:5] == (1024, 8192, 8192, 8193, 8193)

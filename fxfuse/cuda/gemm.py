@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
@@ -18,11 +18,13 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
+FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
+FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds up what all of them leave
 LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
@@ -39,7 +41,7 @@ class Problem:
     n: int
     k: int
     precision: Precision
-    """How to multiply: x and weight are float32 for tf32x3 and tf32, else of the type named."""
+    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32. See cuda/precision.py."""
     weight_layout: Layout
     """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
     x_stride: int
@@ -58,7 +60,7 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        return 4 if self.precision in ("tf32x3", "tf32") else 2
+        return 2 if self.precision in ("fp16", "bf16") else 4
 
     @property
     def tile_k(self) -> int:
@@ -126,6 +128,12 @@ _TILES = (
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.30),
     Tile(128, 16, 4, 1, stages=5, resident=4, alone=0.35, full=0.35),
 )
+_TILES_FP16X3 = (
+    Tile(128, 128, 2, 4, stages=4, resident=1, alone=1.00, full=1.00),
+    Tile(128, 64, 4, 1, stages=3, resident=2, alone=0.83, full=0.94),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.84, full=0.95),
+    Tile(64, 64, 2, 2, stages=4, resident=2, alone=0.60, full=0.82),
+)
 _MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 _MAJOR = {"nk": "kK", "kn": "kMN"}
 
@@ -137,14 +145,28 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     """
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
-    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    timed = [
-        (estimated_time(tile, problem, splits), tile, splits)
-        for tile in tiles
+    timed = _timed(problem) if problem.precision != "fp16x3" else _timed_fp16x3(problem)
+    return tuple(kernel for _, kernel in sorted(timed, key=lambda choice: choice[0]))
+
+
+def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
+    """Kernels of gemm.cuh with their times."""
+    return [
+        (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
+        for tile in (_TILES_TF32X3 if problem.precision == "tf32x3" else _TILES)
         if _fits(tile, problem)
         for splits in _split_counts(tile, problem)
     ]
-    return tuple(_kernel(tile, problem, splits) for _, tile, splits in sorted(timed, key=lambda choice: choice[0]))
+
+
+def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
+    """Kernels of gemm_fp16x3.cuh, and those of 3xTF32, which are faster where few rows or columns share the cost of
+    splitting; with their times."""
+    return _timed(replace(problem, precision="tf32x3")) + [
+        (_splitting_time(problem) + estimated_time(tile, problem), _fp16x3_kernel(tile, chain, problem))
+        for tile in _TILES_FP16X3
+        if _fits(tile, problem) and (chain := _fp16x3_chain(tile, problem)) is not None
+    ]
 
 
 def _split_counts(tile: Tile, problem: Problem) -> list[int]:
@@ -183,7 +205,10 @@ def _blocks(tile: Tile, problem: Problem) -> int:
 # Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
 # same. Fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16 (benchmarks/gemm_model.py): the
 # model's first choice is within 10 % of the best on 146 of 147. Fitted to half of them, it is on 97 % of the others.
-_PRODUCTS = {"tf32x3": 83e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264}  # of a good tile
+_PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
+    "tf32x3": 83e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
+}  # fmt: skip
+_SPLITTING_BYTES = 31.0e3  # read and written by the pass before fp16x3
 _DEVICE_BYTES = 33.0e3  # from or to device memory
 _L2_BYTES = 86e3  # from L2
 _PART_BYTES = 37e3  # of other thread blocks' sums
@@ -197,6 +222,13 @@ _HANDING_IN = 1.1  # of the parts of a wave
 _NOT_HIDDEN = 0.075  # of what goes on beside something slower
 
 
+def _splitting_time(problem: Problem) -> float:
+    """Microseconds of the pass that writes both operands as halves; it reads a (K, N) weight twice (split_columns)."""
+    weight_passes = 2 if problem.weight_layout == "nk" else 3
+    moved = problem.element_bytes * problem.k * (2 * problem.m + weight_passes * problem.n)
+    return moved / (_SPLITTING_BYTES * problem.multiprocessors) + _LAUNCH
+
+
 def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     """Microseconds that a kernel takes on an H200 (or on a device like it in all but its size).
 
@@ -208,7 +240,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     speed = _PRODUCTS[problem.precision]
     if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
         speed *= 0.84  # measured as the tiles' speeds
-    if _multiplier(problem) == "Bf16x6":
+    if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6":
         speed /= 1.5
 
     def wave(together: int) -> float:
@@ -322,6 +354,50 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
 
+def _fp16x3_chain(tile: Tile, problem: Problem) -> int | None:
+    """Steps of K that the kernel adds up in tensor cores at a time; None if its error would be beyond eager's.
+
+    Small warps add up these sums as a tree (Fp16x3Config). Error on an H200 as a multiple of cuBLAS's fp32 error, for
+    normal and uniform data:
+
+        tiles of 128x128, K        512, 256      512, 1024     512, 4096     448, 2048     192, 3072     16, 16384
+        1, as a tree               0.41/0.34     0.22/0.16     0.12/0.09     0.28/0.30     0.39/0.66     0.33/0.98
+        2                          0.53/0.55     0.31/0.32     0.22/0.22     0.44/0.67     0.64/1.64     0.75/2.62
+        4                          0.86/1.21     0.46/0.65     0.26/0.35     0.59/1.22     0.79/2.59     0.67/2.86
+
+    cuBLAS divides long sums among thread blocks, and is more accurate, where its tiles leave multiprocessors idle. From
+    K = 1024 on that was so for 16, 192, 300, 384 and 448 tiles of 128x128, but not for 256, 512 and 576. For 4 tiles
+    and K = 16384 not even the tree is exact enough (1.2).
+    """
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
+    if tile.small_warps:
+        return 1 if tiles >= 16 or problem.k <= 4096 else None
+    if problem.k < 512:
+        return 2
+    fills = tiles / problem.multiprocessors
+    if problem.k < 1024:
+        return 4 if fills >= 1 else None
+    if fills >= 3.8 or 1.9 <= fills <= 2:
+        return 4
+    return 2 if fills >= 3 else None
+
+
+def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
+    """A kernel that splits float32 operands into its workspace and multiplies the halves."""
+    block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
+    padded_k = -(-problem.k // block_k) * block_k
+    rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
+    config = f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}"
+    tree = "true" if tile.small_warps else "false"
+    return Kernel(
+        name=f"gemm fp16x3 {tile.m}x{tile.n}x{FP16X3_TILE_K}, {tile.stages} stages",
+        header=FP16X3_HEADER,
+        type=f"Fp16x3Gemm<{config}, {tree}>, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
+        params=_params(problem, block_tiles=1),
+        workspace=4 * rows * (padded_k + 1),  # halves and exponents
+    )
+
+
 def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     sums, block = _sums(tile, problem)
     weight_rows, weight_cols = problem.n, problem.k
@@ -338,20 +414,25 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         name=f"{name}, split {splits}" if splits > 1 else name,
         header=HEADER,
         type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
-        params=struct.pack(
-            "<10q",
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.x_stride,
-            problem.weight_stride,
-            problem.out_stride,
-            problem.rows_per_batch or problem.m,
-            block,
-            splits,
-            math.ceil(problem.tiles_k / splits),
-        ),
+        params=_params(problem, block, splits),
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
+    )
+
+
+def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
+    """Gemm::Problem in gemm.cuh."""
+    return struct.pack(
+        "<10q",
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.x_stride,
+        problem.weight_stride,
+        problem.out_stride,
+        problem.rows_per_batch or problem.m,
+        block_tiles,
+        splits,
+        math.ceil(problem.tiles_k / splits),
     )
 
 

@@ -121,7 +121,7 @@ struct Gemm {
     }
 #endif  // __CUDACC_RTC__
 
-private:
+protected:
     struct Origin {
         int64_t row, col;
         int split;  // which of the blocks that share the tile
