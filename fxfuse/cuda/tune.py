@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ CONTESTANTS: Final = 4
 """Candidates that are compiled and measured, beside those that always are."""
 ROUNDS: Final = 9
 """Timed runs of each; medians count."""
+SHORT: Final = 100e-6
+"""Seconds on the GPU below which the CPU's time for a call is measured, too."""
+CALLS: Final = 10
+"""Calls in a row whose time on the CPU is taken, ROUNDS times."""
 NOISE: Final = 0.02
 """A candidate must be faster than those ranked before it by more than this to be preferred."""
 
@@ -152,9 +157,10 @@ def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> Plan:
 
 
 def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
-    """Medians in seconds by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
+    """Seconds per call by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
     device = problem.x.device
     samples: dict[str, list[float]] = {}
+    times: dict[str, float] = {}
     try:
         with torch.cuda.device(device), torch.no_grad():
             tensors = _example(problem)
@@ -169,10 +175,27 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                 for candidate, run in ready:
                     if candidate.name in samples:
                         samples[candidate.name].append(time_once(run, tensors))
+            for candidate, run in ready:
+                if candidate.name in samples:
+                    seconds = statistics.median(samples[candidate.name])
+                    # A call takes the longer of the GPU's time and the CPU's: one tiny kernel is better than two.
+                    times[candidate.name] = max(seconds, _time_to_issue(run, tensors) if seconds < SHORT else 0.0)
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to measure candidates; the model's first is taken", problem.label)
         return {}
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return times
+
+
+def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
+    """Median of the CPU's seconds for a call, measured over too few at a time to fill the GPU's queue."""
+    samples = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            run(*tensors)
+        samples.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(samples)
 
 
 def _example(problem: Problem) -> tuple[Any, ...]:
