@@ -350,10 +350,10 @@ def test_shared_sums_do_not_depend_on_timing(m, n, dtype, splits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_sums_hand_on_nan_and_inf(dtype, splits):
-    x = tensor(20, 1024, dtype=dtype)
-    x[3, 5], x[10, 7], x[19, 1023], x[15, 100:900:100] = float("nan"), float("inf"), -float("inf"), float("inf")
-    x[7, 0], x[7, 1023] = float("inf"), float("-inf")  # the sum of parts that are infinite each
-    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(1024, 130)).to("cuda", dtype)
+    x = tensor(20, 2240, dtype=dtype)
+    x[3, 5], x[10, 7], x[19, 2239], x[15, 100:2200:300] = float("nan"), float("inf"), -float("inf"), float("inf")
+    x[7, 0], x[7, 2239] = float("inf"), float("-inf")  # the sum of parts that are infinite each
+    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(2240, 130)).to("cuda", dtype)
     with torch.no_grad():
         want, have = model(x), fxfuse.optimize(model, strict=True)(x)
     assert torch.equal(want.isnan(), have.isnan())

@@ -182,8 +182,11 @@ protected:
         LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride + first, problem.x_stride, rows, k, thread),
                            CopyW(weight_tile, problem.weight_stride, cols, k, thread),
                            ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
-        loop.run(sum, ptx::shared_address(shared), (k + Shape::kTileK - 1) / Shape::kTileK,
-                 static_cast<int>(problem.block_tiles));
+        // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which
+        // large tiles have not got.
+        const int tiles = Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
+                                                          : (k + Shape::kTileK - 1) / Shape::kTileK;
+        loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
     }
 
     static __device__ __forceinline__ void stage(const typename Loop::Sum& sum, float* staging) {
