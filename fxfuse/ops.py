@@ -58,6 +58,8 @@ class PointwiseOp:
     boolean: bool = False
     """Whether the result is a truth value (C++ bool) rather than a number."""
     commutative: bool = False
+    exact: bool = False
+    """Whether nothing is rounded: the result is a constant, an argument or its negative."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
 
@@ -224,8 +226,8 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("mul", operator.mul, "{0} * {1}", interval.multiply, BINARY,
                 ("multiply", operator.mul, operator.imul), commutative=True),
     PointwiseOp("div", operator.truediv, "{0} / {1}", interval.divide, BINARY, (operator.truediv, operator.itruediv)),
-    PointwiseOp("neg", operator.neg, "-{0}", interval.negate, UNARY, ("negative", operator.neg)),
-    PointwiseOp("abs", torch.abs, "abs({0})", interval.valley(0.0, 0.0), UNARY, ("absolute", operator.abs)),
+    PointwiseOp("neg", operator.neg, "-{0}", interval.negate, UNARY, ("negative", operator.neg), exact=True),
+    PointwiseOp("abs", torch.abs, "abs({0})", interval.valley(0.0, 0.0), UNARY, ("absolute", operator.abs), exact=True),
     PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0)),
     PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}),
     PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive),
@@ -262,20 +264,20 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("logical_or", torch.logical_or, "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
     PointwiseOp("where", torch.where, "{0} ? {1} : {2}", interval.either,
-                {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where,)),
+                {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where,), exact=True),
     Composite("where", _where_method, {"input": REQUIRED, "condition": REQUIRED, "other": REQUIRED}, ("where",)),
     Composite("masked_fill", _masked_fill, {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}),
-    PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True),
-    PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True),
+    PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, exact=True),
+    PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, exact=True),
     PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
-                {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}),
+                {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, exact=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
     Composite("clamp_min", lambda x, lo: _clamp(x, lo, None), {"input": REQUIRED, "min": REQUIRED}),
     Composite("clamp_max", lambda x, hi: _clamp(x, None, hi), {"input": REQUIRED, "max": REQUIRED}),
     Composite("hardtanh", _clamp, {"input": REQUIRED, "min_val": -1.0, "max_val": 1.0}, (nn.Hardtanh,)),
     Composite("relu6", lambda x: call("clamp", x, 0.0, 6.0), UNARY, (nn.ReLU6,)),
     # activations
-    PointwiseOp("relu", torch.relu, "maximum({0}, 0.0f)", interval.increasing(0.0), UNARY, (nn.ReLU,)),
+    PointwiseOp("relu", torch.relu, "maximum({0}, 0.0f)", interval.increasing(0.0), UNARY, (nn.ReLU,), exact=True),
     PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,)),
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
@@ -309,21 +311,21 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("hardsigmoid", F.hardsigmoid, f"minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
                 interval.increasing(0.0, 1.0), UNARY, (nn.Hardsigmoid,)),
     PointwiseOp("hardshrink", F.hardshrink, "({0} >= -{1} && {0} <= {1}) ? 0.0f : {0}", interval.anything,
-                {"input": REQUIRED, "lambd": 0.5}, (nn.Hardshrink,)),
+                {"input": REQUIRED, "lambd": 0.5}, (nn.Hardshrink,), exact=True),
     # the last branch also hands NaN through: NaN * 0 is NaN
     PointwiseOp("softshrink", F.softshrink, "{0} > {1} ? {0} - {1} : ({0} < -{1} ? {0} + {1} : {0} * 0.0f)",
                 _nonnegative_parameter, {"input": REQUIRED, "lambd": 0.5}, (nn.Softshrink,)),
     PointwiseOp("tanhshrink", F.tanhshrink, "tanhshrink({0})", interval.increasing(), UNARY, (nn.Tanhshrink,)),
     PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
-                {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,)),
+                {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,), exact=True),
     PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
                 interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid,)),
     # no arithmetic: kept because gradients and strides depend on them
-    PointwiseOp("detach", torch.detach, "{0}", interval.same),
-    PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same),
+    PointwiseOp("detach", torch.detach, "{0}", interval.same, exact=True),
+    PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, exact=True),
     Composite("clone", lambda x: x),
     # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
-    PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same),
+    PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, exact=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
     PointwiseOp("bfloat16", _cast(torch.bfloat16), "round_to_bfloat16({0})", interval.same),
     PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),

@@ -84,3 +84,24 @@ def test_candidates_have_names_of_their_own_and_generate_their_source(problem, r
 def test_the_library_comes_first_where_it_was_measured_to_be_ahead(problem, capability, first, ranked):
     names = [candidate.name for candidate in ranked(problem, capability)]
     assert names.index(plan.LIBRARY) == (0 if first else len(names) - 1)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "dtype", "by_pass"),
+    [
+        ("relu(acc)", torch.bfloat16, False),
+        ("where(acc > 0, -acc, 1)", torch.bfloat16, False),
+        ("gelu(acc)", torch.bfloat16, True),
+        ("relu(acc + 1)", torch.float16, True),
+        ("relu(acc)", torch.float32, True),
+    ],
+)
+def test_the_pass_adds_the_bias_where_nothing_is_rounded_more_often_than_by_eager(
+    epilogue, dtype, by_pass, ranked, monkeypatch
+):
+    texts = []
+    monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    library = ranked(linear(64, 256, 256, dtype, epilogue=epilogue, operands=()))[-1]
+    assert library.name == plan.LIBRARY
+    library.build()
+    assert ("operand0" in texts[0]) is by_pass
