@@ -4,8 +4,9 @@ import copy
 import pickle
 
 import pytest
+import torch
 
-from fxfuse import ExpressionError
+from fxfuse import ExpressionError, ops
 from fxfuse.expression import Acc, Const, Operand, call, parse, postorder
 
 ACC = Acc()
@@ -99,3 +100,23 @@ def test_postorder_yields_arguments_before_users():
     for node in postorder(parse("t0 = acc + o0; t0 * sigmoid(t0) - relu(acc)")):
         assert all(arg in seen for arg in getattr(node, "args", ()))
         seen.add(node)
+
+
+def test_rows_that_claim_to_be_exact_round_nothing():
+    """In bfloat16 they give what float64 gives."""
+    x, y = (torch.randn(1000, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    further = {
+        "where": (x, y),
+        "minimum": (y,),
+        "maximum": (y,),
+        "clamp": (-1, 0.5),
+        "hardshrink": (0.5,),
+        "threshold": (0.25, 2),
+    }
+    rows = [ops.row(name) for name in ops.names() if ops.row(name).exact]
+    assert {"relu", "neg", "where", "clamp"} <= {row.name for row in rows}
+    for row in rows:
+        first = x > 0 if row.name == "where" else x
+        args = (first, *further.get(row.name, ()))
+        wide = [arg.double() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+        assert torch.equal(row.reference(*args).double(), row.reference(*wide).double()), row.name
