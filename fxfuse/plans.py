@@ -57,8 +57,11 @@ def forget(regions: Sequence[int]) -> None:
 
 
 def _cuda_state(tensor: torch.Tensor) -> Key:
+    address = tensor.data_ptr()
+    # get_device() takes half the time of device, but is -1 for CPU and meta, of which meta has no address
     return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15, type(tensor)
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15 if address else None,
+        type(tensor),
     )  # fmt: skip
 
 
