@@ -41,15 +41,26 @@ OPERANDS = (
     OperandKind(torch.float32, (False, True, True), 16),
     OperandKind(torch.float32, (False, False, True), 16),
 )
-OUTPUTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "tf32x3": torch.float32}
+OUTPUTS: dict[Precision, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "tf32x3": torch.float32,
+    "fp16x3": torch.float32,
+}
 IMAGE = 56  # height and width of the images in the convolutions
 
 
 def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of a large, a skinny and an odd problem, with the weight in both layouts."""
+    """The first candidates of a large, a wide, a skinny and an odd problem, with the weight in both layouts."""
     element = 4 if OUTPUTS[precision] == torch.float32 else 2
     for layout in ("nk", "kn"):
-        for m, n, k, alignment in ((1024, 8192, 8192, 16), (8, 4096, 4096, 16), (129, 257, 513, element)):
+        for m, n, k, alignment in (
+            (1024, 8192, 8192, 16),
+            (128, 8192, 8192, 16),
+            (8, 4096, 4096, 16),
+            (129, 257, 513, element),
+        ):
             stride = k if layout == "nk" else n
             problem = gemm.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
             yield from gemm.candidates(problem)[:first]
@@ -97,7 +108,10 @@ def sources() -> dict[str, str]:
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        for kernel in (*gemms(precision, first), *convolutions(precision, first), *passes(output)):
+        kernels = [*gemms(precision, first), *passes(output)]
+        if precision != "fp16x3":
+            kernels += convolutions(precision, first)
+        for kernel in kernels:
             found[kernel.type] = codegen.generate(
                 EPILOGUE, output, OPERANDS, kernel, columns=8, tf32=precision == "tf32"
             )

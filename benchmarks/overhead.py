@@ -42,9 +42,9 @@ def main() -> None:
     device = torch.device(given.device)
     if device.type != "cuda":
         parser.error("a launch is measured, which takes a GPU")
-    with torch.no_grad(), torch.device(device):
-        model = Net(lambda m, x: torch.relu(m.fc(x) + m.v), fc=nn.Linear(32, 32), v=(32,)).eval()
-        x = torch.randn(8, 32)
+    model = Net(lambda m, x: torch.relu(m.fc(x) + m.v), fc=nn.Linear(32, 32), v=(32,)).eval().to(device)
+    x = torch.randn(8, 32, device=device)
+    with torch.no_grad():
         fast = fxfuse.optimize(model, strict=True)
         node = next(node for node in fast.graph.nodes if node.op == "call_function")
         weight, bias, v, epilogue, keywords = model.fc.weight, model.fc.bias, model.v, node.args[4], dict(node.kwargs)

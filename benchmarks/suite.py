@@ -117,9 +117,10 @@ def measure(
     torch._dynamo.reset()
     gpu = device.type == "cuda"
     how = PRECISIONS[precision]
-    with torch.no_grad(), how.in_force(), torch.device(device):
-        model = region.build(gpu).eval().to(how.dtype)
-        x = torch.randn(region.gpu_shape if gpu else region.cpu_shape).to(how.dtype)
+    with torch.no_grad(), how.in_force():
+        with torch.device(device):  # not longer: it is a mode that every call of torch would go through
+            model = region.build(gpu).eval().to(how.dtype)
+            x = torch.randn(region.gpu_shape if gpu else region.cpu_shape).to(how.dtype)
         if channels_last:
             model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         started = time.perf_counter()

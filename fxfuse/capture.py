@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class _Tracer(fx.Tracer):
         self, opaque: set[nn.Module], is_captured: Callable[[nn.Module], bool], given: frozenset[str] | None
     ) -> None:
         super().__init__()
+        self._thread = threading.get_ident()
         self._opaque = opaque
         self._is_captured = is_captured
         self._asked = given
@@ -109,6 +111,20 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """As fx.Tracer.getattr; another thread gets the attribute itself."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -175,6 +191,10 @@ def _where(error: BaseException) -> tuple[nn.Module | None, str]:
     return module, f"{line}: {message}" if line else message
 
 
+_tracing: Final = threading.RLock()
+"""fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
+
+
 def capture(model: nn.Module, is_captured: Callable[[nn.Module], bool], strict: bool) -> Captured:
     """Traces a copy of `model` (see `trace`)."""
     return trace(copy_sharing_tensors(model), is_captured, strict)
@@ -201,7 +221,10 @@ def trace(
     while True:
         tracer = _Tracer(set(opaque), is_captured, given)
         try:
-            graph = tracer.trace(root)
+            with _tracing:
+                graph = tracer.trace(root)
+            # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
+            graph._tracer_cls = None
             break
         except Exception as error:  # tracing runs the user's code, which may raise anything
             module, reason = _where(error)

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import plans
@@ -61,6 +64,8 @@ def as_operand(value: Any) -> torch.Tensor:
     """An argument of the model that may be a number, as an operand: a tensor as it is, a number as a 0-d tensor."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, fx.Proxy):  # somebody traces the optimised model
+        return value.tracer.create_proxy("call_function", as_operand, (value,), {})  # type: ignore[return-value]
     # float64 keeps the number's digits; without dimensions it promotes as the number itself would
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
@@ -71,9 +76,12 @@ def _hashable(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ the short way
 
-_DEVICES: Final = ("cpu", "cuda")
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Tensors that nobody intercepts: no subclass, no fake."""
+_STRIDED: Final = frozenset((torch.strided,))
+_NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
+_layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
+_is_neg: Final = torch.Tensor.is_neg
 
 
 def _intercepted() -> bool:
@@ -94,6 +102,21 @@ def _needs_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def _knows_torch_only(tensor: Any) -> bool:
+    """Whether it is a tensor that implements torch's operators itself (jagged, quantised, distributed ones)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_DISPATCH)
+    return dispatch is not _NO_DISPATCH and not isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def _reference(
+    kind: str, values: Sequence[Any], epilogue: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """The region in torch, operation by operation."""
+    options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
+    return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+
+
 def _function(kind: str) -> Callable[..., torch.Tensor]:
     overload = operator(kind)
 
@@ -102,14 +125,19 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         tensors = (x, weight, *operands) if bias is None else (x, weight, bias, *operands)
         if (
-            _PLAIN.issuperset(map(type, tensors))
-            and (x.is_cuda or x.is_cpu)
-            and x.layout is torch.strided
+            not _intercepted()  # first: what follows is nothing that torch.compile could trace
+            and _PLAIN.issuperset(map(type, tensors))
+            and _STRIDED.issuperset(map(_layout, tensors))
+            and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
+            and (x.is_cpu or x.is_cuda)
             and not x.is_nested
-            and not _intercepted()
-            and not _needs_gradient(tensors)
+            and not (torch.is_grad_enabled() and _needs_gradient(tensors))
         ):
+            if values:
+                values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
+        if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
+            return _reference(kind, values, epilogue, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32
         )
@@ -132,14 +160,31 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
 # ------------------------------------------------------------------------------------ the dispatcher's way
 
 
-def _transformed(x: torch.Tensor) -> bool:
+def _transformed(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether the region must run operation by operation: torch.func, forward-mode derivatives, other layouts."""
+    return forward_ad._current_level >= 0 or any(tensor is not None and _is_special(tensor) for tensor in tensors)
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are not simply those in memory, where its strides say."""
     return (
-        forward_ad._current_level >= 0
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        or x.layout is not torch.strided
-        or x.is_nested
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or _knows_torch_only(tensor)
     )
+
+
+_EAGER_KEYS: Final = (
+    "Meta",
+    # Under autocast the region's own operators are cast one by one, under torch.func.vmap they are batched one by one.
+    "AutocastCPU", "AutocastCUDA", "FuncTorchBatched",
+    # other layouts in inference mode, where nothing passes by "Autograd"
+    "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
+)  # fmt: skip
+"""Dispatch keys under which the region runs as eager would, operation by operation."""
 
 
 def _implement(kind: str) -> None:
@@ -152,22 +197,19 @@ def _implement(kind: str) -> None:
         return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
 
     def reference(x, weight, bias, operands, epilogue, *values, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+        return _reference(kind, values, epilogue, x, weight, bias, operands)
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        if _needs_gradient((x, weight, bias, *operands)) or _transformed(x):
+        tensors = (x, weight, bias, *operands)
+        if _needs_gradient(tensors) or _transformed(tensors):
             return reference(x, weight, bias, operands, epilogue, *values)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
-    for key in (device.upper() for device in _DEVICES):
+    for key in ("CPU", "CUDA"):
         _LIBRARY.impl(kind, kernel, key)
-    _LIBRARY.impl(kind, reference, "Meta")
     _LIBRARY.impl(kind, autograd, "Autograd")
-    # Under autocast the region runs as eager would: its own operators are cast one by one.
-    # Under torch.func.vmap they are batched one by one.
-    for key in ("AutocastCPU", "AutocastCUDA", "FuncTorchBatched"):
+    for key in _EAGER_KEYS:
         _LIBRARY.impl(kind, reference, key)
 
 

@@ -61,12 +61,17 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if isinstance(model, FusedModule):
-        model = model.captured.root
     if fp32 not in ("exact", "fast"):
         raise FxfuseError(f'fp32 is "exact" or "fast", not {fp32!r}')
     settings = Settings(strict, fp32)
-    fast = FusedModule(_with_fused_children(capture(model, _is_fused, strict), settings), settings)
+    before = settings
+    if isinstance(model, FusedModule):
+        before, model = model.settings, model.captured.root
+    captured = capture(model, _is_fused, strict)
+    for child in captured.root.modules():
+        if isinstance(child, FusedModule) and child.settings == before != settings:  # fused with the model, then
+            child.reset(settings)
+    fast = FusedModule(_with_fused_children(captured, settings), settings)
     if example_inputs is not None:
         compile_for(fast, example_inputs)
     return fast
@@ -212,6 +217,8 @@ class FusedModule(fx.GraphModule):
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
     variants: dict[frozenset[str], FusedModule]
     """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
+    _forget: weakref.finalize[..., FusedModule]
+    """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
     def __init__(self, captured: Captured, settings: Settings) -> None:
         root = captured.root
@@ -227,7 +234,8 @@ class FusedModule(fx.GraphModule):
 
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
-        plans.forget([region.number for region in self.__dict__.get("regions", ())])
+        if "_forget" in self.__dict__:
+            self._forget()
         self.__dict__["captured"] = captured
         self.__dict__["variants"] = {}
         self.__dict__["modes"] = _modes(captured)
@@ -248,14 +256,23 @@ class FusedModule(fx.GraphModule):
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
             graph.lint()
         self.__dict__["regions"] = tuple(regions)
-        weakref.finalize(self, plans.forget, [region.number for region in regions]).atexit = False
+        self.__dict__["_forget"] = weakref.finalize(self, plans.forget, [region.number for region in regions])
+        self._forget.atexit = False
         self.__dict__["skipped"] = tuple(skipped)
         self.graph = graph
+
+    def reset(self, settings: Settings) -> None:
+        """Derives the graph anew with other settings."""
+        self.__dict__["settings"] = settings
+        self._derive(self.captured)
 
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
-        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]  # GraphModule's own adds a microsecond, and a line to errors
+        # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
+        # traces a model around this one patches it.
+        if "__call__" in vars(type(self)):
+            del type(self).__call__
         if "captured" in self.__dict__:
             if self.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, self.captured)

@@ -57,13 +57,16 @@ def forget(regions: Sequence[int]) -> None:
 
 
 def _cuda_state(tensor: torch.Tensor) -> Key:
+    address = tensor.data_ptr()
+    # get_device() takes half the time of device, but is -1 for CPU and meta, of which meta has no address
     return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15, type(tensor)
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15 if address else None,
+        type(tensor),
     )  # fmt: skip
 
 
 def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any address
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), 0, type(tensor))
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, 0, type(tensor))
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
@@ -99,9 +102,10 @@ def run(
             pending.append(_FirstCall(region, key, problem, strict))
             return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
         with _lock:
-            plan = _plans.setdefault(region, {}).get(key)
+            found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
+            plan = found.get(key)
             if plan is None:
-                plan = _plans[region][key] = _draft(problem, strict)()
+                plan = found[key] = _draft(problem, strict)()
     return plan.run(x, weight, bias, operands)
 
 

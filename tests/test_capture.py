@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import enum
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -435,6 +437,15 @@ def test_an_optimised_model_inside_another():
         assert_as_eager(model, fast, X, exact=False)
 
 
+def test_an_optimised_model_inside_another_stays_one_node():
+    """Its own mode, hooks and optional arguments keep their meaning."""
+    inner = fxfuse.optimize(Net(lambda m, x: m.d(m.fc(x)).tanh(), fc=linear(), d=nn.Dropout(1.0)).eval())
+    fast = fxfuse.optimize(nn.Sequential(inner, nn.Tanh()).eval())
+    assert [node.target for node in fast.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    fast[0].d.train()
+    assert torch.equal(fast(X), torch.zeros(5, 8))
+
+
 KEYWORD_CALLS = {
     "batch norm": Net(lambda m, x: m.bn(input=m.c(x)), c=conv(), bn=nn.BatchNorm2d(8)),
     "in-place module": Net(lambda m, x: m.r(input=m.c(x)), c=conv(), r=nn.ReLU(inplace=True)),
@@ -535,3 +546,35 @@ def test_two_optimised_models_share_weights():
         first.fc.weight.mul_(2)
         torch.testing.assert_close(second(X, X), model(X, X))
         torch.testing.assert_close(first(X, X), model(X, X))
+
+
+def test_models_run_in_other_threads_while_one_is_traced():
+    """fx patches nn.Module for the time of a trace, in all threads."""
+    tracing, ran = threading.Event(), threading.Event()
+
+    def forward(m, x):
+        tracing.set()
+        assert ran.wait(10)
+        return m.fc(x).relu()
+
+    model = nn.Sequential(linear(), nn.Tanh()).eval()
+    fast = fxfuse.optimize(model)
+    traced = threading.Thread(target=fxfuse.optimize, args=(Net(forward, fc=linear()),))
+    traced.start()
+    try:
+        assert tracing.wait(10)
+        with torch.no_grad():
+            assert_as_eager(model, fast, X)
+    finally:
+        ran.set()
+        traced.join()
+
+
+def test_traces_in_several_threads_leave_nothing_behind():
+    before = nn.Module.__call__, nn.Module.__getattr__
+    models = [Net(lambda m, x: (time.sleep(0.01), m.fc(x).relu())[1], fc=linear()).eval() for _ in range(8)]
+    with ThreadPoolExecutor(len(models)) as pool:
+        optimised = list(pool.map(fxfuse.optimize, models))
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before
+    for fast in optimised:
+        assert epilogues(fast) == ["relu(acc)"]

@@ -4,8 +4,9 @@ import copy
 import pickle
 
 import pytest
+import torch
 
-from fxfuse import ExpressionError
+from fxfuse import ExpressionError, ops
 from fxfuse.expression import Acc, Const, Operand, call, parse, postorder
 
 ACC = Acc()
@@ -99,3 +100,21 @@ def test_postorder_yields_arguments_before_users():
     for node in postorder(parse("t0 = acc + o0; t0 * sigmoid(t0) - relu(acc)")):
         assert all(arg in seen for arg in getattr(node, "args", ()))
         seen.add(node)
+
+
+def test_what_passes_through_is_not_rounded():
+    """Large arguments in bfloat16 give what float64 gives."""
+    x = torch.linspace(96, 120, 50).bfloat16()
+    y = torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    further = {
+        "where": (x, y), "minimum": (y,), "maximum": (y,), "clamp": (-1, 0.5), "hardshrink": (0.5,),
+        "threshold": (0.25, 2), "leaky_relu": (0.01,), "prelu": (y[:1],), "elu": (1.0,), "celu": (1.0,),
+        "softplus": (1, 20),
+    }  # fmt: skip
+    rows = [ops.row(name) for name in ops.names() if ops.row(name).passing]
+    assert {"relu", "neg", "where", "gelu"} <= {row.name for row in rows}
+    for row in rows:
+        first = y > 0 if row.name == "where" else x
+        args = (first, *further.get(row.name, ()))
+        wide = [arg.double() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+        assert torch.equal(row.reference(*args).double(), row.reference(*wide).double()), row.name

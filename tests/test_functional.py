@@ -21,6 +21,7 @@ from helpers import (
     regions,
 )
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fxfuse
 
@@ -541,23 +542,99 @@ OTHER_TENSORS = {
     "jagged": lambda: torch.nested.nested_tensor([randn(3, 8), randn(5, 8)], layout=torch.jagged),
     "parameter": lambda: nn.Parameter(randn(5, 8)),
     "meta": lambda: randn(5, 8).to("meta"),
+    "csr": lambda: randn(5, 8).relu().to_sparse_csr(),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+GRAD_MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("name", OTHER_TENSORS)
-def test_other_kinds_of_tensor(name):
+def test_other_kinds_of_tensor(name, mode):
     model = Net(lambda m, x: m.fc(x).relu(), fc=linear()).eval()
     if name == "meta":
         model = model.to("meta")
-    fast, x = fxfuse.optimize(model), OTHER_TENSORS[name]()
-    with torch.no_grad():
+    fast = fxfuse.optimize(model)
+    with GRAD_MODES[mode]():
+        x = OTHER_TENSORS[name]()
         expected, actual = model(x), fast(x)
     assert (type(actual), actual.layout, actual.device) == (type(expected), expected.layout, expected.device)
     if name in ("nested", "jagged"):
         actual, expected = actual.unbind(), expected.unbind()
     if name != "meta":
         torch.testing.assert_close(actual, expected)
+
+
+OTHER_OPERANDS = {
+    "negated lazily": lambda: torch.randn(5, 8, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: randn(5, 8).relu().to_sparse(),
+    "meta": lambda: randn(5, 8).to("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("name", OTHER_OPERANDS)
+def test_other_kinds_of_operand(name, mode):
+    """As they are: `clone` would resolve what is lazy. The plan for an ordinary operand exists already."""
+    model = Net2(lambda m, x, y: m.fc(x).tanh() * y, fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    with GRAD_MODES[mode]():
+        x, y = randn(5, 8), OTHER_OPERANDS[name]()
+        assert_as_eager(model, fast, x, randn(5, 8))
+        if name == "meta":
+            with pytest.raises(RuntimeError, match="meta"):
+                fast(x, y)
+            return
+        actual, expected = fast(x, y), model(x, y)
+    assert actual.layout == expected.layout
+    torch.testing.assert_close(actual.to_dense(), expected.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_sparse_weight():
+    model = Net(lambda m, x: m.fc(x).relu(), fc=linear()).eval()
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    with torch.no_grad():
+        fast(x)
+        model.fc.weight = nn.Parameter(model.fc.weight.to_sparse_csr())
+        torch.testing.assert_close(fast(x), model(x))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that implements torch's operators, and no others, itself."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function.namespace != "aten":
+            return NotImplemented
+        args, kwargs = pytree.tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_a_weight_of_a_class_of_its_own(mode):
+    model = Net2(lambda m, x, w: F.linear(x, w).relu()).eval()
+    fast, x, weight = fxfuse.optimize(model), randn(3, 8), randn(8, 8)
+    with GRAD_MODES[mode]():
+        assert len(regions(fast)) == 1
+        for call in (model, fast):
+            torch.testing.assert_close(call(x, Wrapped(weight)), F.linear(x, weight).relu())
+
+
+def test_the_functions_take_lists():
+    """As torch.ops does."""
+    image, kernel = randn(2, 4, 6, 6), randn(8, 4, 3, 3)
+    result = fxfuse.functional.conv2d(image, kernel, None, [], "relu(acc)", [1, 1], [0, 0], [1, 1], 1)
+    torch.testing.assert_close(result, F.conv2d(image, kernel).relu())
 
 
 def test_an_unknown_operation_in_a_text_names_the_remedy():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import replace
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from fxfuse.cuda.gemm import Problem, candidates
+from fxfuse.cuda import gemm
+from fxfuse.cuda.gemm import Problem, Tile, candidates
+from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("tf32x3", "tf32", "fp16", "bf16")
@@ -32,7 +35,7 @@ def linear(m: int, n: int, k: int, precision: Precision = "tf32x3") -> Problem:
 
 
 def config(kernel_type: str) -> list[str]:
-    match = re.fullmatch(r"Gemm<GemmConfig<(.*)>, \{output\}, \{epilogue\}>", kernel_type)
+    match = re.fullmatch(r"(?:Split)?Gemm<GemmConfig<(.*)>, \{output\}, \{epilogue\}>", kernel_type)
     assert match, kernel_type
     return match[1].split(", ")
 
@@ -41,7 +44,12 @@ def tile(kernel_type: str) -> tuple[int, int]:
     return int(config(kernel_type)[1]), int(config(kernel_type)[2])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+def splits(kernel: Kernel) -> int:
+    """Thread blocks that share a tile."""
+    return int(struct.unpack("<10q", kernel.params)[8])
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
 @pytest.mark.parametrize("m", [1, 7, 33, 1000, 100_000])
 @pytest.mark.parametrize("n", [1, 129, 8192])
 @pytest.mark.parametrize("k", [1, 300, 16384])
@@ -66,19 +74,69 @@ def test_grid_limits_exclude_small_tiles() -> None:
 @pytest.mark.parametrize(
     ("precision", "m", "n", "k", "expected"),
     [
-        ("tf32x3", 1024, 8192, 8192, (128, 128)),
-        ("tf32x3", 16, 8192, 8192, (16, 64)),
-        ("tf32x3", 32, 8192, 8192, (32, 64)),
-        ("tf32", 1024, 8192, 8192, (128, 256)),
-        ("bf16", 1024, 8192, 8192, (128, 256)),
-        ("bf16", 16, 8192, 8192, (16, 64)),
-        ("bf16", 32, 8192, 8192, (32, 64)),
-        ("bf16", 128, 8192, 8192, (128, 64)),
-        ("fp16", 16384, 128, 4096, (128, 128)),
+        ("tf32x3", 1024, 8192, 8192, {(128, 128), (128, 64), (64, 128)}),
+        ("tf32x3", 16, 8192, 8192, {(16, 64)}),
+        ("tf32x3", 32, 8192, 8192, {(32, 64)}),
+        ("tf32x3", 16384, 8, 4096, {(128, 16)}),
+        ("tf32", 1024, 8192, 8192, {(128, 256), (256, 128), (128, 128)}),
+        ("bf16", 1024, 8192, 8192, {(128, 256), (256, 128), (128, 128)}),
+        ("bf16", 16, 8192, 8192, {(16, 64), (16, 32)}),
+        ("bf16", 32, 8192, 8192, {(32, 64), (16, 64)}),
+        ("bf16", 64, 11008, 4096, {(64, 64), (64, 128)}),
+        ("fp16", 16384, 8, 4096, {(128, 16)}),
     ],
 )
-def test_first_choice_on_an_h200(precision: Precision, m: int, n: int, k: int, expected: tuple[int, int]) -> None:
-    assert tile(candidates(linear(m, n, k, precision))[0].type) == expected
+def test_first_choice_on_an_h200(precision: Precision, m: int, n: int, k: int, expected: set[tuple[int, int]]) -> None:
+    assert tile(candidates(linear(m, n, k, precision))[0].type) in expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "m", "n", "k", "least", "most"),
+    [
+        ("tf32x3", 16, 4096, 4096, 2, 8),  # 64 tiles of 16x64 on 132 multiprocessors
+        ("tf32x3", 128, 8192, 8192, 2, 4),
+        ("tf32x3", 512, 512, 16384, 4, 8),
+        ("bf16", 1, 640, 4096, 4, 16),
+        ("bf16", 512, 512, 16384, 4, 8),
+        ("bf16", 1024, 8192, 8192, 1, 1),
+        ("tf32x3", 8192, 8192, 8192, 1, 1),
+        ("fp16", 128, 128, 64, 1, 1),
+        ("fp16", 64, 64, 1, 1, 1),
+    ],
+)
+def test_sums_are_shared_where_tiles_are_few(
+    precision: Precision, m: int, n: int, k: int, least: int, most: int
+) -> None:
+    assert least <= splits(candidates(linear(m, n, k, precision))[0]) <= most
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 4096), (16, 300, 2049), (200, 333, 1800), (128, 32768, 32768)])
+def test_shares_of_k_are_equal_and_none_is_empty(precision: Precision, m: int, n: int, k: int) -> None:
+    for kernel in candidates(linear(m, n, k, precision)):
+        count, share = struct.unpack("<10q", kernel.params)[8:]
+        tiles = -(-k // (128 // (2 if precision in ("fp16", "bf16") else 4)))
+        assert (count - 1) * share < tiles <= count * share
+        assert (f"split {count}" in kernel.name) is (count > 1)
+        assert kernel.type.startswith("SplitGemm<") is (count > 1)
+
+
+def test_the_workspace_holds_a_counter_and_all_parts_of_every_tile() -> None:
+    problem = linear(70, 200, 8192, "bf16")
+    shared = [kernel for kernel in candidates(problem) if splits(kernel) > 1]
+    assert shared
+    for kernel in shared:
+        m, n = tile(kernel.type)
+        tiles = -(-70 // m) * -(-200 // n)
+        assert kernel.workspace == 256 * -(-tiles * 8 // 256) + tiles * splits(kernel) * m * n * 4
+    assert all(kernel.workspace == 0 for kernel in candidates(problem) if splits(kernel) == 1)
+
+
+def test_one_kernel_serves_any_number_of_splits() -> None:
+    tile = Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.5, full=0.7)
+    kernels = [gemm._kernel(tile, linear(64, 640, 8192, "bf16"), splits) for splits in (2, 3, 8)]
+    assert len({kernel.type for kernel in kernels}) == 1
+    assert len({kernel.params for kernel in kernels}) == 3
 
 
 @pytest.mark.parametrize(
@@ -88,7 +146,7 @@ def test_first_choice_on_an_h200(precision: Precision, m: int, n: int, k: int, e
 def test_sums_follow_k(k: int, sums: str, block: int) -> None:
     large = next(kernel for kernel in candidates(linear(4096, 8192, k)) if tile(kernel.type) == (128, 128))
     assert config(large.type)[6] == f"Sums::{sums}"
-    assert struct.unpack("<8q", large.params)[7] == block
+    assert struct.unpack("<10q", large.params)[7] == block
 
 
 @pytest.mark.parametrize(
@@ -175,8 +233,8 @@ def test_sizes_are_arguments_of_the_same_kernels() -> None:
 
 def test_params_are_the_problem_struct() -> None:
     problem = replace(linear(6, 64, 32, "fp16"), x_stride=40, weight_stride=48, out_stride=56, rows_per_batch=3)
-    assert struct.unpack("<8q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1)
-    assert struct.unpack("<8q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
+    assert struct.unpack("<10q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1, 1, 1)
+    assert struct.unpack("<10q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -185,3 +243,50 @@ def test_tiles_fit_into_shared_memory_of_an_a100(precision: Precision) -> None:
         m, n = tile(kernel.type)
         stages = int(config(kernel.type)[5])
         assert max(stages * (m + n) * 128, m * (n + 8) * 4) <= 163 * 1024
+
+
+# ------------------------------------------------------------------------------------- scaled fp16 products
+
+
+def is_fp16x3(kernel: Kernel) -> bool:
+    return kernel.type.startswith("Fp16x3Gemm<")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pays"),
+    [
+        (1024, 8192, 8192, True),
+        (16384, 4096, 4096, True),
+        (4096, 768, 768, True),
+        (16, 8192, 8192, False),
+        (8192, 16, 8192, False),
+        (256, 256, 256, False),
+    ],
+)
+def test_splitting_into_halves_is_first_where_many_products_share_it(m: int, n: int, k: int, pays: bool) -> None:
+    kernels = candidates(linear(m, n, k, "fp16x3"))
+    assert is_fp16x3(kernels[0]) is pays
+    exact = {kernel for kernel in kernels if not is_fp16x3(kernel)}
+    assert exact == set(candidates(linear(m, n, k, "tf32x3")))
+
+
+def test_halves_and_exponents_are_in_the_workspace() -> None:
+    for kernel in candidates(linear(1000, 3000, 1001, "fp16x3")):
+        if not is_fp16x3(kernel):
+            assert (kernel.workspace > 0) is (splits(kernel) > 1)
+            continue
+        match = re.match(r"Fp16x3Gemm<Fp16x3Config<(\d+), (\d+), \d+, \d+, \d+, (\d+),", kernel.type)
+        assert match
+        tile_m, tile_n, chain = map(int, match.groups())
+        rows = math.ceil(1000 / tile_m) * tile_m + math.ceil(3000 / tile_n) * tile_n
+        k = math.ceil(1001 / max(32, 16 * chain)) * max(32, 16 * chain)
+        assert kernel.workspace == 4 * rows * k + 4 * rows
+
+
+def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> None:
+    problem = linear(1024, 8192, 8192, "fp16x3")
+    odd = replace(problem, x_stride=8193, weight_stride=8193, x_alignment=4, weight_alignment=4)
+    kinds = [{kernel.type for kernel in candidates(each) if is_fp16x3(kernel)} for each in (problem, odd)]
+    assert kinds[0] == kinds[1] != set()
+    for kernel in candidates(odd):
+        assert struct.unpack("<10q", kernel.params)[:5] == (1024, 8192, 8192, 8193, 8193)

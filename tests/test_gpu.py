@@ -13,7 +13,7 @@ from helpers import Net
 from torch import nn
 
 import fxfuse
-from fxfuse.cuda import conv2d
+from fxfuse.cuda import conv2d, gemm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,8 +84,8 @@ def test_reference_models_are_one_launch(name, dtype):
 
 
 def test_one_allocation_and_no_more_memory():
-    model, shape = reference_models()["d"]
-    model, x = model.cuda().eval(), tensor(*shape)
+    model, _ = reference_models()["d"]
+    model, x = model.cuda().eval(), tensor(8192, 512)  # enough tiles: no thread blocks share one
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         fast(x)
@@ -294,7 +294,7 @@ def test_float32_hands_on_nan_and_inf_through_every_split(m, n, k):
     with torch.no_grad():
         model.fc.weight.copy_(weight)
         have = fxfuse.optimize(model, strict=True)(x)
-        want = (0.5 * (x.double() @ weight.double().T)).float()
+        want = 0.5 * (x.double() @ weight.double().T).float()  # the anchor's result is a float32, too
     assert torch.equal(want.isnan(), have.isnan())
     assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
 
@@ -318,6 +318,82 @@ def test_the_output_of_another_dtype():
         want = F.linear(x.double(), model.fc.weight.double(), model.fc.bias.double()) * 1.5
     assert have.dtype == torch.float32
     torch.testing.assert_close(have, want.float(), rtol=1e-5, atol=1e-5)  # no rounding to bfloat16 on the way
+
+
+# --------------------------------------------------------------------------- sums that thread blocks share
+
+SHARED_SIZES = [(1, 640, 4096), (16, 300, 8200), (5, 257, 7001), (33, 136, 8200), (130, 72, 9000)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHARED_SIZES)
+def test_thread_blocks_share_sums_over_k(m, n, k, dtype):
+    model = Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(k, n), v=torch.randn(n))
+    assert "split" in check(model, tensor(m, k, dtype=dtype), dtype)
+    assert "split" in check(Net(lambda s, x: (x @ s.w).relu(), w=torch.randn(k, n)), tensor(m, k, dtype=dtype), dtype)
+
+
+@pytest.fixture(params=[2, 3, 7])
+def splits(request, monkeypatch):
+    """How many thread blocks share every tile."""
+    monkeypatch.setattr(gemm, "_split_counts", lambda tile, problem: [request.param])
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n"), [(9, 130), (200, 333)])
+def test_shared_sums_do_not_depend_on_timing(m, n, dtype, splits):
+    model, x = Net(lambda s, x: s.fc(x) * 1.5, fc=nn.Linear(2240, n)), tensor(m, 2240, dtype=dtype)
+    assert f"split {splits}" in check(model, x, dtype)
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        first = fast(x)
+        for _ in range(50):
+            assert torch.equal(fast(x), first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_sums_hand_on_nan_and_inf(dtype, splits):
+    x = tensor(20, 2240, dtype=dtype)
+    x[3, 5], x[10, 7], x[19, 2239], x[15, 100:2200:300] = float("nan"), float("inf"), -float("inf"), float("inf")
+    x[7, 0], x[7, 2239] = float("inf"), float("-inf")  # the sum of parts that are infinite each
+    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(2240, 130)).to("cuda", dtype)
+    with torch.no_grad():
+        want, have = model(x), fxfuse.optimize(model, strict=True)(x)
+    assert torch.equal(want.isnan(), have.isnan())
+    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+
+
+def test_shared_sums_in_graphs_and_on_streams(splits):
+    model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(2048, 520)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(16, 2048)
+    with torch.no_grad():
+        want = fast(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fast(x)
+        for _ in range(20):
+            captured.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(captured, want)
+        streams, results = [torch.cuda.Stream() for _ in range(2)], []
+        torch.cuda.synchronize()
+        for _ in range(30):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(fast(x))
+        torch.cuda.synchronize()
+    assert all(torch.equal(result, want) for result in results)
+
+
+def test_the_workspace_of_shared_sums_is_reported():
+    model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(4096, 512)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(64, 4096)
+    with torch.no_grad():
+        assert len(kernels_launched(lambda: fast(x))) == 1
+    region = fxfuse.explain(fast).regions[0]
+    assert "split" in region.kernel and region.workspace > 0
 
 
 # ------------------------------------------------------------------------------------------------- conv2d
@@ -418,8 +494,6 @@ def direct_configurations(seed, count, aligned):
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("tile", conv2d.DIRECT_TILES, ids=lambda tile: tile.name)
 def test_direct_convolution_of_any_size(tile, aligned, monkeypatch, forget):
-    if tile.needs_aligned_rows and not aligned:
-        pytest.skip("not offered")
     monkeypatch.setattr(conv2d, "DIRECT_TILES", (tile,))
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     for images, channels, filters, height, width, padding, groups in direct_configurations(1, 24, aligned):

@@ -1,13 +1,16 @@
 """optimize(): the result goes on being the user's model, whatever is done with either of them afterwards."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.package
 from helpers import (
     Net,
     Net2,
@@ -24,9 +27,11 @@ from helpers import (
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import functional
+from fxfuse import functional, plans
+from fxfuse.problem import ANCHORS
 
 IMAGE = randn(4, 4, 8, 8)
+OPERATORS = [functional.function(kind) for kind in ANCHORS]
 
 
 def network():
@@ -311,6 +316,104 @@ def test_optimising_twice():
     with torch.no_grad():
         assert_as_eager(model, twice, IMAGE)
     assert epilogues(fxfuse.optimize(fxfuse.optimize(Untraceable().eval()))) == ["mish(acc)"]
+
+
+@pytest.mark.parametrize("make", [lambda: network(), lambda: Untraceable().eval()], ids=["traced", "untraceable"])
+def test_settings_of_the_second_time_count(make):
+    def fp32(fast):
+        calls = [node for module in fast.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+        return {node.kwargs.get("fp32", "exact") for node in calls if node.target in OPERATORS}
+
+    once = fxfuse.optimize(make(), fp32="fast")
+    twice = fxfuse.optimize(once)
+    assert (fp32(once), fp32(twice)) == ({"fast"}, {"exact"})
+    for again in (copy.deepcopy(once), pickle.loads(pickle.dumps(once)), once.train(), once.eval()):
+        assert fp32(again) == {"fast"}
+
+
+@pytest.mark.parametrize("fp32", ["FAST", "", None, True, ["fast"]], ids=str)
+def test_fp32_is_exact_or_fast(fp32):
+    with pytest.raises(fxfuse.FxfuseError, match='"exact" or "fast"'):
+        fxfuse.optimize(network(), fp32=fp32)
+
+
+class Scaled(nn.Module):
+    """Its second argument may be a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, y):
+        return self.fc(x).tanh() * y
+
+
+def in_a_package(fast):
+    file = io.BytesIO()
+    with torch.package.PackageExporter(file) as exporter:
+        exporter.extern("**")
+        exporter.save_pickle("package", "model.pkl", fast)
+    file.seek(0)
+    return torch.package.PackageImporter(file).load_pickle("package", "model.pkl")
+
+
+REBUILT = {
+    "traced": fx.symbolic_trace,
+    "transformed": lambda fast: fx.Transformer(fast).transform(),
+    "interpreted": lambda fast: fx.Interpreter(fast).run,
+    "another graph module": lambda fast: fx.GraphModule(fast, copy.deepcopy(fast.graph)),
+    "another graph module, pickled": lambda fast: pickle.loads(pickle.dumps(fx.GraphModule(fast, fast.graph))),
+    "packaged": in_a_package,
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("name", REBUILT)
+def test_the_graph_in_other_hands(name):
+    model = Scaled().eval()
+    rebuilt, x = REBUILT[name](fxfuse.optimize(model)), randn(5, 8)
+    with torch.no_grad():
+        for y in (randn(8), 2.5):
+            torch.testing.assert_close(rebuilt(x, y), model(x, y))
+
+
+# --------------------------------------------------------------------------------------------- lifetime
+
+
+def test_plans_live_as_long_as_their_graph():
+    def waiting():
+        return sum(info.func is plans.forget for info in weakref.finalize._registry.values())
+
+    gc.collect()
+    before, finalizers = set(plans._plans), waiting()
+    model = nn.Sequential(linear(), nn.ReLU(), nn.Dropout())
+    fast = fxfuse.optimize(model)
+    for mode in (True, False, True, False):
+        fast.train(mode)
+        fast[2].train(not mode)
+        with torch.no_grad():
+            fast(randn(2, 8))
+    assert len(set(plans._plans) - before) == 1
+    assert waiting() == finalizers + 1
+    alive = weakref.ref(fast)
+    del fast
+    gc.collect()
+    assert alive() is None and set(plans._plans) <= before and waiting() == finalizers
+
+
+def test_a_region_may_be_forgotten_while_its_plan_is_made(monkeypatch, forget):
+    """As when another thread switches the model's mode."""
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    fast = fxfuse.optimize(model)
+    draft = plans._draft
+
+    def forgetting(*args):
+        plans.forget([region.number for region in fast.regions])
+        return draft(*args)
+
+    monkeypatch.setattr(plans, "_draft", forgetting)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 8))
 
 
 # ----------------------------------------------------------------------------------------- example_inputs

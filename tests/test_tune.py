@@ -1,5 +1,6 @@
 """Which candidate runs: the model's first, the measured best or the remembered one. No GPU is needed here."""
 
+import dataclasses
 import json
 
 import pytest
@@ -132,6 +133,28 @@ def test_a_candidate_that_does_not_compile_is_left_out(gpu):
         gpu(problem(rows=1000), gpu.candidates("a", "b", broken=("a", "b")))
 
 
+def test_a_choice_that_no_longer_compiles_is_made_anew(gpu):
+    gpu.times = {"a": 1.0, "b": 2.0}
+    gpu(problem(), gpu.candidates("a", "b"))
+    gpu.new_process()
+    assert gpu(problem(), gpu.candidates("a", "b", broken=("a",))) == "b" and gpu.measured == [["b"]]
+
+
+def test_a_new_generator_is_measured_against_the_old_choice(gpu, monkeypatch):
+    gpu.times = {"a": 2.0, "b": 1.0, "new": 0.5}
+    gpu(problem(), gpu.candidates("a", "b"))
+    gpu.new_process()
+    monkeypatch.setattr(tune, "_generators", lambda: "another version")
+    assert gpu(problem(), gpu.candidates("a", "b", "new")) == "new"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_only_switches_that_matter_enter_the_key(gpu, dtype):
+    """TF32 and fp32= say nothing about 16 bits."""
+    fast = dataclasses.replace(problem(dtype=dtype), fp32="fast")
+    assert (tune._key(problem(dtype=dtype)) == tune._key(fast)) == (dtype != torch.float32)
+
+
 def test_without_a_compiler_the_error_is_the_compilers(gpu):
     def build():
         raise ToolchainError("no nvcc found")
@@ -140,9 +163,21 @@ def test_without_a_compiler_the_error_is_the_compilers(gpu):
         gpu(problem(), [tune.Candidate(name, name, build) for name in "ab"])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"name": "a"}', '{"name": "gone", "identity": "gone", "measured": []}']
-)
+DAMAGED = {
+    "empty": "",
+    "cut off": "{",
+    "a list": "[]",
+    "incomplete": '{"name": "a"}',
+    "outdated": '{"name": "gone", "identity": "gone", "measured": []}',
+    "no times": '{"name": "a", "identity": "a", "measured": 5}',
+    "times that are none": '{"name": "a", "identity": "a", "measured": [["a", null]]}',
+    "times that no float holds": f'{{"name": "a", "identity": "a", "measured": [["a", 1{"0" * 400}]]}}',
+    "nested": "[" * 100_000,
+    "no text": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_or_outdated_file_is_replaced(gpu, text):
     gpu.times = {"a": 2.0, "b": 1.0}
     candidates = gpu.candidates("a", "b")
@@ -160,6 +195,14 @@ def test_a_cache_that_cannot_be_written_does_no_harm(gpu, monkeypatch, tmp_path)
     gpu.times = {"a": 2.0, "b": 1.0}
     assert gpu(problem(), gpu.candidates("a", "b")) == "b"
     assert gpu(problem(), gpu.candidates("a", "b")) == "b" and not gpu.measured
+
+
+def test_a_choice_that_cannot_be_stored_leaves_nothing_behind(gpu):
+    gpu.times = {"a": 2.0, "b": 1.0}
+    file = tune._file(tune._key(problem()))
+    file.mkdir(parents=True)
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b"
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_nothing_is_chosen_where_memory_does_not_suffice(gpu, monkeypatch):

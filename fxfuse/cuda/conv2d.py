@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Final, Literal
 
 from fxfuse.cuda.kernel import Kernel
@@ -301,12 +301,6 @@ class DirectTile:
         return self.images, 16 * self.mmas * along_filters, self.rows * along_rows, 8 * self.col_mmas * along_cols
 
     @property
-    def needs_aligned_rows(self) -> bool:
-        """Whether a thread has 128 registers (of 65536) or fewer: rows that start anywhere would cause spills."""
-        threads = 32 * prod(self.warps) * self.images * self.blocks_per_multiprocessor
-        return threads * 128 >= 65536
-
-    @property
     def name(self) -> str:
         images, filters, rows, cols = self.extents
         of_images = f"{images}x" if images > 1 else ""
@@ -336,7 +330,7 @@ _CHUNK: Final = 8
 
 DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 0.9, resident=True),
-    DirectTile(2, 2, 4, (1, 1, 8), 1, 3, 2, 0.65, resident=True),
+    DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.66, resident=True),
     DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0),
     DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
     DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.95),
@@ -391,7 +385,6 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             tile.tiles(problem) <= _MAX_TILES
             and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ
             and reach < 2**31
-            and (aligned or not tile.needs_aligned_rows)
             and (not tile.resident or (problem.group_channels <= _CHUNK and problem.groups == 1))
         )
 

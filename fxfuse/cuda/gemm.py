@@ -1,15 +1,16 @@
 """GEMM kernels for a problem: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]).
 
 `candidates` turns a `Problem` (sizes, layouts and alignments of one call) into the `Kernel`s of kernels/gemm.cuh that
-can solve it, best first by a model of their time. Nothing here needs a GPU.
+can solve it, best first by a model of their time. Where a tile's thread blocks do not fill the device, several of them
+may share a tile's sum over K. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
@@ -17,12 +18,19 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
+FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
+FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
+MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds up what all of them leave
+LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
+MAX_WORKSPACE = 256 << 20  # bytes
+SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
+COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Problem:
     n: int
     k: int
     precision: Precision
-    """How to multiply: x and weight are float32 for tf32x3 and tf32, else of the type named."""
+    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32. See cuda/precision.py."""
     weight_layout: Layout
     """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
     x_stride: int
@@ -52,7 +60,16 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        return 4 if self.precision in ("tf32x3", "tf32") else 2
+        return 2 if self.precision in ("fp16", "bf16") else 4
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of K in a tile."""
+        return TILE_BYTES_OF_K // self.element_bytes
+
+    @property
+    def tiles_k(self) -> int:
+        return -(-self.k // self.tile_k)
 
 
 @dataclass(frozen=True)
@@ -77,8 +94,8 @@ class Tile:
         return self.m // self.warps_m * (self.n // self.warps_n) <= 32 * 32
 
     def speed(self, together: int) -> float:
-        """With so many of them on a multiprocessor. 0.3: a second one closes 56 to 76 % of the gap."""
-        return self.full - (self.full - self.alone) * 0.3 ** (together - 1)
+        """With so many of them on a multiprocessor: each one more closes 41 % of the gap."""
+        return self.full - (self.full - self.alone) * 0.59 ** (together - 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -87,28 +104,35 @@ class Tile:
         return max(loop, staging)
 
 
-# Speeds: H200, K = 4096, x and weight aligned, with 1 and with 12 thread blocks per multiprocessor, as fractions of
-# 84 (tf32x3), 222 (tf32) and 485 TFLOP/s (fp16, bf16).
+# Speeds: fractions of _PRODUCTS, fitted with the constants of `estimated_time`.
 _TILES_TF32X3 = (
-    Tile(128, 128, 2, 4, stages=3, resident=1, alone=0.97, full=1.00),
-    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.88, full=0.99),
-    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.88, full=0.98),
-    Tile(64, 64, 2, 2, stages=3, resident=2, alone=0.56, full=0.77),
-    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.58, full=0.73),
-    Tile(32, 64, 1, 4, stages=6, resident=4, alone=0.56, full=0.71),
-    Tile(16, 64, 1, 4, stages=8, resident=4, alone=0.36, full=0.51),
-    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.39),
+    Tile(128, 128, 2, 4, stages=3, resident=1, alone=1.00, full=1.00),
+    Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.92, full=1.04),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.94, full=1.02),
+    Tile(64, 64, 2, 2, stages=3, resident=2, alone=0.66, full=0.86),
+    Tile(64, 64, 2, 4, stages=4, resident=2, alone=0.74, full=0.78),
+    Tile(32, 64, 1, 4, stages=4, resident=5, alone=0.62, full=0.72),
+    Tile(16, 64, 1, 4, stages=4, resident=6, alone=0.40, full=0.63),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.26, full=0.44),
+    Tile(128, 16, 4, 1, stages=5, resident=3, alone=0.56, full=0.63),
 )
 _TILES = (
-    Tile(128, 256, 2, 4, stages=3, resident=1, alone=0.98, full=1.00),
-    Tile(256, 128, 4, 2, stages=3, resident=1, alone=0.93, full=0.93),
-    Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.79, full=0.91),
-    Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.65, full=0.78),
-    Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.61, full=0.74),
-    Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.46, full=0.63),
-    Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.31, full=0.42),
-    Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.19, full=0.28),
-    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.09, full=0.22),
+    Tile(128, 256, 2, 4, stages=3, resident=1, alone=1.01, full=1.01),
+    Tile(256, 128, 4, 2, stages=3, resident=1, alone=1.04, full=1.04),
+    Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.95, full=1.08),
+    Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.80, full=1.08),
+    Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.75, full=0.86),
+    Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.65, full=0.75),
+    Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.37, full=0.44),
+    Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.20, full=0.36),
+    Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.30),
+    Tile(128, 16, 4, 1, stages=5, resident=4, alone=0.35, full=0.35),
+)
+_TILES_FP16X3 = (
+    Tile(128, 128, 2, 4, stages=4, resident=1, alone=1.00, full=1.00),
+    Tile(128, 64, 4, 1, stages=3, resident=2, alone=0.83, full=0.94),
+    Tile(64, 128, 1, 4, stages=3, resident=2, alone=0.84, full=0.95),
+    Tile(64, 64, 2, 2, stages=4, resident=2, alone=0.60, full=0.82),
 )
 _MMA = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 _MAJOR = {"nk": "kK", "kn": "kMN"}
@@ -121,27 +145,119 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     """
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
-    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    usable = [tile for tile in tiles if _fits(tile, problem) and _is_accurate(tile, problem)]
-    return tuple(_kernel(tile, problem) for tile in sorted(usable, key=lambda tile: estimated_time(tile, problem)))
+    timed = _timed(problem) if problem.precision != "fp16x3" else _timed_fp16x3(problem)
+    return tuple(kernel for _, kernel in sorted(timed, key=lambda choice: choice[0]))
 
 
-def estimated_time(tile: Tile, problem: Problem) -> float:
-    """Time of a kernel, in the time that the best tile takes per element of out (or of the tiles' parts beyond it).
+def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
+    """Kernels of gemm.cuh with their times."""
+    return [
+        (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
+        for tile in (_TILES_TF32X3 if problem.precision == "tf32x3" else _TILES)
+        if _fits(tile, problem)
+        for splits in _split_counts(tile, problem)
+    ]
 
-    Thread blocks run in waves of as many as the device holds. What all tiles have in common (K, the traffic of
-    weights) is left out, because only the order counts.
+
+def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
+    """Kernels of gemm_fp16x3.cuh, and those of 3xTF32, which are faster where few rows or columns share the cost of
+    splitting; with their times."""
+    return _timed(replace(problem, precision="tf32x3")) + [
+        (_splitting_time(problem) + estimated_time(tile, problem), _fp16x3_kernel(tile, chain, problem))
+        for tile in _TILES_FP16X3
+        if _fits(tile, problem) and (chain := _fp16x3_chain(tile, problem)) is not None
+    ]
+
+
+def _split_counts(tile: Tile, problem: Problem) -> list[int]:
+    """1, and the best number of thread blocks to share each tile if sharing pays; of these, the accurate ones."""
+    counts = [1] if _is_accurate(tile, problem, 1) else []
+    most = estimated_time(tile, problem, 1) * SHARING_PAYS if counts else math.inf
+    times = {
+        splits: estimated_time(tile, problem, splits)
+        for splits in possible_splits(tile, problem)
+        if _is_accurate(tile, problem, splits)
+    }
+    best = min(times, key=lambda splits: times[splits], default=1)
+    return [*counts, best] if best > 1 and times[best] < most else counts
+
+
+def possible_splits(tile: Tile, problem: Problem) -> list[int]:
+    """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
+    tiles_k = problem.tiles_k
+    most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
+    # Equal shares of whole tiles: 4 shares of 10 are 3, 3, 3 and 1, but 6 are 5 of 2.
+    counts = {-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)}
+    return sorted(splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE)
+
+
+def workspace_bytes(tile: Tile, problem: Problem, splits: int) -> int:
+    """A counter per tile, and each thread block's part of its sums (split_k.cuh)."""
+    tiles = _blocks(tile, problem)
+    counters = -(-tiles * COUNTER_BYTES // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return counters + tiles * splits * tile.m * tile.n * 4
+
+
+def _blocks(tile: Tile, problem: Problem) -> int:
+    return -(-problem.m // tile.m) * -(-problem.n // tile.n)
+
+
+# Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
+# same. Fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16 (benchmarks/gemm_model.py): the
+# model's first choice is within 10 % of the best on 146 of 147. Fitted to half of them, it is on 97 % of the others.
+_PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
+    "tf32x3": 84e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
+}  # fmt: skip
+_SPLITTING_BYTES = 31.0e3  # read and written by the pass before fp16x3
+_DEVICE_BYTES = 33.0e3  # from or to device memory
+_L2_BYTES = 86e3  # from L2
+_PART_BYTES = 37e3  # of other thread blocks' sums
+# Microseconds.
+_LAUNCH = 3.4  # of a kernel
+_WAVE = 1.7  # to fill and drain the pipelines of a wave
+_FIRST_BYTES = 2.3  # before device memory is at speed
+_LATENCY = 0.39  # from asking for a tile of K to having it
+_MEETING = 1.6  # for the last thread block of a tile to know that it is
+_HANDING_IN = 1.1  # of the parts of a wave
+_NOT_HIDDEN = 0.075  # of what goes on beside something slower
+
+
+def _splitting_time(problem: Problem) -> float:
+    """Microseconds of the pass that writes both operands as halves; it reads a (K, N) weight twice (split_columns)."""
+    weight_passes = 2 if problem.weight_layout == "nk" else 3
+    moved = problem.element_bytes * problem.k * (2 * problem.m + weight_passes * problem.n)
+    return moved / (_SPLITTING_BYTES * problem.multiprocessors) + _LAUNCH
+
+
+def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
+    """Microseconds that a kernel takes on an H200 (or on a device like it in all but its size).
+
+    Thread blocks run in waves of as many as the device holds. A wave takes as long as its products, its reads from L2
+    or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory.
     """
-    blocks = -(-problem.m // tile.m) * -(-problem.n // tile.n)
-    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
-    waves, rest = divmod(blocks, resident * problem.multiprocessors)
-    area = tile.m * tile.n
-    time = waves * resident * area / tile.speed(resident)
-    if rest:
-        together = -(-rest // problem.multiprocessors)
-        time += together * area / tile.speed(together)
+    share = math.ceil(problem.tiles_k / splits)  # tiles of K
+    rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
+    speed = _PRODUCTS[problem.precision]
     if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
-        time /= 0.84  # measured as the speeds above
+        speed *= 0.84  # measured as the tiles' speeds
+    if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6":
+        speed /= 1.5
+
+    def wave(together: int) -> float:
+        products = together * tile.m * tile.n * share * problem.tile_k / (speed * tile.speed(together))
+        reads = together * (rows + cols) * share * TILE_BYTES_OF_K / _L2_BYTES
+        copies = share / (tile.stages - 1) * _LATENCY
+        return max(products, reads, copies) + _WAVE
+
+    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
+    waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
+    time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
+    elements = (problem.m + problem.n) * problem.k + problem.m * problem.n
+    memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
+    time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
+    if splits > 1:
+        time += _MEETING + _HANDING_IN * (waves + (rest > 0)) + splits * rows * cols * 4 / _PART_BYTES
+        time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
     return time
 
 
@@ -150,6 +266,8 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
+    if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6" and (tile.m, tile.warps_n) == (64, 4):
+        return False  # spills a register on sm_80 where rows are not aligned
     # TileCopy's offsets within a tile have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
     rows = max(min(tile.m, problem.m) * problem.x_stride, weight_rows * problem.weight_stride)
@@ -182,19 +300,33 @@ def _multiplier(problem: Problem) -> str:
     return "Bf16x6" if small or short else "Tf32x3"
 
 
-def _is_accurate(tile: Tile, problem: Problem) -> bool:
+def _is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
     """Whether the kernel's error is at most that of eager's fp32 GEMM.
 
-    Where 128x128 tiles do not fill the device several times over, cuBLAS divides long sums among thread blocks and
-    becomes as accurate as `kBlockwise` only. Seen on an H200 (132 multiprocessors): with 16 tiles from K = 512 on,
-    with 192 tiles from K = 1024 or 2048 on, with 512 tiles never.
+    cuBLAS divides K among thread blocks, too, where 128x128 tiles do not fill the device, and so becomes as accurate as
+    `kBlockwise` only. Seen on an H200 (132 multiprocessors), errors in 1e-8 for normal/uniform data:
+
+        tiles                                    K = 1024   2048    4096      8192     16384     32768
+        any, at least                               24/9    29/9   41/12     49/13     57/12     57/11
+        those that fill whole waves                57/43   57/30   81/43     66/24     81/22    133/47
+        64 of one row                              57/43   41/16   57/22     81/30    162/84   229/119
+        128 and 256 of one row                     57/43       -   81/43    115/60   229/168   324/238
+        kPromoted, 1                               27/23   29/24   32/26     38/30     48/37     63/47
+        kPromoted, 1, shares of at most 4096           -       -       -     29/23     32/23     33/23
+        kBlockwise, 8                               15/7    15/7    16/7      18/9     20/12     25/16
     """
     if problem.precision != "tf32x3" or tile.small_warps:
         return True
     if _multiplier(problem) == "Bf16x6":
         return False  # it needs registers for three sets of sums
-    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
-    return problem.k <= 256 or fills >= (1 if problem.k < 1024 else 3)
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
+    fills = tiles / problem.multiprocessors
+    if problem.k <= 256 or fills >= (1 if problem.k < 1024 else 3):
+        return True
+    share = problem.k / splits
+    if 64 < problem.m <= 128 and tiles >= 64 and problem.k >= 8192:
+        return share <= (4096 if tiles < 128 else 16384)
+    return fills / math.ceil(fills) >= 0.9 and problem.k <= 4096
 
 
 def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
@@ -218,12 +350,57 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
         return "kBlockwise", max(1, round(math.sqrt(problem.k / 128)))
     if problem.k <= 256:
         return "kStepwise", 1
-    if problem.k < 2048:
+    # Fewer tiles make cuBLAS more accurate: see _is_accurate.
+    if problem.k < 2048 or -(-problem.m // 128) * -(-problem.n // 128) < 3 * problem.multiprocessors:
         return "kPromoted", 1
     return "kPromoted", 2 if problem.k <= 8192 else 4
 
 
-def _kernel(tile: Tile, problem: Problem) -> Kernel:
+def _fp16x3_chain(tile: Tile, problem: Problem) -> int | None:
+    """Steps of K that the kernel adds up in tensor cores at a time; None if its error would be beyond eager's.
+
+    Small warps add up these sums as a tree (Fp16x3Config). Error on an H200 as a multiple of cuBLAS's fp32 error, for
+    normal and uniform data:
+
+        tiles of 128x128, K        512, 256      512, 1024     512, 4096     448, 2048     192, 3072     16, 16384
+        1, as a tree               0.41/0.34     0.22/0.16     0.12/0.09     0.28/0.30     0.39/0.66     0.33/0.98
+        2                          0.53/0.55     0.31/0.32     0.22/0.22     0.44/0.67     0.64/1.64     0.75/2.62
+        4                          0.86/1.21     0.46/0.65     0.26/0.35     0.59/1.22     0.79/2.59     0.67/2.86
+
+    cuBLAS divides long sums among thread blocks, and is more accurate, where its tiles leave multiprocessors idle. From
+    K = 1024 on that was so for 16, 192, 300, 384 and 448 tiles of 128x128, but not for 256, 512 and 576. For 4 tiles
+    and K = 16384 not even the tree is exact enough (1.2).
+    """
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
+    if tile.small_warps:
+        return 1 if tiles >= 16 or problem.k <= 4096 else None
+    if problem.k < 512:
+        return 2
+    fills = tiles / problem.multiprocessors
+    if problem.k < 1024:
+        return 4 if fills >= 1 else None
+    if fills >= 3.8 or 1.9 <= fills <= 2:
+        return 4
+    return 2 if fills >= 3 else None
+
+
+def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
+    """A kernel that splits float32 operands into its workspace and multiplies the halves."""
+    block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
+    padded_k = -(-problem.k // block_k) * block_k
+    rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
+    config = f"Fp16x3Config<{tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, {chain}"
+    tree = "true" if tile.small_warps else "false"
+    return Kernel(
+        name=f"gemm fp16x3 {tile.m}x{tile.n}x{FP16X3_TILE_K}, {tile.stages} stages",
+        header=FP16X3_HEADER,
+        type=f"Fp16x3Gemm<{config}, {tree}>, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
+        params=_params(problem, block_tiles=1),
+        workspace=4 * rows * (padded_k + 1),  # halves and exponents
+    )
+
+
+def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     sums, block = _sums(tile, problem)
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
@@ -234,22 +411,30 @@ def _kernel(tile: Tile, problem: Problem) -> Kernel:
         f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
         f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
     )
-    tile_k = TILE_BYTES_OF_K // problem.element_bytes
+    name = f"gemm {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     return Kernel(
-        name=f"gemm {problem.precision} {tile.m}x{tile.n}x{tile_k}, {tile.stages} stages",
+        name=f"{name}, split {splits}" if splits > 1 else name,
         header=HEADER,
-        type=f"Gemm<{config}, {{output}}, {{epilogue}}>",
-        params=struct.pack(
-            "<8q",
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.x_stride,
-            problem.weight_stride,
-            problem.out_stride,
-            problem.rows_per_batch or problem.m,
-            block,
-        ),
+        type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
+        params=_params(problem, block, splits),
+        workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
+    )
+
+
+def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
+    """Gemm::Problem in gemm.cuh."""
+    return struct.pack(
+        "<10q",
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.x_stride,
+        problem.weight_stride,
+        problem.out_stride,
+        problem.rows_per_batch or problem.m,
+        block_tiles,
+        splits,
+        math.ceil(problem.tiles_k / splits),
     )
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, ops
 from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import Prepared, prepare
 from fxfuse.errors import LaunchError, UnsupportedError
-from fxfuse.expression import Acc, Expr, Operand, call, rewrite
+from fxfuse.expression import Acc, Call, Expr, Operand, call, postorder, rewrite
 from fxfuse.layout import flatten
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.problem import Draft, Problem, Run, TensorMeta, channel_operands, run_anchor, typed
@@ -147,6 +147,7 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
     workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
     queue = _queue(region, operands, kernel, launch)
+    empty_strided = _empty_strided()
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
@@ -160,7 +161,7 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
             weight = convert_weight(weight)
         if reads_bias and bias is not None:
             others = (*others, bias)
-        out = torch.empty_strided(shape, strides, dtype=output, device=device)
+        out = empty_strided(shape, strides, output)
         if workspace_size:
             workspace = torch.empty(workspace_size, dtype=torch.uint8, device=device)
             queue(others, x.data_ptr(), weight.data_ptr(), out.data_ptr(), workspace.data_ptr())
@@ -169,6 +170,19 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
         return out
 
     return run
+
+
+def _empty_strided() -> Callable[..., torch.Tensor]:
+    """empty_strided(shape, strides, dtype) on the current GPU.
+
+    The function that torch.compile's code calls, if torch has it: it takes a microsecond less than torch.empty_strided.
+    """
+    guards = torch._C._dynamo.guards
+    return getattr(guards, "_empty_strided_cuda", _plain_empty_strided)
+
+
+def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Callable[..., None]:
@@ -194,13 +208,9 @@ def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build
 
 
 def _library_candidate(region: _Region) -> tune.Candidate:
-    """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes.
-
-    A matrix product's bias is added by the library, before it rounds its result. A convolution's is added by the pass:
-    torch would make a pass of its own for it.
-    """
+    """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
-    by_pass = problem.kind == "conv2d"
+    by_pass = _bias_by_pass(region)
     expression, metas = _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
     operands = plan_operands(shape, strides, metas, region.channel, flatten)
@@ -213,6 +223,17 @@ def _library_candidate(region: _Region) -> tune.Candidate:
     return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
 
 
+def _bias_by_pass(region: _Region) -> bool:
+    """Whether the pass adds the bias: libraries take longer for it, or use another kernel.
+
+    A 16-bit product is rounded once more then. Eager rounds after each operation, so this is no worse than eager if
+    the epilogue has an operation that rounds whatever it is given.
+    """
+    rows = [ops.row(node.op) for node in postorder(region.expression) if isinstance(node, Call)]
+    rounds = any(not (row.passing or row.boolean) for row in rows)
+    return region.problem.kind == "conv2d" or region.problem.x.dtype == torch.float32 or rounds
+
+
 def _library_runner(
     region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch, bias_by_pass: bool
 ) -> Run:
@@ -220,6 +241,9 @@ def _library_runner(
     device, index = problem.x.device, problem.x.device.index
     shape, strides = region.prepared.result_shape, region.prepared.result_strides
     moves = [size > 1 for size in shape]
+    # of addmm the pass takes over all but the product
+    kind, options = ("mm", ()) if bias_by_pass and problem.kind == "addmm" else (problem.kind, problem.options)
+    reads_bias = len(operands.kinds) > len(problem.operands)
     in_place, current_device = output == problem.x.dtype, torch._C._cuda_getDevice
     queue = _queue(region, operands, kernel, launch)
 
@@ -229,10 +253,10 @@ def _library_runner(
         if current_device() != index:
             with torch.cuda.device(index):
                 return run(x, weight, bias, others)
-        acc = run_anchor(problem.kind, problem.options, x, weight, None if bias_by_pass else bias)
+        acc = run_anchor(kind, options, x, weight, None if bias_by_pass else bias)
         if any(have != want and moved for have, want, moved in zip(acc.stride(), strides, moves, strict=True)):
             acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
-        if bias_by_pass and bias is not None:
+        if reads_bias and bias is not None:
             others = (*others, bias)
         out = acc if in_place else torch.empty_strided(shape, strides, dtype=output, device=device)
         queue(others, acc.data_ptr(), out.data_ptr())

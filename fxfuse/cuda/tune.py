@@ -10,6 +10,7 @@ model's first choice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -17,6 +18,7 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ import torch
 
 from fxfuse import build
 from fxfuse.benchmark import gpu_timer
-from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.cuda.precision import precision
 from fxfuse.errors import BuildError, LaunchError
 from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
 
@@ -37,6 +39,10 @@ CONTESTANTS: Final = 4
 """Candidates that are compiled and measured, beside those that always are."""
 ROUNDS: Final = 9
 """Timed runs of each; medians count."""
+SHORT: Final = 100e-6
+"""Seconds on the GPU below which the CPU's time for a call is measured, too."""
+CALLS: Final = 10
+"""Calls in a row whose time on the CPU is taken, ROUNDS times."""
 NOISE: Final = 0.02
 """A candidate must be faster than those ranked before it by more than this to be preferred."""
 
@@ -84,8 +90,9 @@ def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
     if stored is not None:
         chosen = _find(candidates, stored)
         if chosen is not None:
-            plan = _plan(chosen, chosen.build(), stored.measured)
-            return lambda: plan
+            with contextlib.suppress(BuildError):  # then the others are tried, as if nothing were stored
+                plan = _plan(chosen, chosen.build(), stored.measured)
+                return lambda: plan
     if not enabled() or len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
         plan = _plan(candidates[0], candidates[0].build())
         return lambda: plan
@@ -150,9 +157,10 @@ def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> Plan:
 
 
 def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
-    """Medians in seconds by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
+    """Seconds per call by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
     device = problem.x.device
     samples: dict[str, list[float]] = {}
+    times: dict[str, float] = {}
     try:
         with torch.cuda.device(device), torch.no_grad():
             tensors = _example(problem)
@@ -167,10 +175,27 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                 for candidate, run in ready:
                     if candidate.name in samples:
                         samples[candidate.name].append(time_once(run, tensors))
+            for candidate, run in ready:
+                if candidate.name in samples:
+                    seconds = statistics.median(samples[candidate.name])
+                    # A call takes the longer of the GPU's time and the CPU's: one tiny kernel is better than two.
+                    times[candidate.name] = max(seconds, _time_to_issue(run, tensors) if seconds < SHORT else 0.0)
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to measure candidates; the model's first is taken", problem.label)
         return {}
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return times
+
+
+def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
+    """Median of the CPU's seconds for a call, measured over too few at a time to fill the GPU's queue."""
+    samples = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            run(*tensors)
+        samples.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(samples)
 
 
 def _example(problem: Problem) -> tuple[Any, ...]:
@@ -203,6 +228,15 @@ def _gpu(device: torch.device) -> tuple[str, int]:
     return properties.name, properties.multi_processor_count
 
 
+@functools.cache
+def _generators() -> str:
+    """Hash of what proposes candidates: a new tile must be measured against the old choice."""
+    digest = hashlib.sha256()
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(module.name.encode() + b"\0" + module.read_bytes())
+    return digest.hexdigest()
+
+
 def _key(problem: Problem) -> str:
     """What a choice depends on, as a file's name."""
 
@@ -219,8 +253,8 @@ def _key(problem: Problem) -> str:
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
     parts = (
-        *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(),
-        problem.kind, problem.options, problem.epilogue, problem.fp32, tf32_allowed(problem.kind),
+        *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
+        problem.kind, problem.options, problem.epilogue, precision(problem.kind, problem.x.dtype, problem.fp32),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
         tensor(problem.weight, True),
         problem.bias and tensor(problem.bias, True),
@@ -242,7 +276,7 @@ def _recall(problem: Problem) -> _Choice | None:
             _choices[key] = _Choice(str(stored["name"]), str(stored["identity"]), times)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             logger.info("fxfuse: a stored choice cannot be read and is measured anew: %s", error)
             return None
     return _choices[key]
@@ -255,9 +289,9 @@ def _remember(problem: Problem, choice: _Choice) -> None:
     path = _file(key)
     try:
         path.parent.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with contextlib.closing(os.fdopen(handle, "w")) as file:
-            file.write(text)
-        os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(text)
+            written.replace(path)  # a reader sees all of it or nothing
     except OSError as error:  # it is kept for this process
         logger.info("fxfuse: a choice cannot be stored: %s", error)

@@ -12,6 +12,7 @@
 #include "mma.cuh"
 #include "ptx.cuh"
 #include "shared_tile.cuh"
+#include "split_k.cuh"
 
 namespace fxfuse {
 
@@ -33,24 +34,26 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads)
     gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Element* __restrict__ x,
                 const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
-                const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, weight, out, epilogue);
+                const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, weight, out, workspace, epilogue);
 }
 
-template <class Config_, class Output_, class Epilogue_>
+// kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of K.
+template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Gemm {
     using Config = Config_;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Element = typename Config::Element;
 
-    static constexpr int kTensors = 3;  // x, weight, out
+    static constexpr int kTensors = kSplits ? 4 : 3;  // x, weight, out, workspace
 
     struct Problem {
         int64_t m, n, k;
         int64_t x_stride, weight_stride, out_stride;  // of rows, in elements
         int64_t rows_per_batch;                       // row m of out is row m % rows_per_batch of a batch
         int64_t block_tiles;                          // tiles of K in a block, for sums that have blocks
+        int64_t splits, split_tiles;                  // thread blocks per tile of out, and tiles of K in each
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
@@ -73,9 +76,9 @@ struct Gemm {
     static_assert(kSharedBytes <= kSharedLimit);
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
-                                               Output* out, const Epilogue& epilogue) {
+                                               Output* out, const SplitWorkspace& workspace, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
-        if (tile_origin().row >= problem.m) return;
+        if (tile_origin(problem).row >= problem.m) return;
         typename Loop::Sum sum;
         multiply<Config>(sum, problem, x, weight, shared);
         if constexpr (Config::kGuarded) {
@@ -84,57 +87,106 @@ struct Gemm {
                 multiply<typename Config::Guarded>(sum, problem, x, weight, shared);
             }
         }
+        if constexpr (kSplits) {
+            if (!collect(sum, problem, workspace)) return;
+        }
         store(problem, sum, reinterpret_cast<float*>(shared), out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
     // Blocks start in the order x, y, z. Those that run together then cover a compact part of the output, a band of at
-    // most kBand tiles high, and share their rows of x and of the weight through L2.
+    // most kBand tiles high, and share their rows of x and of the weight through L2. Blocks that share a tile of out
+    // start together, too.
     static dim3 grid(const Problem& problem) {
         constexpr int64_t kBand = 8;
-        const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM, tiles_n = (problem.n + kTileN - 1) / kTileN;
+        const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM;
         const int64_t bands = (tiles_m + kBand - 1) / kBand;
-        return {static_cast<unsigned>((tiles_m + bands - 1) / bands), static_cast<unsigned>(tiles_n),
-                static_cast<unsigned>(bands)};
+        return {static_cast<unsigned>((tiles_m + bands - 1) / bands * problem.splits),
+                static_cast<unsigned>(tiles_n(problem)), static_cast<unsigned>(bands)};
     }
 
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
         constexpr auto kKernel = &gemm_kernel<Gemm>;
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        SplitWorkspace workspace{};
+        if constexpr (kSplits) {
+            const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM;
+            workspace = SplitWorkspace::make(pointers[3], tiles_m * tiles_n(problem));
+        }
         kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
             problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
+            reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
 
-private:
+protected:
     struct Origin {
         int64_t row, col;
+        int split;  // which of the blocks that share the tile
     };
 
+    static __host__ __device__ __forceinline__ int64_t tiles_n(const Problem& problem) {
+        return (problem.n + kTileN - 1) / kTileN;
+    }
+
     // Of the block's tile; the last band may reach beyond M.
-    static __device__ __forceinline__ Origin tile_origin() {
+    static __device__ __forceinline__ Origin tile_origin(const Problem& problem) {
         const uint3 block = ptx::read_block_index();
-        return {(static_cast<int64_t>(block.z) * gridDim.x + block.x) * kTileM, static_cast<int64_t>(block.y) * kTileN};
+        const unsigned rows = kSplits ? gridDim.x / static_cast<unsigned>(problem.splits) : gridDim.x;
+        const unsigned split = kSplits ? block.x / rows : 0;
+        return {(static_cast<int64_t>(block.z) * rows + block.x - split * rows) * kTileM,
+                static_cast<int64_t>(block.y) * kTileN, static_cast<int>(split)};
+    }
+
+    static __device__ __forceinline__ int rows_of(const Problem& problem, const Origin& origin) {
+        return static_cast<int>(problem.m - origin.row);
+    }
+
+    // Hands the block's part of the sums in. True for one of the blocks that share a tile, which then has all of it.
+    static __device__ __forceinline__ bool collect(typename Loop::Sum& sum, const Problem& problem,
+                                                   const SplitWorkspace& workspace) {
+        using Part = SplitPart<Config>;
+        const Origin origin = tile_origin(problem);
+        const int64_t tile = origin.row / kTileM * tiles_n(problem) + ptx::read_block_index().y;
+        const int splits = static_cast<int>(problem.splits), rows = rows_of(problem, origin);
+        float2* parts = workspace.parts + tile * splits * Part::kPairs;
+        Part::write(sum, parts + origin.split * Part::kPairs, rows);
+        __threadfence();  // before the block is counted in
+        __syncthreads();
+        const bool last = ptx::read_thread_index() == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
+        if (!__syncthreads_or(last)) return false;
+        __threadfence();
+        Part::add_all(sum, parts, splits, rows);
+        return true;
     }
 
     template <class Shape>
     static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Element* x,
                                                     const Element* weight, unsigned char* shared) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
-        const Origin origin = tile_origin();
-        const int64_t weight_offset =
-            Config::kWeightMajor == Major::kK ? origin.col * problem.weight_stride : origin.col;
-        const int rows = static_cast<int>(problem.m - origin.row);
+        const Origin origin = tile_origin(problem);
+        const int rows = rows_of(problem, origin);
         const int cols = static_cast<int>(problem.n - origin.col);
-        const int k = static_cast<int>(problem.k);
-        LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride, problem.x_stride, rows, k, thread),
-                           CopyW(weight + weight_offset, problem.weight_stride, cols, k, thread),
+        int64_t first = 0;
+        int k = static_cast<int>(problem.k);  // from there on
+        if constexpr (kSplits) {
+            const int64_t share = problem.split_tiles * Shape::kTileK;
+            first = origin.split * share;
+            k = static_cast<int>(min(share, problem.k - first));
+        }
+        const Element* weight_tile = Config::kWeightMajor == Major::kK
+                                         ? weight + origin.col * problem.weight_stride + first
+                                         : weight + first * problem.weight_stride + origin.col;
+        LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride + first, problem.x_stride, rows, k, thread),
+                           CopyW(weight_tile, problem.weight_stride, cols, k, thread),
                            ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
-        loop.run(sum, ptx::shared_address(shared), (k + Shape::kTileK - 1) / Shape::kTileK,
-                 static_cast<int>(problem.block_tiles));
+        // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which
+        // large tiles have not got.
+        const int tiles = Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
+                                                          : (k + Shape::kTileK - 1) / Shape::kTileK;
+        loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
     }
 
     static __device__ __forceinline__ void stage(const typename Loop::Sum& sum, float* staging) {
@@ -166,7 +218,7 @@ private:
         static_assert(kThreads % kRunsPerRow == 0 && kTileM == kRowStep * kTogether * kTurns);
         using Values = typename Epilogue::template Values<kVector, Position>;
         constexpr int kAhead = turns_ahead(kTurns, kTogether * kRunBytes);
-        const Origin origin = tile_origin();
+        const Origin origin = tile_origin(problem);
         const uint32_t thread = ptx::read_thread_index();
         const int run = static_cast<int>(thread % kRunsPerRow * kVector), first = static_cast<int>(thread / kRunsPerRow);
         const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), problem.m - origin.row));
@@ -239,5 +291,9 @@ private:
         }
     }
 };
+
+// Gemm whose tiles are shared by Problem::splits thread blocks each.
+template <class Config, class Output, class Epilogue>
+using SplitGemm = Gemm<Config, Output, Epilogue, true>;
 
 }  // namespace fxfuse

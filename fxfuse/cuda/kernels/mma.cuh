@@ -245,6 +245,37 @@ struct Bf16 : Half<__nv_bfloat16> {
     }
 };
 
+// A float32 number as hi + lo, two halves of which lo is the remainder of hi: 22 significant bits. Where tiles of them
+// lie in memory, 16 numbers along K are 32 bytes of hi and 32 bytes of lo. See split_halves.cuh.
+struct HalfPair {
+    uint32_t bits;
+};
+
+// fp32-level accuracy from pairs of halves. An instruction's worth of K takes two reads of raw registers, hi and lo.
+struct Fp16x3 {
+    using Element = HalfPair;
+    static constexpr bool kGuarded = false;
+    using Unguarded = Fp16x3;
+    struct A {
+        uint32_t hi[4], lo[4];
+    };
+    struct B {
+        uint32_t hi[2], lo[2];
+    };
+    static constexpr int kProducts = 3;
+
+    template <int kProduct>
+    static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
+        if constexpr (kProduct == 0) {
+            ptx::mma_m16n8k16_f16(d, a.lo, b.hi);
+        } else if constexpr (kProduct == 1) {
+            ptx::mma_m16n8k16_f16(d, a.hi, b.lo);
+        } else {
+            ptx::mma_m16n8k16_f16(d, a.hi, b.hi);
+        }
+    }
+};
+
 // d[m][first + n] += a[m] * b[n], of a precision's products those from kProduct to kEnd. One product of all tiles before
 // the next: the products of one tile depend on each other, and the other tiles hide their latency.
 template <class Mma, int kProduct, int kEnd, int kMmasM, int kColumns, int kMmasN>

@@ -1,0 +1,108 @@
+"""Which candidates a CUDA problem has, and that each generates its source. No GPU is needed here."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxfuse import build
+from fxfuse.cuda import plan, tune
+from fxfuse.problem import Problem, TensorMeta, anchor_meta
+
+CUDA = torch.device("cuda:0")
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def meta(*shape, dtype=torch.float32, device=CUDA, **options):
+    strides = torch.empty(shape, device="meta").stride()
+    return TensorMeta(shape, strides, dtype, device, **options)
+
+
+@pytest.fixture
+def ranked(monkeypatch):
+    """A function from a problem and a compute capability to the candidates, best first."""
+    monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
+    properties = SimpleNamespace(multi_processor_count=108, shared_memory_per_multiprocessor=163 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
+        monkeypatch.setattr(torch._C, name, None, raising=False)
+
+    def candidates(problem, capability=(8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return plan.draft(problem, anchor_meta(problem))
+
+    return candidates
+
+
+def linear(rows, features, depth, dtype=torch.float32, **options):
+    x, weight = meta(rows, depth, dtype=dtype), meta(features, depth, dtype=dtype, is_parameter=True)
+    bias = meta(features, dtype=dtype, is_parameter=True)
+    fields = {"epilogue": "tanh(acc + o0) * o1", "operands": (meta(rows, 1), meta(device=CPU)), **options}
+    return Problem("linear", (), x=x, weight=weight, bias=bias, **fields)
+
+
+def conv2d(padding, groups, channels_last, dtype):
+    x = meta(4, 16, 9, 10, dtype=dtype)
+    if channels_last:
+        x = TensorMeta(x.shape, (16 * 90, 1, 160, 16), dtype, CUDA)
+    weight, bias = (meta(*shape, dtype=dtype, is_parameter=True) for shape in ((32, 16 // groups, 3, 3), (32,)))
+    options = (("stride", (1, 1)), ("padding", padding), ("dilation", (1, 1)), ("groups", groups))
+    return Problem("conv2d", options, "tanh(acc) + o0", x, weight, bias, (meta(32, 1, 1, is_parameter=True),))
+
+
+PROBLEMS = [
+    *(linear(*sizes, dtype) for sizes in ((1, 1, 1), (7, 100, 33), (4096, 4096, 1024)) for dtype in FLOATS),
+    *(conv2d(*options) for options in itertools.product(((1, 1), (0, 1, 1, 0)), (1, 2), (False, True), FLOATS)),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.kind} {problem.x.shape} {problem.x.dtype}")
+def test_candidates_have_names_of_their_own_and_generate_their_source(problem, ranked, monkeypatch):
+    texts = []
+    monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    candidates = ranked(problem)
+    names = [candidate.name for candidate in candidates]
+    assert len(set(names)) == len(names)
+    assert [candidate.name for candidate in candidates if candidate.always] == [plan.LIBRARY]
+    for candidate in candidates:
+        candidate.build()
+    assert len(texts) == len(candidates) and all("tanh" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "problem, capability, first",
+    [
+        (linear(8192, 8192, 8192, torch.bfloat16), (8, 0), False),
+        (linear(8192, 8192, 8192, torch.bfloat16), (9, 0), True),
+        (linear(64, 256, 256, torch.bfloat16), (9, 0), False),
+        (linear(8192, 8192, 8192), (9, 0), False),
+    ],
+    ids=["A100", "Hopper", "Hopper, small", "Hopper, float32"],
+)
+def test_the_library_comes_first_where_it_was_measured_to_be_ahead(problem, capability, first, ranked):
+    names = [candidate.name for candidate in ranked(problem, capability)]
+    assert names.index(plan.LIBRARY) == (0 if first else len(names) - 1)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "dtype", "by_pass"),
+    [
+        ("relu(acc)", torch.bfloat16, False),
+        ("where(acc > 0, -acc, 1)", torch.bfloat16, False),
+        ("gelu(acc)", torch.bfloat16, False),
+        ("sigmoid(acc)", torch.bfloat16, True),
+        ("relu(acc + 1)", torch.float16, True),
+        ("relu(acc)", torch.float32, True),
+    ],
+)
+def test_the_pass_adds_the_bias_where_nothing_is_rounded_more_often_than_by_eager(
+    epilogue, dtype, by_pass, ranked, monkeypatch
+):
+    texts = []
+    monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    library = ranked(linear(64, 256, 256, dtype, epilogue=epilogue, operands=()))[-1]
+    assert library.name == plan.LIBRARY
+    library.build()
+    assert ("operand0" in texts[0]) is by_pass
