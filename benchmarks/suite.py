@@ -208,15 +208,15 @@ def run(name: str, description: str | None, regions: Sequence[Region], precision
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     device = torch.device(given.device)
+    facts = provenance(device, given.commit)
+    heading = ", ".join(f"{key} {value}" for key, value in facts.items())
     rows: list[Row] = []
     for region in (region for region in regions if given.only in region.name):
         for precision in given.precisions:
             row = measure(region, device, precision, given.compare, given.seconds, given.channels_last)
             rows.append(row)
             print(render(rows[-1:], given.compare).splitlines()[-1], flush=True)
-    facts = provenance(device, given.commit)
-    heading = ", ".join(f"{key} {value}" for key, value in facts.items())
-    text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows, given.compare)}\n"
-    print("\n" + text)
-    if given.output is not None:
-        write(given.output, name + ("-channels-last" if given.channels_last else ""), facts, text, rows)
+            if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
+                text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows, given.compare)}\n"
+                write(given.output, name + ("-channels-last" if given.channels_last else ""), facts, text, rows)
+    print(f"\n{heading}\n{render(rows, given.compare)}")
