@@ -106,3 +106,13 @@ def test_the_pass_adds_the_bias_where_nothing_is_rounded_more_often_than_by_eage
     assert library.name == plan.LIBRARY
     library.build()
     assert ("operand0" in texts[0]) is by_pass
+
+
+def test_fast_float32_is_offered_where_it_is_asked_for(ranked):
+    asked = ranked(linear(4096, 4096, 4096, fp32="fast"))
+    assert asked[0].name.startswith("gemm fp16x3") and asked[0].workspace > 4 * 2 * 4096 * 4096
+    assert any("tf32x3" in candidate.name for candidate in asked)
+    assert not any("fp16x3" in candidate.name for candidate in ranked(linear(4096, 4096, 4096)))
+    assert not any(
+        "fp16x3" in candidate.name for candidate in ranked(linear(4096, 4096, 4096, torch.float16, fp32="fast"))
+    )

@@ -31,7 +31,7 @@ MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
 
 LIBRARY = "library + one pass"
-LIBRARY_PRODUCTS = 2**32
+LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
 logger = logging.getLogger("fxfuse")
