@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -66,11 +66,12 @@ def optimize(
     settings = Settings(strict, fp32)
     before = settings
     if isinstance(model, FusedModule):
-        before, model = model.settings, model.captured.root
+        before, model = state_of(model).settings, state_of(model).captured.root
     captured = capture(model, _is_fused, strict)
     for child in captured.root.modules():
-        if isinstance(child, FusedModule) and child.settings == before != settings:  # fused with the model, then
-            child.reset(settings)
+        if isinstance(child, FusedModule) and state_of(child).settings == before != settings:  # fused with the model
+            state_of(child).settings = settings
+            child._derive(state_of(child).captured)
     fast = FusedModule(_with_fused_children(captured, settings), settings)
     if example_inputs is not None:
         compile_for(fast, example_inputs)
@@ -201,24 +202,39 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
+@dataclass
+class FusedState:
+    """What a FusedModule knows beside what every module has; in one attribute, to hide but one name of the model's."""
+
+    captured: Captured
+    settings: Settings
+    regions: tuple[FusedRegion, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    modes: tuple[tuple[nn.Module, bool], ...] = ()
+    """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
+    variants: dict[frozenset[str], FusedModule] = field(default_factory=dict)
+    """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
+    own_attributes: frozenset[str] = frozenset()
+    """Names of the module's attributes that the user did not give it."""
+    forget: Callable[[], Any] | None = None
+    """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
+
+
+_STATE: Final = "_fxfuse"
+
+
+def state_of(module: FusedModule) -> FusedState:
+    """The module's own state; every other attribute of it is the model's."""
+    state: FusedState = module.__dict__[_STATE]
+    return state
+
+
 class FusedModule(fx.GraphModule):
     """The graph module that optimize() returns.
 
     Its graph is derived from the captured model. `train()` and `eval()` trace and derive it anew, since what a model
     does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
     """
-
-    captured: Captured
-    settings: Settings
-    own_attributes: frozenset[str]
-    regions: tuple[FusedRegion, ...]
-    skipped: tuple[Skipped, ...]
-    modes: tuple[tuple[nn.Module, bool], ...]
-    """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
-    variants: dict[frozenset[str], FusedModule]
-    """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
-    _forget: weakref.finalize[..., FusedModule]
-    """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
     def __init__(self, captured: Captured, settings: Settings) -> None:
         root = captured.root
@@ -227,18 +243,17 @@ class FusedModule(fx.GraphModule):
         for name in _SHARED:
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
-        self.__dict__["settings"] = settings
+        self.__dict__[_STATE] = state = FusedState(captured, settings)
         self.training = root.training
         self._derive(captured)
-        self.__dict__["own_attributes"] = frozenset(self.__dict__)
+        state.own_attributes = frozenset(self.__dict__)
 
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
-        if "_forget" in self.__dict__:
-            self._forget()
-        self.__dict__["captured"] = captured
-        self.__dict__["variants"] = {}
-        self.__dict__["modes"] = _modes(captured)
+        state = state_of(self)
+        if state.forget is not None:
+            state.forget()
+        state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         if captured.graph is None:
@@ -252,19 +267,14 @@ class FusedModule(fx.GraphModule):
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
-                    fused = _replace(graph, region, number, replaced, self.settings)
+                    fused = _replace(graph, region, number, replaced, state.settings)
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
             graph.lint()
-        self.__dict__["regions"] = tuple(regions)
-        self.__dict__["_forget"] = weakref.finalize(self, plans.forget, [region.number for region in regions])
-        self._forget.atexit = False
-        self.__dict__["skipped"] = tuple(skipped)
+        state.regions, state.skipped = tuple(regions), tuple(skipped)
+        finalizer = weakref.finalize(self, plans.forget, [region.number for region in regions])
+        finalizer.atexit = False
+        state.forget = finalizer
         self.graph = graph
-
-    def reset(self, settings: Settings) -> None:
-        """Derives the graph anew with other settings."""
-        self.__dict__["settings"] = settings
-        self._derive(self.captured)
 
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
@@ -273,28 +283,22 @@ class FusedModule(fx.GraphModule):
         # traces a model around this one patches it.
         if "__call__" in vars(type(self)):
             del type(self).__call__
-        if "captured" in self.__dict__:
-            if self.captured.defaults:
-                type(self).forward = _guarded(type(self).forward, self.captured)
-            if self.modes:
+        if _STATE in self.__dict__:
+            state = state_of(self)
+            if state.captured.defaults:
+                type(self).forward = _guarded(type(self).forward, state.captured)
+            if state.modes:
                 type(self).forward = _watching(type(self).forward)
         return code
-
-    def variant(self, given: frozenset[str]) -> FusedModule:
-        """The model traced for calls that give the arguments `given`, of those with a default, another value."""
-        if given not in self.variants:
-            logger.info("fxfuse: %s is traced for arguments %s", type(self.captured.root).__name__, sorted(given))
-            captured = trace(self.captured.root, _is_fused, self.settings.strict, given)
-            self.variants[given] = FusedModule(_with_fused_children(captured, self.settings), self.settings)
-        return self.variants[given]
 
     def train(self, mode: bool = True) -> FusedModule:
         """As nn.Module.train; the graph is traced and fused anew if any module's mode changes."""
         if any(module.training != mode for module in self.modules()):
             super().train(mode)
-            root = self.captured.root
+            state = state_of(self)
+            root = state.captured.root
             root.training = mode
-            self._derive(_with_fused_children(trace(root, _is_fused, self.settings.strict), self.settings))
+            self._derive(_with_fused_children(trace(root, _is_fused, state.settings.strict), state.settings))
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -302,33 +306,49 @@ class FusedModule(fx.GraphModule):
         for table in _TABLES:  # as nn.Module's, in half the time: the graph reads every parameter at every call
             if table in own and name in own[table]:
                 return own[table][name]
-        if "captured" not in own or name.startswith("__"):
+        if _STATE not in own or name.startswith("__"):
             return super().__getattr__(name)
-        return getattr(self.captured.root, name)  # configuration that the model keeps in attributes
+        return getattr(state_of(self).captured.root, name)  # configuration that the model keeps in attributes
 
     def __bool__(self) -> bool:
         return True
 
     def __len__(self) -> int:
-        return len(self.captured.root)  # type: ignore[arg-type]
+        return len(state_of(self).captured.root)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.captured.root)  # type: ignore[call-overload, no-any-return]
+        return iter(state_of(self).captured.root)  # type: ignore[call-overload, no-any-return]
 
     def __getitem__(self, index: Any) -> Any:
-        return self.captured.root[index]  # type: ignore[index]
+        return state_of(self).captured.root[index]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
-        twin = _rebuild(copy.deepcopy(self.captured.root, memo), self.settings, copy.deepcopy(self._extras(), memo))
+        state = state_of(self)
+        extras = copy.deepcopy(_extras(self), memo)
+        twin = _rebuild(copy.deepcopy(state.captured.root, memo), state.settings, extras)
         memo[id(self)] = twin
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
-        return _rebuild, (self.captured.root, self.settings, self._extras())
+        state = state_of(self)
+        return _rebuild, (state.captured.root, state.settings, _extras(self))
 
-    def _extras(self) -> dict[str, Any]:
-        """Attributes that the user gave this module."""
-        return {name: value for name, value in self.__dict__.items() if name not in self.own_attributes}
+
+def _extras(module: FusedModule) -> dict[str, Any]:
+    """Attributes that the user gave the module."""
+    own = state_of(module).own_attributes
+    return {name: value for name, value in module.__dict__.items() if name not in own}
+
+
+def _variant(module: FusedModule, given: frozenset[str]) -> FusedModule:
+    """The model traced for calls that give the arguments `given`, of those with a default, another value."""
+    state = state_of(module)
+    if given not in state.variants:
+        root, settings = state.captured.root, state.settings
+        logger.info("fxfuse: %s is traced for arguments %s", type(root).__name__, sorted(given))
+        captured = trace(root, _is_fused, settings.strict, given)
+        state.variants[given] = FusedModule(_with_fused_children(captured, settings), settings)
+    return state.variants[given]
 
 
 def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
@@ -352,8 +372,8 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        if any(module.training is not mode for module, mode in self.modes):
-            self._derive(self.captured)
+        if any(module.training is not mode for module, mode in state_of(self).modes):
+            self._derive(state_of(self).captured)
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -379,7 +399,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         given = frozenset(name for name, value in passed.items() if not is_default(value, defaults[name]))
         if no_more_keywords and not all(name in names for name in kwargs):
             return captured.root.forward(*args, **kwargs)
-        return forward(self, *args, **kwargs) if given == captured.given else self.variant(given)(*args, **kwargs)
+        return forward(self, *args, **kwargs) if given == captured.given else _variant(self, given)(*args, **kwargs)
 
     return guarded
 

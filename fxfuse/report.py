@@ -11,7 +11,7 @@ from torch import fx
 
 from fxfuse import plans
 from fxfuse.errors import FxfuseError
-from fxfuse.optimize import FusedModule, FusedRegion
+from fxfuse.optimize import FusedModule, FusedRegion, state_of
 
 _COLUMN: int = 60
 """Characters at which long cells of the table wrap."""
@@ -101,11 +101,11 @@ def explain(fast: fx.GraphModule) -> Report:
     skipped: list[SkippedReport] = []
     for path, module in _fused_modules(fast):
         prefix = f"{path}." if path else ""
-        regions += [_region_report(region, prefix) for region in module.regions]
-        for untraced in module.captured.untraced:
+        regions += [_region_report(region, prefix) for region in state_of(module).regions]
+        for untraced in state_of(module).captured.untraced:
             name = prefix + untraced.path if untraced.path else path or "the model"
             skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}"))
-        skipped += [SkippedReport(prefix + item.node, item.reason) for item in module.skipped]
+        skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
     return Report(tuple(regions), tuple(skipped))
 
 
@@ -113,7 +113,7 @@ def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
     for path, module in fast.named_modules():
         if isinstance(module, FusedModule):
             yield path, module
-            for variant in module.variants.values():
+            for variant in state_of(module).variants.values():
                 yield path, variant
 
 

@@ -28,6 +28,7 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse import functional, plans
+from fxfuse.optimize import state_of
 from fxfuse.problem import ANCHORS
 
 IMAGE = randn(4, 4, 8, 8)
@@ -408,7 +409,7 @@ def test_a_region_may_be_forgotten_while_its_plan_is_made(monkeypatch, forget):
     draft = plans._draft
 
     def forgetting(*args):
-        plans.forget([region.number for region in fast.regions])
+        plans.forget([region.number for region in state_of(fast).regions])
         return draft(*args)
 
     monkeypatch.setattr(plans, "_draft", forgetting)
@@ -650,3 +651,18 @@ def test_batch_norm_statistics_are_read_at_every_call():
         assert_as_eager(model, fast, IMAGE)
         model.bn.running_var.mul_(4)
         assert_as_eager(model, fast, IMAGE)
+
+
+def test_a_models_own_names_are_not_hidden():
+    """Those that an earlier version kept its own state under, too."""
+    names = ("captured", "settings", "regions", "skipped", "modes", "variants", "variant", "reset", "own_attributes")
+    model = Net(
+        lambda m, x: sum(getattr(m, name)(x).relu() for name in names), **{name: linear() for name in names}
+    ).eval()
+    fast = fxfuse.optimize(model)
+    assert len(regions(fast)) == len(names)
+    x = randn(3, 8)
+    torch.testing.assert_close(fast(x), model(x))
+    for twin in (copy.deepcopy(fast), fast.train().eval()):
+        torch.testing.assert_close(twin(x), model(x))
+    assert list(fast.state_dict()) == list(model.state_dict())
