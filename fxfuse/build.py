@@ -253,7 +253,7 @@ def _build(source: Source, key: str) -> Launch:
     except OSError as error:
         raise ToolchainError(f"nothing can be written to the kernel cache {cache}: {error}") from error
     try:
-        with _build_environment():
+        with _compilers, _build_environment():
             _load_inline(source, name, building)
     except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
         kept = cache / f"failed-{key}"
@@ -275,6 +275,9 @@ def _build(source: Source, key: str) -> Launch:
     logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
     return launch
 
+
+_compilers: Final = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks."""
 
 _environment_lock = threading.Lock()
 
