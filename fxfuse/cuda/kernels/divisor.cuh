@@ -16,10 +16,7 @@ struct FastDivisor {
         multiplier = static_cast<unsigned>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - by) / by + 1);
     }
 
-    __device__ __forceinline__ unsigned divide(int64_t value) const {
-        const unsigned n = static_cast<unsigned>(value);
-        return (__umulhi(n, multiplier) + n) >> shift;
-    }
+    __device__ __forceinline__ unsigned divide(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 
     // The last digit of `number` in this radix; the others are left.
     __device__ __forceinline__ unsigned take(unsigned& number) const {

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "divisor.cuh"
 #include "epilogue.cuh"
 
 namespace fxfuse {
@@ -25,27 +26,12 @@ struct RunStart<Runs::kStraddling> {
     using Type = Straddle;
 };
 
-// Division by a number that is known before the launch: n / divisor for n below 2^31 (Granlund and Montgomery 1994,
-// "Division by invariant integers using multiplication").
-struct Divider {
-    uint32_t divisor, multiplier, shift;
-
-    static Divider by(int64_t divisor) {
-        uint32_t shift = 0;
-        while ((int64_t{1} << shift) < divisor) ++shift;
-        const uint64_t power = uint64_t{1} << shift, d = static_cast<uint64_t>(divisor);
-        return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(((power - d) << 32) / d + 1), shift};
-    }
-
-    __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
-
 // The part of a result that one launch writes: whole rows or a piece of one, small enough to be counted in 32 bits.
 struct PointwiseSlice {
     Position origin;                    // of its first element
     int64_t batch_stride, row_stride;   // in elements
-    Divider rows;                       // of a batch
-    Divider row_length;                 // in runs, or elements if they straddle
+    FastDivisor rows;                   // of a batch
+    FastDivisor row_length;             // in runs, or elements if they straddle
     int32_t cols;                       // elements of a row, or of the piece of one
     uint32_t elements, runs;            // in all; elements only if runs straddle
 };
@@ -123,7 +109,7 @@ private:
 
     static __device__ __forceinline__ void locate(const PointwiseSlice& slice, uint32_t run, Position& at,
                                                   int64_t& offset, int& count) {
-        const uint32_t row = slice.row_length.quotient(run), batch = slice.rows.quotient(row);
+        const uint32_t row = slice.row_length.divide(run), batch = slice.rows.divide(row);
         const uint32_t row_in_batch = row - batch * slice.rows.divisor;
         const uint32_t col = (run - row * slice.row_length.divisor) * kVector;
         at = {slice.origin.batch + batch, slice.origin.row + row_in_batch, slice.origin.col + col};
@@ -134,7 +120,7 @@ private:
     static __device__ __forceinline__ void locate(const PointwiseSlice& slice, uint32_t run, Straddle& at,
                                                   int64_t& offset, int& count) {
         const uint32_t element = run * kVector;
-        const uint32_t row = slice.row_length.quotient(element), batch = slice.rows.quotient(row);
+        const uint32_t row = slice.row_length.divide(element), batch = slice.rows.divide(row);
         const uint32_t row_in_batch = row - batch * slice.rows.divisor;
         const uint32_t col = element - row * slice.row_length.divisor;
         offset = element;
@@ -174,8 +160,8 @@ private:
         return {at,
                 problem.batch_stride,
                 problem.row_stride,
-                Divider::by(rows),
-                Divider::by(kDense ? cols : runs_per_row),
+                FastDivisor(static_cast<unsigned>(rows)),
+                FastDivisor(static_cast<unsigned>(kDense ? cols : runs_per_row)),
                 static_cast<int32_t>(cols),
                 static_cast<uint32_t>(elements),
                 static_cast<uint32_t>(kDense ? (elements + kVector - 1) / kVector : batches * rows * runs_per_row)};
