@@ -4,8 +4,7 @@
     python benchmarks/gemm_model.py --precisions bf16 --all
 
 Prints per problem the fastest kernel, the model's first one, their ratio and torch's matrix product; with --all every
-time, which is what the model's constants are fitted to. Medians of interleaved runs. The L2 cache is flushed by reads:
-after writes, their lines' way back to memory slows down what is measured by 10 us.
+time, which is what the model's constants are fitted to. Medians of interleaved runs, timed as fxfuse.benchmark does.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 from tabulate import tabulate
 
 from fxfuse import build
+from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import codegen, gemm
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
 
 ROUNDS = 5
-FLUSH_BYTES = 256 << 20
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 DTYPES = {"tf32x3": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,19 +62,13 @@ def load(kernels: list[Kernel], precision: Precision) -> dict[str, build.Launch]
 
 def measure(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median microseconds of each."""
-    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+    time_once = gpu_timer(torch.device("cuda"))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.sum()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3)
+            samples[name].append(time_once(call, ()) * 1e6)
     return {name: statistics.median(times) for name, times in samples.items()}
 
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -111,13 +111,18 @@ def _temporary(instead_of: Path, reason: str) -> Path:
     return fallback
 
 
+def digest_of(files: Iterable[Path]) -> str:
+    """Hash of the files' names and contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
 @functools.cache
 def package_digest() -> str:
     """Hash of every header that generated sources include."""
-    digest = hashlib.sha256()
-    for header in sorted(PACKAGE.rglob("*.h")) + sorted(PACKAGE.rglob("*.cuh")):
-        digest.update(header.name.encode() + b"\0" + header.read_bytes())
-    return digest.hexdigest()
+    return digest_of([*sorted(PACKAGE.rglob("*.h")), *sorted(PACKAGE.rglob("*.cuh"))])
 
 
 @functools.cache

@@ -131,7 +131,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
             and (x.is_cpu or x.is_cuda)
             and not x.is_nested
-            and not (torch.is_grad_enabled() and _needs_gradient(tensors))
+            and not _needs_gradient(tensors)
         ):
             if values:
                 values = tuple(map(_hashable, values))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,9 +34,6 @@ from fxfuse.reference import evaluate
 logger = logging.getLogger("fxfuse")
 
 Key: TypeAlias = tuple[Any, ...]
-
-_ALIGNMENTS: Final = tuple(16 if offset == 0 else offset & -offset for offset in range(16))
-"""Largest power of two, up to 16, that divides an address with this remainder modulo 16."""
 
 
 # -------------------------------------------------------------------------------------------- look-up
@@ -70,7 +68,7 @@ def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any 
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
-    alignment = _ALIGNMENTS[tensor.data_ptr() & 15] if tensor.is_cuda else 16
+    alignment = math.gcd(16, tensor.data_ptr()) if tensor.is_cuda else 16
     is_parameter = type(tensor) is torch.nn.Parameter
     shape, strides = tuple(tensor.shape), tensor.stride()
     return TensorMeta(shape, strides, tensor.dtype, tensor.device, alignment, is_parameter)

@@ -441,5 +441,4 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
 def _access(problem: Problem, alignment: int, rows: int, cols: int, stride: int) -> int:
     """Bytes per read of a matrix: the largest power of two that divides all that moves its address (TileCopy)."""
     size = problem.element_bytes
-    steps = alignment | cols * size | (stride * size if rows > 1 else 0)
-    return min(MAX_ACCESS, steps & -steps)
+    return math.gcd(MAX_ACCESS, alignment, cols * size, stride * size if rows > 1 else 0)

@@ -6,6 +6,7 @@ the layout allows. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
@@ -48,18 +49,13 @@ def _cut(layout: Layout, acc_bytes: int, output_bytes: int, alignment: int) -> t
     batch, row, col = layout.sizes
     if batch * row == 1:
         return vector, "kAligned"  # also where the size is a multiple: it changes with the batch
-    in_rows = _largest_divisor(vector, _row_starts(layout))
+    in_rows = math.gcd(vector, _row_starts(layout))
     if in_rows < vector and _is_dense(layout):
         while vector > col:  # a run touches two rows at most
             vector //= 2
         if vector > in_rows:
             return vector, "kStraddling"
     return in_rows, "kWhole" if col % in_rows == 0 else "kAligned"
-
-
-def _largest_divisor(limit: int, steps: int) -> int:
-    """The largest power of two up to `limit`, itself one, that divides `steps`."""
-    return min(limit, (steps | limit) & -(steps | limit))
 
 
 def _row_starts(layout: Layout) -> int:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -231,10 +232,7 @@ def _gpu(device: torch.device) -> tuple[str, int]:
 @functools.cache
 def _generators() -> str:
     """Hash of what proposes candidates: a new tile must be measured against the old choice."""
-    digest = hashlib.sha256()
-    for module in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(module.name.encode() + b"\0" + module.read_bytes())
-    return digest.hexdigest()
+    return build.digest_of(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _key(problem: Problem) -> str:
@@ -247,9 +245,7 @@ def _key(problem: Problem) -> str:
 
     def leading(meta: TensorMeta) -> tuple[Any, ...]:
         """x of a matrix product: its rows count together."""
-        rows = 1
-        for size in meta.shape[:-1]:
-            rows *= size
+        rows = math.prod(meta.shape[:-1])
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
     parts = (
