@@ -1,16 +1,20 @@
-"""Convolutions of common networks against eager and torch.compile, in one run.
+"""Convolutions against eager and torch.compile, in one run: six large ones, and the layers of common networks.
 
     python benchmarks/conv2d.py --output benchmarks/results
-    python benchmarks/conv2d.py --only ResNet --precisions float32 bfloat16
+    python benchmarks/conv2d.py --only targets --precisions float32 bfloat16 float16
+    python benchmarks/conv2d.py --only "ResNet-50, batch 16" "MobileNetV2, batch 16" --layouts contiguous channels_last
 
-Prints a table and, with --output, writes it with the device, the versions, the date and the commit. float32 follows
-torch's default switches: TF32 convolutions.
+Prints a table and a summary by group and, with --output, writes them with the device, the versions, the date and the
+commit, beside the rows that are there from earlier runs. float32 follows torch's default switches, TF32 convolutions;
+float32-strict is without.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+import regions
 import torch
 import torch.nn.functional as F
 from suite import Net, Region, run
@@ -54,11 +58,21 @@ def _layers(network: str, function: object, layers: tuple[tuple[int, ...], ...],
                 return Net(function, conv=conv, bn=nn.BatchNorm2d(f))
 
             what = "depthwise " if groups > 1 else f"{size_in}→"
-            name = f"{network} {batch} x {what}{size_out}, {kernel}x{kernel}/{stride}, {side}²"
-            yield Region(name, build, (batch, size_in, side, side), (CPU_BATCH, size_in, side, side))
+            group = f"{network}, batch {batch}"
+            name = f"{group}: {what}{size_out}, {kernel}x{kernel}/{stride}, {side}²"
+            yield Region(name, build, (batch, size_in, side, side), (CPU_BATCH, size_in, side, side), group)
+
+
+def _targets() -> Iterator[Region]:
+    for region in regions.REGIONS:
+        if "conv" in region.name:
+            images, channels, side, _ = region.gpu_shape
+            name = f"targets: {images}x{channels}, {side}²: {region.name}"
+            yield dataclasses.replace(region, name=name, group="targets")
 
 
 REGIONS = [
+    *_targets(),
     *_layers("ResNet-50", _relu, RESNET50, depthwise=False),
     *_layers("MobileNetV2", _relu6, MOBILENETV2, depthwise=True),
 ]

@@ -3,8 +3,8 @@
     python benchmarks/regions.py --output benchmarks/results            # on the GPU if there is one
     python benchmarks/regions.py --only conv --precisions float32 bfloat16 --compare eager torch.compile max-autotune
 
-Prints a table and, with --output, writes it as <device>.md and <device>.json with the device, the versions, the date
-and the commit.
+Prints a table and a summary and, with --output, writes them as regions-<device>.md and .json with the device, the
+versions, the date and the commit.
 """
 
 from __future__ import annotations

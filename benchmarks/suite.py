@@ -1,16 +1,24 @@
-"""What the benchmarks share: models from functions, a measured row per model and precision, tables with provenance."""
+"""What the benchmarks share: models from functions, a measured row per model, precision and layout, tables.
+
+Kernels are compiled for all models of a precision and layout at once; torch.compile, which takes a second for each,
+begins meanwhile and finds its own results in its cache when its turn to be measured comes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import itertools
 import json
 import logging
+import math
 import platform
 import subprocess
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +28,7 @@ from tabulate import tabulate
 from torch import nn
 
 import fxfuse
+from fxfuse import plans
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -46,6 +55,8 @@ class Region:
     """Takes whether it is for a GPU (full size)."""
     gpu_shape: tuple[int, ...]
     cpu_shape: tuple[int, ...]
+    group: str = ""
+    """What it is summed up with."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +67,29 @@ class Precision:
     fp32: Literal["exact", "fast"] = "exact"
     tf32: bool = False
     """Whether torch may use TF32 in matrix products."""
+    tf32_convolutions: bool = True
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """torch's switch set, and afterwards as it was."""
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        """torch's switches set, and afterwards as they were."""
+        before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self.tf32, self.tf32_convolutions
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 PRECISIONS = {
     "float32": Precision(torch.float32),
     "float32-fast": Precision(torch.float32, fp32="fast"),
+    "float32-strict": Precision(torch.float32, tf32_convolutions=False),
     "tf32": Precision(torch.float32, tf32=True),
     "float16": Precision(torch.float16),
     "bfloat16": Precision(torch.bfloat16),
 }
+CHANNELS_LAST = "channels_last"
+LAYOUTS = {"contiguous": torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 
 
 @dataclass(frozen=True)
@@ -82,17 +97,68 @@ class Row:
     """One line of the results. Times in milliseconds, medians."""
 
     region: str
+    group: str
     precision: str
+    layout: str
     kernel: str
     launches: int | None
     error: float
     eager_error: float
     ok: bool
-    compile_seconds: float
-    """optimize() with example inputs: tracing, compiling and choosing."""
     times: dict[str, float]
     candidates: dict[str, float]
     """Times of all that was measured for the choice, the L2 flushed."""
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.region, self.precision, self.layout
+
+    @property
+    def ratio(self) -> float | None:
+        """The best peer's time as a multiple of fxfuse's."""
+        peers = [time for name, time in self.times.items() if name != "fxfuse"]
+        return min(peers) / self.times["fxfuse"] if peers else None
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model to be measured, with its input, and as fxfuse optimised it."""
+
+    region: Region
+    model: nn.Module
+    x: torch.Tensor
+    fast: fxfuse.FusedModule
+
+    @staticmethod
+    def of(region: Region, device: torch.device, how: Precision, layout: str) -> Trial:
+        torch.manual_seed(0)
+        gpu = device.type == "cuda"
+        with torch.device(device):  # not longer: it is a mode that every call of torch would go through
+            model = region.build(gpu).eval().to(how.dtype)
+            x = torch.randn(region.gpu_shape if gpu else region.cpu_shape).to(how.dtype)
+        if layout == CHANNELS_LAST:
+            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        return Trial(region, model, x, fxfuse.optimize(model, fp32=how.fp32))
+
+
+def prepare(trials: Sequence[Trial], compare: Sequence[str]) -> None:
+    """Compiles and chooses the kernels of all trials, and compiles peers as long as that takes."""
+    with plans.collect() as calls:
+        for trial in trials:
+            trial.fast(trial.x)
+    with ThreadPoolExecutor(1) as background:
+        drafts = background.submit(plans.compile_for, calls)
+        for trial in trials if "torch.compile" in compare else ():
+            if drafts.done():
+                break
+            torch._dynamo.reset()
+            with contextlib.suppress(Exception):  # its turn comes again, and then the error is reported
+                torch.compile(trial.model)(trial.x)
+    plans.decide(drafts.result())
 
 
 def launches(call: Callable[[], object]) -> int:
@@ -104,64 +170,67 @@ def launches(call: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
-def measure(
-    region: Region,
-    device: torch.device,
-    precision: str,
-    compare: Sequence[str],
-    seconds: float,
-    channels_last: bool = False,
-) -> Row:
-    """Optimises, verifies and times one model beside its peers."""
-    torch.manual_seed(0)
+def measure(trial: Trial, precision: str, layout: str, compare: Sequence[str], seconds: float, commit: str) -> Row:
+    """Verifies and times one model beside its peers."""
     torch._dynamo.reset()
-    gpu = device.type == "cuda"
-    how = PRECISIONS[precision]
-    with torch.no_grad(), how.in_force():
-        with torch.device(device):  # not longer: it is a mode that every call of torch would go through
-            model = region.build(gpu).eval().to(how.dtype)
-            x = torch.randn(region.gpu_shape if gpu else region.cpu_shape).to(how.dtype)
-        if channels_last:
-            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-        started = time.perf_counter()
-        fast = fxfuse.optimize(model, example_inputs=(x,), fp32=how.fp32)
-        compiled = time.perf_counter() - started
-        verified = fxfuse.verify(model, fast, (x,))
-        count = launches(lambda: fast(x)) if gpu else None
-        result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
+    model, fast, x = trial.model, trial.fast, trial.x
+    verified = fxfuse.verify(model, fast, (x,))
+    count = launches(lambda: fast(x)) if x.is_cuda else None
+    result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
     report = fxfuse.explain(fast).regions[0]
     return Row(
-        region=region.name + (", channels_last" if channels_last else ""),
+        region=trial.region.name,
+        group=trial.region.group,
         precision=precision,
+        layout=layout,
         kernel=report.kernel or f"torch: {report.fallback}",
         launches=count,
         error=verified.error,
         eager_error=verified.eager_error,
         ok=verified.ok,
-        compile_seconds=compiled,
         times={timing.name: timing.median * 1e3 for timing in result.timings},
         candidates={name: time * 1e3 for contest in report.measured for name, time in contest},
+        commit=commit,
     )
 
 
+# ------------------------------------------------------------------------------------------------- tables
+
+
+def _case(row: Row) -> str:
+    return row.precision + (f", {CHANNELS_LAST}" if row.layout == CHANNELS_LAST else "")
+
+
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:
-    own = row.times["fxfuse"]
-    times = [f"{row.times[name]:.3f}" if name in row.times else "-" for name in peers]
-    best = min((row.times[name] for name in peers if name in row.times), default=None)
-    ratio = "-" if best is None else f"{best / own:.2f}x"
+    times = [f"{row.times[name]:.4g}" if name in row.times else "-" for name in (*peers, "fxfuse")]
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
     launched = "-" if row.launches is None else str(row.launches)
-    errors = f"{row.error:.1e} / {row.eager_error:.1e}"
-    return [*times, f"{own:.3f}", ratio, errors, launched, f"{row.compile_seconds:.1f}", row.kernel]
+    errors = f"{row.error:.1e} / {row.eager_error:.1e}" + ("" if row.ok else ", NOT OK")
+    return [row.region, _case(row), *times, ratio, errors, launched, row.kernel]
 
 
-def render(rows: Sequence[Row], compare: Sequence[str]) -> str:
+def render(rows: Sequence[Row]) -> str:
     """A table of the rows, the best peer's time as a multiple of fxfuse's."""
-    peers = [name for name in compare if any(name in row.times for row in rows)]
-    table = [(row.region, row.precision, *_cells(row, peers)) for row in rows]
-    headers = (
-        "region", "precision", *peers, "fxfuse", "best peer / fxfuse", "error / eager's", "launches", "compile s",
-        "kernel",
-    )  # fmt: skip
+    peers = list(dict.fromkeys(name for row in rows for name in row.times if name != "fxfuse"))
+    headers = ("region", "precision", *peers, "fxfuse", "best peer / fxfuse", "error / eager's", "launches", "kernel")
+    return tabulate([_cells(row, peers) for row in rows], headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def summarise(rows: Sequence[Row]) -> str:
+    """For each group and precision: how the best peer compares, and what was chosen."""
+    table = []
+    compared = [(row, row.ratio) for row in rows if row.ratio is not None]
+    for group, case in dict.fromkeys((row.group, _case(row)) for row, _ in compared):
+        ratios = {row.region: ratio for row, ratio in compared if (row.group, _case(row)) == (group, case)}
+        chosen = Counter(
+            row.kernel.partition(" ")[0] for row, _ in compared if (row.group, _case(row)) == (group, case)
+        )
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        least = min(ratios, key=lambda region: ratios[region])
+        slower = sum(ratio < 1 for ratio in ratios.values())
+        choices = ", ".join(f"{kernel} {count}" for kernel, count in chosen.most_common())
+        table.append((group, case, len(ratios), f"{mean:.2f}x", f"{ratios[least]:.2f}x: {least}", slower, choices))
+    headers = ("group", "precision", "regions", "geometric mean", "least", "below 1", "chosen")
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -179,13 +248,28 @@ def provenance(device: torch.device, commit: str | None = None) -> dict[str, str
     }
 
 
+def _stem(name: str, facts: dict[str, str]) -> str:
+    return f"{name}-{facts['device'].split(',')[0].split(' (')[0].replace(' ', '-').lower()}"
+
+
 def write(folder: Path, name: str, facts: dict[str, str], text: str, rows: Sequence[Any]) -> None:
     """<folder>/<name>-<device>.md with a table and .json with the rows (dataclasses)."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{name}-{facts['device'].split(',')[0].split(' (')[0].replace(' ', '-').lower()}"
+    stem = _stem(name, facts)
     (folder / f"{stem}.md").write_text(text)
     content = {"provenance": facts, "rows": [asdict(row) for row in rows]}
     (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(folder: Path, name: str, facts: dict[str, str]) -> list[Row]:
+    """The rows that an earlier run on this device wrote; none if there are none of this form."""
+    path = folder / f"{_stem(name, facts)}.json"
+    fields = {field.name for field in dataclasses.fields(Row)}
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [Row(**row) for row in rows if row.keys() == fields]
+
+
+# --------------------------------------------------------------------------------------------------- main
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -201,22 +285,37 @@ def run(name: str, description: str | None, regions: Sequence[Region], precision
     """A benchmark's main(): measures the regions that the command line selects, prints and writes the table."""
     parser = arguments(description)
     parser.add_argument("--precisions", nargs="*", default=list(precisions), choices=list(PRECISIONS))
+    parser.add_argument("--layouts", nargs="*", default=["contiguous"], choices=list(LAYOUTS))
     parser.add_argument("--compare", nargs="*", default=["eager", "torch.compile"])
-    parser.add_argument("--only", default="", help="regions whose name contains this")
-    parser.add_argument("--channels-last", action="store_true", help="4-D inputs and weights in channels_last")
-    parser.add_argument("--seconds", type=float, default=1.0, help="measuring time for each row")
+    parser.add_argument("--only", nargs="*", default=[""], help="regions whose name contains one of these")
+    parser.add_argument("--seconds", type=float, default=0.3, help="measuring time for each row")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of this commit that --output has")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     device = torch.device(given.device)
     facts = provenance(device, given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
-    rows: list[Row] = []
-    for region in (region for region in regions if given.only in region.name):
-        for precision in given.precisions:
-            row = measure(region, device, precision, given.compare, given.seconds, given.channels_last)
-            rows.append(row)
-            print(render(rows[-1:], given.compare).splitlines()[-1], flush=True)
-            if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
-                text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows, given.compare)}\n"
-                write(given.output, name + ("-channels-last" if given.channels_last else ""), facts, text, rows)
-    print(f"\n{heading}\n{render(rows, given.compare)}")
+    rows = {row.key: row for row in (read(given.output, name, facts) if given.output is not None else [])}
+    kept = {key for key, row in rows.items() if given.resume and row.commit == facts["commit"]}
+    chosen = [region for region in regions if any(part in region.name for part in given.only)]
+    measured: list[Row] = []
+
+    def record(row: Row) -> None:
+        rows[row.key] = row
+        measured.append(row)
+        print(render([row]).splitlines()[-1], flush=True)
+        if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
+            listed = list(rows.values())
+            text = f"{heading}\n\n{summarise(listed)}\n\n{render(listed)}\n"
+            write(given.output, name, facts, text, listed)
+
+    for precision, layout in itertools.product(given.precisions, given.layouts):
+        how = PRECISIONS[precision]
+        with torch.no_grad(), how.in_force():
+            todo = [region for region in chosen if (region.name, precision, layout) not in kept]
+            trials = [Trial.of(region, device, how, layout) for region in todo]
+            prepare(trials, given.compare)
+            for trial in trials:
+                record(measure(trial, precision, layout, given.compare, given.seconds, facts["commit"]))
+            del trials  # before the next ones are made
+    print(f"\n{heading}, milliseconds, medians of interleaved runs\n{render(measured)}\n\n{summarise(measured)}")

@@ -132,10 +132,19 @@ def collect() -> Iterator[list[_FirstCall]]:
 
 def prepare(calls: Sequence[_FirstCall]) -> None:
     """Makes the plans for `calls`: compiles as many kernels at a time as there are processors, then decides."""
+    decide(compile_for(calls))
+
+
+def compile_for(calls: Sequence[_FirstCall]) -> list[tuple[_FirstCall, Draft]]:
+    """Compiles what may run `calls`, as many kernels at a time as there are processors."""
     unique = list({(call.region, call.key): call for call in calls}.values())
     with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(unique)))) as pool:
-        drafts = list(pool.map(lambda call: _draft(call.problem, call.strict), unique))
-    for call, draft in zip(unique, drafts, strict=True):  # one after another: it measures
+        return list(zip(unique, pool.map(lambda call: _draft(call.problem, call.strict), unique), strict=True))
+
+
+def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
+    """Makes the plans from what is compiled, one after another: it measures."""
+    for call, draft in drafts:
         plan = draft()
         with _lock:
             _plans.setdefault(call.region, {})[call.key] = plan

@@ -43,7 +43,8 @@ ON_GPU = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
     ),
 ]
-COMPILERS = max(2, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+COMPILERS = min(8, os.cpu_count() or 1)
+"""At a time: other test processes compile, too."""
 
 # ------------------------------------------------------------------------------------------------- kinds
 
