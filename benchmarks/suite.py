@@ -15,6 +15,8 @@ import json
 import logging
 import math
 import platform
+import re
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -216,20 +218,26 @@ def render(rows: Sequence[Row]) -> str:
     return tabulate([_cells(row, peers) for row in rows], headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def _family(kernel: str) -> str:
+    """Its name up to what it computes with: "conv2d direct 3x3", "library in channels_last"."""
+    return re.split(r" (?:\+|(?:tf32|tf32x3|fp16|fp16x3|bf16|nchw|nhwc)\b)", kernel)[0]
+
+
 def summarise(rows: Sequence[Row]) -> str:
     """For each group and precision: how the best peer compares, and what was chosen."""
+    groups: dict[tuple[str, str], list[tuple[Row, float]]] = {}
+    for row in rows:
+        if row.ratio is not None:
+            groups.setdefault((row.group or "all", _case(row)), []).append((row, row.ratio))
     table = []
-    compared = [(row, row.ratio) for row in rows if row.ratio is not None]
-    for group, case in dict.fromkeys((row.group, _case(row)) for row, _ in compared):
-        ratios = {row.region: ratio for row, ratio in compared if (row.group, _case(row)) == (group, case)}
-        chosen = Counter(
-            row.kernel.partition(" ")[0] for row, _ in compared if (row.group, _case(row)) == (group, case)
-        )
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        least = min(ratios, key=lambda region: ratios[region])
-        slower = sum(ratio < 1 for ratio in ratios.values())
-        choices = ", ".join(f"{kernel} {count}" for kernel, count in chosen.most_common())
-        table.append((group, case, len(ratios), f"{mean:.2f}x", f"{ratios[least]:.2f}x: {least}", slower, choices))
+    for names, members in groups.items():
+        ratios = [ratio for _, ratio in members]
+        mean = math.exp(statistics.mean(map(math.log, ratios)))
+        least = next(row for row, ratio in members if ratio == min(ratios))
+        slower = sum(ratio < 1 for ratio in ratios)
+        chosen = Counter(_family(row.kernel) for row, _ in members).most_common()
+        choices = ", ".join(f"{family} {count}" for family, count in chosen)
+        table.append((*names, len(ratios), f"{mean:.2f}x", f"{min(ratios):.2f}x: {least.region}", slower, choices))
     headers = ("group", "precision", "regions", "geometric mean", "least", "below 1", "chosen")
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
