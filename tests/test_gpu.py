@@ -572,6 +572,45 @@ def test_the_library_and_one_pass(library_only, name, dtype):
         assert "library" in check(model, x, dtype)
 
 
+CONVOLUTIONS_BY_CHANNELS_LAST = {
+    "1x1": (nn.Conv2d(64, 96, 1), (3, 64, 14, 14)),
+    "3x3 of odd sizes": (nn.Conv2d(7, 13, 3, padding=1), (2, 7, 9, 11)),
+    "tiles that are not full": (nn.Conv2d(68, 132, 3), (2, 68, 17, 23)),
+    "planes of 49": (nn.Conv2d(160, 72, 1, bias=False), (5, 160, 7, 7)),
+    "stride": (nn.Conv2d(3, 32, 7, stride=2, padding=3), (2, 3, 65, 63)),
+    "one image": (nn.Conv2d(16, 24, 3, padding=1), (1, 16, 20, 20)),
+    "padding that differs": (nn.Conv2d(8, 12, 4, padding="same"), (2, 8, 19, 23)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONVOLUTIONS_BY_CHANNELS_LAST)
+def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
+    v = torch.randn(conv.out_channels, 1, 1)
+    x = tensor(*shape, dtype=dtype)
+    assert check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), x, dtype) == plan.CHANNELS_LAST_LIBRARY
+    sliced = tensor(*(size + 1 for size in shape), dtype=dtype)[1:, 1:, :-1, :-1]
+    residual = tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    model = Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual)
+    assert check(model, x, dtype) == plan.CHANNELS_LAST_LIBRARY
+    assert sliced.shape == x.shape
+
+
+def test_the_library_by_way_of_channels_last_reports_its_copies(monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(16, 24, 3, padding=1)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(4, 16, 20, 20)
+    with torch.no_grad():
+        fast(x)
+    assert fxfuse.explain(fast).regions[0].workspace == 4 * (4 * 16 * 400 + 4 * 24 * 400 + 24 * 16 * 9)
+
+
 def test_the_library_writes_in_place(library_only):
     model, x = LIBRARY_REGIONS["linear"][0].cuda().eval(), tensor(50, 72)
     fast = fxfuse.optimize(model, strict=True)
