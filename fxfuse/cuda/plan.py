@@ -9,6 +9,7 @@ it replaced.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -275,46 +276,59 @@ def _library_runner(
 
 
 def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
-    """A convolution of NCHW tensors by the library's kernels for channels_last, if there is one to speak of.
+    """A convolution of NCHW tensors by the library's kernels for channels_last, if that makes sense.
 
     On Hopper they use instructions (wgmma) that those for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in
     TF32 instead of 1.75. One pass brings x there, another applies the epilogue on the way back.
     """
-    problem, prepared, output = region.problem, region.prepared, region.output
+    problem, prepared = region.problem, region.prepared
     x, weight, shape = problem.x, problem.weight, prepared.result_shape
     if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
         return []
-    there = channels_last_strides(x.shape)
-    merged = group(x.shape, [there, x.strides], CHANNELS_LAST)
-    if prepared.result_strides != contiguous_strides(shape) or merged is None or 1 in (*x.shape[1:], *shape[1:]):
+    if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
         return []
-    batch_stride, row_stride, col_stride = merged.strides[1]
-    if row_stride != 1:
-        return []
-    copied = plan_operands(x.shape, there, (), frozenset(), lambda sizes, tensors: group(sizes, tensors, CHANNELS_LAST))
     expression, metas = _with_bias(problem, region.expression)
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
-    assert copied is not None and operands is not None, "results are contiguous in one of the two layouts"
-    copy = pointwise.transposed_kernel(copied.layout, (batch_stride, col_stride), x.dtype, x.dtype, x.alignment)
-    acc_strides = channels_last_strides(shape)
-    back = pointwise.transposed_kernel(operands.layout, (acc_strides[0], acc_strides[3]), x.dtype, output)
+    assert operands is not None, "results are contiguous in one of the two layouts"
+    image, _, _, pixel = channels_last_strides(shape)
+    back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
 
     def compiled() -> Run:
-        return _channels_last_runner(
-            region, _queue(region, copied, copy, region.load_copy(copy, copied)),
-            _queue(region, operands, back, region.load(back, expression, operands, True)), there,
-        )  # fmt: skip
+        queue = _queue(region, operands, back, region.load(back, expression, operands, True))
+        return _channels_last_runner(region, _to_channels_last(region, x), _to_channels_last(region, weight), queue)
 
-    elements = math.prod(x.shape) + math.prod(shape) + math.prod(weight.shape)
-    return [
-        tune.Candidate(
-            CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, elements * x.dtype.itemsize, always=True
-        )
-    ]
+    copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
+    workspace = copies * x.dtype.itemsize
+    return [tune.Candidate(CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, workspace, always=True)]
+
+
+def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What copies a tensor like `meta` to channels_last: a generated pass where planes are contiguous, or torch."""
+    there = channels_last_strides(meta.shape)
+    seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
+    if seen is None or seen.strides[1][1] != 1 or seen.sizes[1] == 1:
+        return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+    operands = plan_operands(meta.shape, there, (), frozenset(), functools.partial(group, groups=CHANNELS_LAST))
+    assert operands is not None, "channels_last has three dimensions"
+    batch_stride, _, col_stride = seen.strides[1]
+    kernel = pointwise.transposed_kernel(
+        operands.layout, (batch_stride, col_stride), meta.dtype, meta.dtype, meta.alignment
+    )
+    queue = _queue(region, operands, kernel, region.load_copy(kernel, operands))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_strided(meta.shape, there, dtype=meta.dtype, device=meta.device)
+        queue((), tensor.data_ptr(), copy.data_ptr())
+        return copy
+
+    return convert
 
 
 def _channels_last_runner(
-    region: _Region, copy: Callable[..., None], back: Callable[..., None], x_strides: tuple[int, ...]
+    region: _Region,
+    convert_x: Callable[[torch.Tensor], torch.Tensor],
+    convert_weight: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[..., None],
 ) -> Run:
     problem, output = region.problem, region.output
     device, index = problem.x.device, problem.x.device.index
@@ -327,10 +341,7 @@ def _channels_last_runner(
         if current_device() != index:
             with torch.cuda.device(index):
                 return run(x, weight, bias, others)
-        there = torch.empty_strided(x.shape, x_strides, dtype=x.dtype, device=device)
-        copy((), x.data_ptr(), there.data_ptr())
-        weight = weight.contiguous(memory_format=torch.channels_last)
-        acc = run_anchor(problem.kind, problem.options, there, weight, None)
+        acc = run_anchor(problem.kind, problem.options, convert_x(x), convert_weight(weight), None)
         acc = acc.contiguous(memory_format=torch.channels_last)
         if bias is not None:
             others = (*others, bias)

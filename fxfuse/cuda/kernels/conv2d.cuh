@@ -16,6 +16,7 @@
 #include "mma.cuh"
 #include "ptx.cuh"
 #include "shared_tile.cuh"
+#include "split_k.cuh"
 
 namespace fxfuse {
 
@@ -26,13 +27,17 @@ enum class Filters { kContiguous, kStrided };
 
 // kXAccess, kWAccess: bytes per copy that the alignment of x and of contiguous filters allows (2, 4, 8 or 16).
 // In NCHW more than one element needs a pointwise convolution: only then are a reduction row's pixels contiguous.
+// kPointwise: filters of one element, without padding: x in NCHW is read without a look at bounds.
+// kBlocks: thread blocks for which a multiprocessor must have registers.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Layout kInput_,
-          Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_>
+          Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_, bool kPointwise_ = false, int kBlocks_ = 1>
 struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
     static constexpr Layout kInput = kInput_, kOutput = kOutput_;
     static constexpr int kXAccess = kXAccess_, kWAccess = kWAccess_;
     static constexpr Filters kFilters = kFilters_;
-    static_assert(kStages >= 3, "copies through registers arrive one tile later");
+    static constexpr bool kPointwise = kPointwise_;
+    static constexpr int kBlocks = kBlocks_;
+    static_assert(kStages >= 3 || kXAccess >= 4, "copies through registers arrive one tile later");
 
     // For blocks that find their sums not finite, see GemmConfig.
     static constexpr bool kGuarded = Mma_::kGuarded;
@@ -89,7 +94,7 @@ struct Reduction {
 };
 
 // Fills the pixels' tile. A thread keeps its pixels and walks along the reduction.
-template <class Config>
+template <class Config, bool kPointwise = Config::kPointwise>
 class PixelCopy {
     using T = typename Config::Element;
     using Tile = PixelTile<Config>;
@@ -123,9 +128,10 @@ class PixelCopy {
     uint32_t held_for_ = 0;
 
 public:
-    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images.
+    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images. `first`: of
+    // the reduction.
     __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
-                                         int64_t pixels)
+                                         int64_t pixels, int first)
         : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
         const unsigned out_width = static_cast<unsigned>(problem.out_width);
@@ -144,7 +150,7 @@ public:
             source_[i] = x + (image + in_image / out_pixels) * problem.x_image + y_[i] * problem.x_row +
                          x_[i] * problem.x_col;
         }
-        digits_ = reduction_.digits(kNchw ? thread / kLanes : thread % kLanes * kUnit);
+        digits_ = reduction_.digits(first + (kNchw ? thread / kLanes : thread % kLanes * kUnit));
         step_ = reduction_.digits(kReductionStep);
         height_ = static_cast<int>(problem.height);
         width_ = static_cast<int>(problem.width);
@@ -210,13 +216,78 @@ private:
     }
 };
 
+// The same of a pointwise convolution in NCHW. Pixels beyond the last are copies of the first: nobody stores what
+// comes of them.
+template <class Config>
+class PixelCopy<Config, true> {
+    using T = typename Config::Element;
+    using Tile = PixelTile<Config>;
+    static constexpr int kAccess = Config::kXAccess;
+    static constexpr int kPiece = kAccess / static_cast<int>(sizeof(T));  // elements per copy
+    static constexpr int kPiecesPerRow = Tile::kCols / kPiece;
+    static constexpr int kLanes = kPiecesPerRow < 32 ? kPiecesPerRow : 32;
+    static constexpr int kPieces = kPiecesPerRow / kLanes;  // of a thread in a row
+    static constexpr int kRowsPerPass = Config::kThreads / kLanes;
+    static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    static_assert(Config::kInput == Layout::kNchw && kAccess >= 4);
+    static_assert(Config::kThreads % kLanes == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+    const T* source_[kPieces];
+    int64_t tile_stride_;  // of the tile's channels
+    int channel_stride_, channels_left_;
+
+public:
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
+                                         int64_t pixels, int first) {
+        const int thread = static_cast<int>(threadIdx.x), row = thread / kLanes;
+        const unsigned out_width = static_cast<unsigned>(problem.out_width);
+        const unsigned out_pixels = static_cast<unsigned>(problem.out_height) * out_width;
+        const int channels = channels_of_group(problem);
+        channel_stride_ = static_cast<int>(problem.x_channel);
+        tile_stride_ = Tile::kRows * problem.x_channel;
+        channels_left_ = channels - first - row;
+        x += (static_cast<int64_t>(group) * channels + first + row) * problem.x_channel;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            const int in_tile = (thread % kLanes + i * kLanes) * kPiece;
+            const unsigned in_image = static_cast<unsigned>(pixel + (in_tile < pixels ? in_tile : 0));
+            const unsigned later = in_image / out_pixels, p = in_image - later * out_pixels, y = p / out_width;
+            source_[i] = x + (image + later) * problem.x_image + y * problem.stride_h * problem.x_row +
+                         (p - y * out_width) * problem.stride_w * problem.x_col;
+        }
+    }
+
+    __device__ __forceinline__ void start(uint32_t shared) {
+        const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int bytes = pass * kRowsPerPass < channels_left_ ? kAccess : 0;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                const T* source = source_[i] + pass * kRowsPerPass * channel_stride_;
+                const uint32_t destination =
+                    shared + Tile::offset(thread / kLanes + pass * kRowsPerPass, (thread % kLanes + i * kLanes) * kAccess);
+                if constexpr (kAccess == 16) {
+                    ptx::cp_async_16(destination, source, bytes);
+                } else {
+                    ptx::cp_async_small<kAccess>(destination, source, bytes);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) source_[i] += tile_stride_;
+        channels_left_ -= Tile::kRows;
+    }
+};
+
 // Fills the filters' tile from rows in the order of the reduction.
 template <class Config, Filters = Config::kFilters>
 struct FilterCopy : TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess> {
     using Base = TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess>;
-    // `w` points to the tile's first filter; `filters` exist from there.
-    __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters)
-        : Base(w, problem.w_filter, filters, reduction_length(problem), threadIdx.x) {}
+    // `w` points to the tile's first filter; `filters` exist from there. `first`: of the reduction.
+    __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters,
+                                          int first)
+        : Base(w + first, problem.w_filter, filters, reduction_length(problem) - first, threadIdx.x) {}
 };
 
 // The same from filters in any other order.
@@ -238,12 +309,13 @@ class FilterCopy<Config, Filters::kStrided> {
     int channel_stride_, row_stride_, col_stride_;
 
 public:
-    __device__ __forceinline__ FilterCopy(const T* w, const Conv2dProblem& problem, int filters) : reduction_(problem) {
+    __device__ __forceinline__ FilterCopy(const T* w, const Conv2dProblem& problem, int filters, int first)
+        : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
         source_ = w + thread / kLanes * problem.w_filter;
         filter_stride_ = problem.w_filter;
         filters_left_ = filters - thread / kLanes;
-        digits_ = reduction_.digits(thread % kLanes);
+        digits_ = reduction_.digits(first + thread % kLanes);
         step_ = reduction_.digits(kLanes);
         channel_stride_ = static_cast<int>(problem.w_channel);
         row_stride_ = static_cast<int>(problem.w_row);
@@ -312,16 +384,17 @@ struct StagedTile {
 
 }  // namespace detail
 
-// One block per multiprocessor as the minimum: told nothing, the compiler spills rather than pass 128 registers.
+// A number of blocks always: told nothing, the compiler spills rather than pass 128 registers.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
     conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const typename Kernel::Element* __restrict__ x,
                   const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
-                  const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, w, out, epilogue);
+                  const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, x, w, out, workspace, epilogue);
 }
 
-template <class Config_, class Output_, class Epilogue_>
+// kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.
+template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Conv2d {
     using Config = Config_;
     using Output = Output_;
@@ -329,7 +402,7 @@ struct Conv2d {
     using Problem = Conv2dProblem;
     using Element = typename Config::Element;
 
-    static constexpr int kTensors = 3;  // x, w, out
+    static constexpr int kTensors = kSplits ? 4 : 3;  // x, w, out, workspace
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
     using FilterTile = detail::FilterTile<Config>;
@@ -348,13 +421,18 @@ struct Conv2d {
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* w, Output* out,
-                                               const Epilogue& epilogue) {
+                                               const SplitWorkspace& workspace, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         Sum sum;
         multiply<Config>(sum, problem, x, w, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
             if (__syncthreads_or(!sum.all_finite())) multiply<typename Config::Guarded>(sum, problem, x, w, shared);
+        }
+        if constexpr (kSplits) {
+            const Origin at = origin(problem);
+            const int splits = static_cast<int>(problem.splits);
+            if (!SplitPart<Config>::collect(sum, workspace, blockIdx.x / splits, at.split, splits, at.filters)) return;
         }
         __syncthreads();
         float* staged = reinterpret_cast<float*>(shared);
@@ -369,13 +447,16 @@ struct Conv2d {
         constexpr auto kKernel = &conv2d_kernel<Conv2d>;
         const int64_t pixels = problem.images * problem.out_height * problem.out_width;
         const int64_t filter_tiles = (problem.out_channels / problem.groups + kTileM - 1) / kTileM;
-        const int64_t blocks = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        const int64_t tiles = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        const int64_t blocks = tiles * problem.splits;
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        SplitWorkspace workspace{};
+        if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], tiles);
         kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
             problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
+            reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
@@ -385,16 +466,19 @@ private:
     struct Origin {
         int64_t channel, image;
         int group, filters, pixel, pixels;
+        int split;  // which of the blocks that share the tile
     };
 
-    // Filters run fastest, so that blocks which share pixels run together and find them in L2.
+    // Blocks that share a tile start together. Then filters run fastest, so that blocks which share pixels run together
+    // and find them in L2.
     static __device__ __forceinline__ Origin origin(const Problem& problem) {
         const uint32_t groups = static_cast<uint32_t>(problem.groups);
         const int filters = static_cast<int>(static_cast<uint32_t>(problem.out_channels) / groups);
         const uint32_t filter_tiles = static_cast<uint32_t>((filters + kTileM - 1) / kTileM);
-        const int filter = static_cast<int>(blockIdx.x % filter_tiles) * kTileM;
-        const int group = static_cast<int>(blockIdx.x / filter_tiles % groups);
-        const uint32_t tile = blockIdx.x / filter_tiles / groups;
+        const uint32_t splits = kSplits ? static_cast<uint32_t>(problem.splits) : 1, block = blockIdx.x / splits;
+        const int filter = static_cast<int>(block % filter_tiles) * kTileM;
+        const int group = static_cast<int>(block / filter_tiles % groups);
+        const uint32_t tile = block / filter_tiles / groups;
         const uint32_t image_pixels = static_cast<uint32_t>(problem.out_height * problem.out_width);
         const int64_t image = image_of(tile, image_pixels);
         const int64_t pixel = static_cast<int64_t>(tile) * kTileN - image * image_pixels;
@@ -404,7 +488,8 @@ private:
                 group,
                 min(kTileM, filters - filter),
                 static_cast<int>(pixel),
-                static_cast<int>(min(static_cast<int64_t>(kTileN), left))};
+                static_cast<int>(min(static_cast<int64_t>(kTileN), left)),
+                static_cast<int>(blockIdx.x - block * splits)};
     }
 
     // tile * kTileN / image_pixels, without a 64-bit division.
@@ -425,19 +510,32 @@ private:
                                                     const Element* w, unsigned char* shared) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
         const Origin at = origin(problem);
-        LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters),
-                           PixelCopy(x, problem, at.group, at.image, at.pixel, at.pixels),
+        int first = 0, tiles = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
+        if constexpr (kSplits) {
+            // What is copied beyond the share nobody multiplies.
+            const int share = static_cast<int>(problem.split_tiles), before = at.split * share;
+            first = before * Config::kTileK;
+            tiles = min(share, tiles - before);
+        }
+        LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters, first),
+                           PixelCopy(x, problem, at.group, at.image, at.pixel, at.pixels, first),
                            ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
-        loop.run(sum, ptx::shared_address(shared),
-                 (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK,
-                 static_cast<int>(problem.block_tiles));
+        loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
     }
 
     static __device__ __forceinline__ void store(const Problem& problem, const float* staged, Output* out,
                                                  const Epilogue& epilogue) {
         const Origin tile = origin(problem);
         const int image_pixels = static_cast<int>(problem.out_height * problem.out_width);
-        if constexpr (Config::kOutput == Layout::kNchw) {
+        if constexpr (Config::kOutput == Layout::kNchw && kRowVector<Output, Epilogue> > 0) {
+            store_rows<kThreads, kTileN, Staged::kPitch, Output>(
+                staged, tile.filters, image_pixels, epilogue, [&](int col) {
+                    const int pixel = tile.pixel + col, later = pixel < image_pixels ? 0 : pixel / image_pixels;
+                    const Position at{tile.image + later, tile.channel, pixel - later * image_pixels};
+                    Output* destination = out + (at.batch * problem.out_channels + at.row) * image_pixels + at.col;
+                    return RowStart<Output>{col < tile.pixels ? destination : nullptr, at};
+                });
+        } else if constexpr (Config::kOutput == Layout::kNchw) {
             const int images = (tile.pixel + tile.pixels - 1) / image_pixels + 1;  // that the tile touches
             store_spans<kThreads, Output>(
                 tile.filters * images, min(tile.pixels, image_pixels), all_aligned(out, image_pixels), epilogue,
@@ -464,5 +562,9 @@ private:
         }
     }
 };
+
+// Conv2d whose tiles are shared by Problem::splits thread blocks each.
+template <class Config, class Output, class Epilogue>
+using SplitConv2d = Conv2d<Config, Output, Epilogue, true>;
 
 }  // namespace fxfuse

@@ -52,7 +52,8 @@ struct PointwiseTransposed {
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* acc, Output* out,
                                                const Epilogue& epilogue) {
-        __shared__ alignas(16) float staged[kRows * kPitch];
+        // Past the last row: what is read of a run beyond its end.
+        __shared__ alignas(16) float staged[kRows * kPitch + 8];
         const unsigned row_tiles = tiles(problem.row, kRows), col_tiles = tiles(problem.col, kCols);
         const unsigned matrix = blockIdx.x / row_tiles;
         const int64_t row = static_cast<int64_t>(blockIdx.x % row_tiles) * kRows;
@@ -61,11 +62,17 @@ struct PointwiseTransposed {
         turn(acc + batch * problem.acc_batch + col * problem.acc_col + row, problem.acc_col, rows, cols, staged);
         __syncthreads();
         Output* first = out + batch * problem.out_batch + row * problem.out_row + col;
+        if constexpr (kRowVector<Output, Epilogue> > 0) {
+            store_rows<kThreads, kCols, kPitch, Output>(staged, rows, problem.out_row, epilogue, [&](int at) {
+                return RowStart<Output>{at < cols ? first + at : nullptr, Position{batch, row, col + at}};
+            });
+        } else {
         store_spans<kThreads, Output>(
             rows, cols, all_aligned(first, problem.out_row), epilogue, [&](int index) {
                 return OutputSpan<Output>{staged + index * kPitch, first + index * problem.out_row,
                                           Position{batch, row + index, col}, cols};
             });
+        }
     }
 
 #ifndef __CUDACC_RTC__
