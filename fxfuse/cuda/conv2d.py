@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, Literal
 
-from fxfuse.cuda.gemm import MAX_WORKSPACE, TILE_BYTES_OF_K, share_counts, shared_sums_bytes
+from fxfuse.cuda.gemm import MAX_WORKSPACE, SHARING_PAYS, TILE_BYTES_OF_K, share_counts, shared_sums_bytes
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
@@ -226,13 +226,17 @@ _PART_BYTES: Final = 37e3
 _MEETING: Final = 2.7  # microseconds for thread blocks to hand their parts in
 
 
+def _slower(together: int) -> float:
+    """How much longer products take with so few blocks on a multiprocessor: one alone waits for memory."""
+    return (1 - 0.6 * 0.59**2) / (1 - 0.6 * 0.59 ** (min(together, 3) - 1))
+
+
 def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
-    """Waves of blocks times a block's time. A block that has a multiprocessor for itself waits for memory."""
+    """Waves of blocks times a block's time."""
     together = ceil(_blocks(problem, tile) * splits / _MULTIPROCESSORS)
-    slower = (1 - 0.6 * 0.59**2) / (1 - 0.6 * 0.59 ** (min(together, 3) - 1))
     tiles_k = _tiles_k(problem)
     outputs = tile.filters * tile.pixels
-    cost = together * outputs * tile.cost * slower * ceil(tiles_k / splits) / tiles_k
+    cost = together * outputs * tile.cost * _slower(together) * ceil(tiles_k / splits) / tiles_k
     if splits > 1:
         cost += (_MEETING + splits * outputs * 4 / _PART_BYTES) * _PRODUCTS / problem.reduction
     return cost
@@ -246,7 +250,8 @@ def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
         for splits in (1, *share_counts(_tiles_k(problem)))
         if splits == 1 or shared_sums_bytes(blocks, outputs, splits) <= MAX_WORKSPACE
     }
-    return sorted({1, min(costs, key=lambda splits: costs[splits])})
+    best = min(costs, key=lambda splits: costs[splits])
+    return [1, best] if costs[best] < costs[1] * SHARING_PAYS else [1]
 
 
 def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
@@ -428,7 +433,7 @@ def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
     blocks = waves * together + min(together, ceil(rest / _MULTIPROCESSORS))
     # Rows cut into pieces are stored as many short runs: 1.5 times slower for 64 columns, 1.1 for 128 (H200).
     cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
-    return blocks * products * tile.cost * cut / _DIRECT_SPEED
+    return blocks * products * tile.cost * cut * _slower(blocks) / _DIRECT_SPEED
 
 
 def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:

@@ -189,7 +189,7 @@ def possible_splits(tile: Tile, problem: Problem) -> list[int]:
 
 
 def share_counts(tiles_k: int) -> list[int]:
-    """Numbers above 1 of thread blocks that can share `tiles_k` tiles of K, none of which would be left without work."""
+    """Numbers above 1 of thread blocks that can share so many tiles of K, none of which would be left without work."""
     most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
     # Equal shares of whole tiles: 4 shares of 10 are 3, 3, 3 and 1, but 6 are 5 of 2.
     return sorted({-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)})
