@@ -56,10 +56,11 @@ def transposed_kernel(
     size = acc.itemsize
     steps = (row, acc_batch if batch > 1 else 0, acc_col if col > 1 else 0)
     access = math.gcd(ACCESS, alignment, *(step * size for step in steps))
+    tile = (16, 256) if row <= 16 and access < ACCESS else (256 // size, 64)
     return Kernel(
-        name=f"transposed {access} bytes of {str(acc).removeprefix('torch.')}",
+        name=f"transposed {tile[0]}x{tile[1]} {str(acc).removeprefix('torch.')}",
         header=TRANSPOSED_HEADER,
-        type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}>",
+        type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {tile[0]}, {tile[1]}>",
         params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
     )
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "divisor.cuh"
 #include "launch.cuh"
 #include "mainloop.cuh"
 #include "mma.cuh"
@@ -44,6 +45,24 @@ struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kW
     struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
         static constexpr int kUnroll = 1;
     };
+};
+
+// What a block needs to find its tile and its pixels without divisions.
+struct Conv2dTiles {
+    FastDivisor splits, filter_tiles, groups;
+    FastDivisor image_pixels, out_width;  // of the output
+    unsigned filters;                     // of a group
+    bool counted_in_31_bits;              // all pixels of all images
+
+    Conv2dTiles() = default;
+    Conv2dTiles(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
+        : splits(static_cast<unsigned>(problem.splits)),
+          filter_tiles(static_cast<unsigned>((problem.out_channels / problem.groups + tile_filters - 1) / tile_filters)),
+          groups(static_cast<unsigned>(problem.groups)),
+          image_pixels(static_cast<unsigned>(problem.out_height * problem.out_width)),
+          out_width(static_cast<unsigned>(problem.out_width)),
+          filters(static_cast<unsigned>(problem.out_channels / problem.groups)),
+          counted_in_31_bits(problem.images * problem.out_height * problem.out_width + tile_pixels < INT32_MAX) {}
 };
 
 namespace detail {
@@ -130,24 +149,22 @@ class PixelCopy {
 public:
     // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images. `first`: of
     // the reduction.
-    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
-                                         int64_t pixels, int first)
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
+                                         int64_t image, int pixel, int64_t pixels, int first)
         : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
-        const unsigned out_width = static_cast<unsigned>(problem.out_width);
-        const unsigned out_pixels = static_cast<unsigned>(problem.out_height) * out_width;
         x += group * channels_of_group(problem) * problem.x_channel;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             const int in_tile = kNchw ? thread % kLanes * kUnit + i / kNeighbours * kLanes * kUnit + i % kNeighbours
                                       : thread / kLanes + i * kRowsPerPass;
-            const unsigned in_image = static_cast<unsigned>(pixel + in_tile);
-            const unsigned p = in_image % out_pixels;
-            const int y = static_cast<int>(p / out_width) * static_cast<int>(problem.stride_h);
+            unsigned later = static_cast<unsigned>(pixel + in_tile);
+            unsigned out_y = tiles.image_pixels.take(later);
+            const unsigned out_x = tiles.out_width.take(out_y);
+            const int y = static_cast<int>(out_y) * static_cast<int>(problem.stride_h);
             y_[i] = in_tile < pixels ? y - static_cast<int>(problem.pad_h) : kOutside;
-            x_[i] = static_cast<int>(p % out_width * static_cast<unsigned>(problem.stride_w)) -
-                    static_cast<int>(problem.pad_w);
-            source_[i] = x + (image + in_image / out_pixels) * problem.x_image + y_[i] * problem.x_row +
+            x_[i] = static_cast<int>(out_x * static_cast<unsigned>(problem.stride_w)) - static_cast<int>(problem.pad_w);
+            source_[i] = x + (image + later) * problem.x_image + y_[i] * problem.x_row +
                          x_[i] * problem.x_col;
         }
         digits_ = reduction_.digits(first + (kNchw ? thread / kLanes : thread % kLanes * kUnit));
@@ -237,11 +254,9 @@ class PixelCopy<Config, true> {
     int channel_stride_, channels_left_;
 
 public:
-    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
-                                         int64_t pixels, int first) {
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
+                                         int64_t image, int pixel, int64_t pixels, int first) {
         const int thread = static_cast<int>(threadIdx.x), row = thread / kLanes;
-        const unsigned out_width = static_cast<unsigned>(problem.out_width);
-        const unsigned out_pixels = static_cast<unsigned>(problem.out_height) * out_width;
         const int channels = channels_of_group(problem);
         channel_stride_ = static_cast<int>(problem.x_channel);
         tile_stride_ = Tile::kRows * problem.x_channel;
@@ -250,10 +265,15 @@ public:
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
             const int in_tile = (thread % kLanes + i * kLanes) * kPiece;
-            const unsigned in_image = static_cast<unsigned>(pixel + (in_tile < pixels ? in_tile : 0));
-            const unsigned later = in_image / out_pixels, p = in_image - later * out_pixels, y = p / out_width;
-            source_[i] = x + (image + later) * problem.x_image + y * problem.stride_h * problem.x_row +
-                         (p - y * out_width) * problem.stride_w * problem.x_col;
+            unsigned later = static_cast<unsigned>(pixel + (in_tile < pixels ? in_tile : 0));
+            unsigned in_image = tiles.image_pixels.take(later);
+            source_[i] = x + (image + later) * problem.x_image;
+            if constexpr (kPiece > 1) {
+                source_[i] += in_image;
+            } else {
+                const unsigned out_x = tiles.out_width.take(in_image);  // and the row is left
+                source_[i] += in_image * problem.stride_h * problem.x_row + out_x * problem.stride_w * problem.x_col;
+            }
         }
     }
 
@@ -387,10 +407,11 @@ struct StagedTile {
 // A number of blocks always: told nothing, the compiler spills rather than pass 128 registers.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
-    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const typename Kernel::Element* __restrict__ x,
-                  const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
-                  const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, w, out, workspace, epilogue);
+    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
+                  const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ w,
+                  typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
+                  const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, tiles, x, w, out, workspace, epilogue);
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.
@@ -420,25 +441,29 @@ struct Conv2d {
     static constexpr int kSharedBytes = Loop::kSharedBytes > Staged::kBytes ? Loop::kSharedBytes : Staged::kBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* w, Output* out,
-                                               const SplitWorkspace& workspace, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
+                                               const Element* w, Output* out, const SplitWorkspace& workspace,
+                                               const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         Sum sum;
-        multiply<Config>(sum, problem, x, w, shared);
+        multiply<Config>(sum, problem, tiles, x, w, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
-            if (__syncthreads_or(!sum.all_finite())) multiply<typename Config::Guarded>(sum, problem, x, w, shared);
+            if (__syncthreads_or(!sum.all_finite())) {
+                multiply<typename Config::Guarded>(sum, problem, tiles, x, w, shared);
+            }
         }
         if constexpr (kSplits) {
-            const Origin at = origin(problem);
+            const Origin at = origin(problem, tiles);
             const int splits = static_cast<int>(problem.splits);
-            if (!SplitPart<Config>::collect(sum, workspace, blockIdx.x / splits, at.split, splits, at.filters)) return;
+            const int64_t tile = tiles.splits.divide(blockIdx.x);
+            if (!SplitPart<Config>::collect(sum, workspace, tile, at.split, splits, at.filters)) return;
         }
         __syncthreads();
         float* staged = reinterpret_cast<float*>(shared);
         Staged::write(staged, sum);
         __syncthreads();
-        store(problem, staged, out, epilogue);
+        store(problem, tiles, staged, out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
@@ -447,16 +472,16 @@ struct Conv2d {
         constexpr auto kKernel = &conv2d_kernel<Conv2d>;
         const int64_t pixels = problem.images * problem.out_height * problem.out_width;
         const int64_t filter_tiles = (problem.out_channels / problem.groups + kTileM - 1) / kTileM;
-        const int64_t tiles = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
-        const int64_t blocks = tiles * problem.splits;
+        const int64_t output_tiles = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        const int64_t blocks = output_tiles * problem.splits;
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
-        if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], tiles);
+        if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], output_tiles);
         kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
+            problem, Conv2dTiles(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
+            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
@@ -471,17 +496,16 @@ private:
 
     // Blocks that share a tile start together. Then filters run fastest, so that blocks which share pixels run together
     // and find them in L2.
-    static __device__ __forceinline__ Origin origin(const Problem& problem) {
-        const uint32_t groups = static_cast<uint32_t>(problem.groups);
-        const int filters = static_cast<int>(static_cast<uint32_t>(problem.out_channels) / groups);
-        const uint32_t filter_tiles = static_cast<uint32_t>((filters + kTileM - 1) / kTileM);
-        const uint32_t splits = kSplits ? static_cast<uint32_t>(problem.splits) : 1, block = blockIdx.x / splits;
-        const int filter = static_cast<int>(block % filter_tiles) * kTileM;
-        const int group = static_cast<int>(block / filter_tiles % groups);
-        const uint32_t tile = block / filter_tiles / groups;
-        const uint32_t image_pixels = static_cast<uint32_t>(problem.out_height * problem.out_width);
-        const int64_t image = image_of(tile, image_pixels);
-        const int64_t pixel = static_cast<int64_t>(tile) * kTileN - image * image_pixels;
+    static __device__ __forceinline__ Origin origin(const Problem& problem, const Conv2dTiles& tiles) {
+        unsigned block = blockIdx.x;  // and then what is left of its number
+        const int split = kSplits ? static_cast<int>(tiles.splits.take(block)) : 0;
+        const int filter = static_cast<int>(tiles.filter_tiles.take(block)) * kTileM;
+        const int group = static_cast<int>(tiles.groups.take(block));
+        const int filters = static_cast<int>(tiles.filters);
+        const uint32_t image_pixels = tiles.image_pixels.divisor;
+        const int64_t image =
+            tiles.counted_in_31_bits ? tiles.image_pixels.divide(block * kTileN) : image_of(block, image_pixels);
+        const int64_t pixel = static_cast<int64_t>(block) * kTileN - image * image_pixels;
         const int64_t left = (problem.images - image) * image_pixels - pixel;
         return {static_cast<int64_t>(group) * filters + filter,
                 image,
@@ -489,7 +513,7 @@ private:
                 min(kTileM, filters - filter),
                 static_cast<int>(pixel),
                 static_cast<int>(min(static_cast<int64_t>(kTileN), left)),
-                static_cast<int>(blockIdx.x - block * splits)};
+                split};
     }
 
     // tile * kTileN / image_pixels, without a 64-bit division.
@@ -506,32 +530,33 @@ private:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Element* x,
-                                                    const Element* w, unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Conv2dTiles& tiles,
+                                                    const Element* x, const Element* w, unsigned char* shared) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
-        const Origin at = origin(problem);
-        int first = 0, tiles = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
+        const Origin at = origin(problem, tiles);
+        int first = 0, steps = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
         if constexpr (kSplits) {
             // What is copied beyond the share nobody multiplies.
             const int share = static_cast<int>(problem.split_tiles), before = at.split * share;
             first = before * Config::kTileK;
-            tiles = min(share, tiles - before);
+            steps = min(share, steps - before);
         }
         LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters, first),
-                           PixelCopy(x, problem, at.group, at.image, at.pixel, at.pixels, first),
+                           PixelCopy(x, problem, tiles, at.group, at.image, at.pixel, at.pixels, first),
                            ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
-        loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
+        loop.run(sum, ptx::shared_address(shared), steps, static_cast<int>(problem.block_tiles));
     }
 
-    static __device__ __forceinline__ void store(const Problem& problem, const float* staged, Output* out,
-                                                 const Epilogue& epilogue) {
-        const Origin tile = origin(problem);
-        const int image_pixels = static_cast<int>(problem.out_height * problem.out_width);
+    static __device__ __forceinline__ void store(const Problem& problem, const Conv2dTiles& tiles, const float* staged,
+                                                 Output* out, const Epilogue& epilogue) {
+        const Origin tile = origin(problem, tiles);
+        const int image_pixels = static_cast<int>(tiles.image_pixels.divisor);
         if constexpr (Config::kOutput == Layout::kNchw && kRowVector<Output, Epilogue> > 0) {
             store_rows<kThreads, kTileN, Staged::kPitch, Output>(
                 staged, tile.filters, image_pixels, epilogue, [&](int col) {
-                    const int pixel = tile.pixel + col, later = pixel < image_pixels ? 0 : pixel / image_pixels;
-                    const Position at{tile.image + later, tile.channel, pixel - later * image_pixels};
+                    unsigned later = static_cast<unsigned>(tile.pixel + col);
+                    const unsigned pixel = tiles.image_pixels.take(later);
+                    const Position at{tile.image + later, tile.channel, pixel};
                     Output* destination = out + (at.batch * problem.out_channels + at.row) * image_pixels + at.col;
                     return RowStart<Output>{col < tile.pixels ? destination : nullptr, at};
                 });

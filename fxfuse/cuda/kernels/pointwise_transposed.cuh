@@ -27,8 +27,9 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     Kernel::run(problem, acc, out, epilogue);
 }
 
-// kAccess: bytes that one instruction reads, of which acc's columns start at multiples and are multiples.
-template <class Element_, class Output_, class Epilogue_, int kAccess>
+// kAccess: bytes that one instruction reads, of which acc's columns start at multiples and are multiples. kRows, kCols:
+// a block's tile.
+template <class Element_, class Output_, class Epilogue_, int kAccess, int kRows, int kCols>
 struct PointwiseTransposed {
     using Element = Element_;
     using Output = Output_;
@@ -39,12 +40,11 @@ struct PointwiseTransposed {
     static constexpr int kThreads = 256;
     static constexpr int kWarp = 32;
     static constexpr int kRun = kAccess / static_cast<int>(sizeof(Element));  // rows that a thread reads at once
-    static constexpr int kTogether = 4;                                      // columns of which it does, for stores
-                                                                             // of 16 bytes to shared memory
+    static constexpr int kTogether = 4;  // columns of which it does: it stores 16 bytes of a row
     // A warp reads 64 bytes of every column: whole sectors, and eight lanes store without conflicts.
-    static constexpr int kRowLanes = 64 / kAccess, kColLanes = kWarp / kRowLanes;
+    static constexpr int kSectors = 64 / kAccess, kRowLanes = kSectors * kRun < kRows ? kSectors : kRows / kRun;
+    static constexpr int kColLanes = kWarp / kRowLanes;
     static constexpr int kWarpRows = kRowLanes * kRun, kWarpCols = kColLanes * kTogether;
-    static constexpr int kRows = 256 / static_cast<int>(sizeof(Element)), kCols = 64;
     static constexpr int kPitch = kCols + 4;
     static constexpr int kPieces = kRows / kWarpRows * (kCols / kWarpCols);  // of a warp each
     static constexpr int kWarps = kThreads / kWarp, kPiecesOfWarp = kPieces / kWarps;
