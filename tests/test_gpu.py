@@ -637,6 +637,7 @@ def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
     from fxfuse.cuda import plan
 
     monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
     v = torch.randn(conv.out_channels, 1, 1)
     x = tensor(*shape, dtype=dtype)
@@ -650,6 +651,7 @@ def test_the_library_by_way_of_channels_last_reports_its_copies(monkeypatch):
     from fxfuse.cuda import plan
 
     monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(16, 24, 3, padding=1)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), tensor(4, 16, 20, 20)
     with torch.no_grad():

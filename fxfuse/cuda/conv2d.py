@@ -201,6 +201,8 @@ _POINTWISE_TILES: Final = (
     _Tile(128, 64, (4, 2), 2, 1.0, 2),
     _Tile(64, 128, (2, 4), 2, 1.0, 2),
     _Tile(256, 64, (4, 2), 2, 1.0, 1),
+    _Tile(128, 64, (2, 2), 3, 1.0, 3),
+    _Tile(128, 128, (2, 4), 3, 1.0, 1),
     _Tile(32, 64, (1, 4), 3, 2.0, 4),
 )
 """For 1x1 filters in NCHW, where memory is the limit."""
@@ -278,6 +280,12 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     elif problem.precision == "tf32x3" or min(x_access, weight_access) < 4:
         # The largest tile of 3xTF32 spills.
         tiles = _SMALL_WARP_TILES[1:] if problem.precision == "tf32x3" else _SMALL_WARP_TILES
+        if problem.precision == "tf32x3":
+            tiles += (
+                _Tile(64, 64, (4, 2), 3, 0.9, 2),
+                _Tile(64, 64, (2, 4), 3, 0.9, 2),
+                _Tile(128, 64, (4, 4), 3, 0.8),
+            )
     elif min(x_access, weight_access) < 16:
         tiles = _NARROW_TILES
     else:

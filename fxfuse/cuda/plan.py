@@ -36,6 +36,9 @@ CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
+CHANNELS_LAST_PRODUCTS = 2**30
+"""Multiplications below which its passes were measured to take longer than the library gains in channels_last."""
+
 logger = logging.getLogger("fxfuse")
 
 
@@ -284,6 +287,10 @@ def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
     problem, prepared = region.problem, region.prepared
     x, weight, shape = problem.x, problem.weight, prepared.result_shape
     if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
+        return []
+    if precision(problem.kind, x.dtype) == "tf32x3":  # no tensor cores: NCHW is the library's best
+        return []
+    if math.prod(shape) * math.prod(weight.shape[1:]) < CHANNELS_LAST_PRODUCTS:
         return []
     if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
         return []

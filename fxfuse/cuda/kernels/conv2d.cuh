@@ -368,33 +368,75 @@ public:
     }
 };
 
+// B fragments of 4-byte pixels that lie next to each other along pixels. ldmatrix cannot transpose these, and reading
+// them one by one takes twice the instructions: so column c of the first fragment of a pair is pixel 2 * c, that of the
+// second pixel 2 * c + 1.
+template <class Tile>
+class PixelPairs {
+    static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
+    static constexpr int kPairBytes = 2 * kMmaN * 4;
+    uint32_t offset_;
+
+public:
+    __device__ __forceinline__ PixelPairs(uint32_t first, uint32_t lane) {
+        offset_ = Tile::offset(lane % 4, (first + lane / 4 * 2) * 4);
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {
+        const uint32_t address = ((shared + offset_) ^ (index * kPairBytes)) + step * kStepBytes;
+        const uint2 upper = ptx::load_shared_8(address), lower = ptx::load_shared_8(address + 4 * Tile::kRowBytes);
+        raw[0] = upper.x, raw[1] = lower.x, raw[2] = upper.y, raw[3] = lower.y;
+    }
+};
+
+template <class Config>
+constexpr bool kPaired = Config::kInput == Layout::kNchw && sizeof(typename Config::Element) == 4;
+
+template <class Config, bool kPaired>
+struct ReadPixelsOf {
+    using Type = Fragments<PixelTile<Config>, Side::kB>;
+};
+template <class Config>
+struct ReadPixelsOf<Config, true> {
+    using Type = PixelPairs<PixelTile<Config>>;
+};
+
 // Accumulators in shared memory as [filter][pixel] (NCHW) or [pixel][filter] (NHWC), the order of the output. Rows are
 // padded so that the writes of fragments touch every bank once.
 template <class Config>
 struct StagedTile {
     static constexpr bool kNchw = Config::kOutput == Layout::kNchw;
     static constexpr int kRows = kNchw ? Config::kTileM : Config::kTileN;
-    static constexpr int kPitch = kNchw ? Config::kTileN + 8 : Config::kTileM + 4;
+    static constexpr int kPitch = kNchw ? Config::kTileN + (kPaired<Config> ? 16 : 8) : Config::kTileM + 4;
     static constexpr int kBytes = kRows * kPitch * static_cast<int>(sizeof(float));
 
     template <class Sum>
     static __device__ __forceinline__ void write(float* staged, const Sum& sum) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
         const int filter = static_cast<int>(Config::warp_m(thread) + lane / 4);
-        const int pixel = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+        const int pixel = static_cast<int>(Config::warp_n(thread) + lane % 4 * (kPaired<Config> ? 4 : 2));
 #pragma unroll
         for (int m = 0; m < Config::kMmasM; ++m) {
 #pragma unroll
-            for (int n = 0; n < Config::kMmasN; ++n) {
+            for (int n = 0; n < Config::kMmasN; n += 2) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int row = filter + m * kMmaM + half * 8, col = pixel + n * kMmaN;
-                    const float first = sum.value[m][n][half * 2], second = sum.value[m][n][half * 2 + 1];
-                    if constexpr (kNchw) {
-                        *reinterpret_cast<float2*>(staged + row * kPitch + col) = make_float2(first, second);
+                    const float(&first)[4] = sum.value[m][n], (&second)[4] = sum.value[m][n + 1];
+                    const int i = half * 2;
+                    if constexpr (kPaired<Config> && kNchw) {
+                        *reinterpret_cast<float4*>(staged + row * kPitch + col) =
+                            make_float4(first[i], second[i], first[i + 1], second[i + 1]);
+                    } else if constexpr (kNchw) {
+                        *reinterpret_cast<float2*>(staged + row * kPitch + col) = make_float2(first[i], first[i + 1]);
+                        *reinterpret_cast<float2*>(staged + row * kPitch + col + kMmaN) =
+                            make_float2(second[i], second[i + 1]);
                     } else {
-                        staged[col * kPitch + row] = first;
-                        staged[(col + 1) * kPitch + row] = second;
+                        constexpr int kNext = kPaired<Config> ? 2 : 1, kOther = kPaired<Config> ? 1 : kMmaN;
+                        staged[col * kPitch + row] = first[i];
+                        staged[(col + kNext) * kPitch + row] = first[i + 1];
+                        staged[(col + kOther) * kPitch + row] = second[i];
+                        staged[(col + kOther + kNext) * kPitch + row] = second[i + 1];
                     }
                 }
             }
@@ -431,7 +473,7 @@ struct Conv2d {
     using FilterCopy = detail::FilterCopy<Config>;
     using PixelCopy = detail::PixelCopy<Config>;
     using ReadFilters = Fragments<FilterTile, Side::kA>;
-    using ReadPixels = Fragments<PixelTile, Side::kB>;
+    using ReadPixels = typename detail::ReadPixelsOf<Config, detail::kPaired<Config>>::Type;
     template <class Shape>
     using LoopOf =
         Mainloop<Shape, FilterCopy, PixelCopy, ReadFilters, ReadPixels, FilterTile::kBytes, PixelTile::kBytes>;

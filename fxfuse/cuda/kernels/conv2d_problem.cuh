@@ -167,11 +167,11 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
 }
 
 // The elements that one store of `store_rows` writes: as many as 16 bytes hold or all rows of the output are aligned to.
-// Of less than 8 bytes each it would take more instructions than `store_spans`, and is 0.
+// Of less than 4 bytes each it would take more instructions than `store_spans`, and is 0.
 template <class Output, class Epilogue>
-constexpr int kRowVector = Epilogue::kColumns * static_cast<int>(sizeof(Output)) >= 16  ? 16 / static_cast<int>(sizeof(Output))
-                           : Epilogue::kColumns * static_cast<int>(sizeof(Output)) >= 8 ? Epilogue::kColumns
-                                                                                        : 0;
+constexpr int kRowVector = Epilogue::kColumns * static_cast<int>(sizeof(Output)) > 16 ? 16 / static_cast<int>(sizeof(Output))
+                           : Epilogue::kColumns * static_cast<int>(sizeof(Output)) < 4 ? 0
+                                                                                       : Epilogue::kColumns;
 
 // Applies the epilogue to a tile of kCols columns, kPitch floats apart in shared memory, and stores it. A thread has one
 // run of kRowVector columns in every row of several: where it belongs is found once. `locate(col)` gives the RowStart of
@@ -197,14 +197,12 @@ __device__ __forceinline__ void store_rows(const float* staged, int rows, int64_
             const int nearest = min(row + i * kStep, rows - 1);
             operands[i] = epilogue.template load<Runs::kWhole, kVector>(
                 Position{first.at.batch, first.at.row + nearest, first.at.col}, kVector);
+            constexpr int kRead = kVector < 4 ? kVector : 4;
+            using Word = fxfuse::Word<kRead * 4>;
 #pragma unroll
-            for (int j = 0; j < kVector; j += kVector < 4 ? 2 : 4) {
-                const float* from = staged + nearest * kPitch + col + j;
-                if constexpr (kVector < 4) {
-                    *reinterpret_cast<float2*>(value[i] + j) = *reinterpret_cast<const float2*>(from);
-                } else {
-                    *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(from);
-                }
+            for (int j = 0; j < kVector; j += kRead) {
+                *reinterpret_cast<Word*>(value[i] + j) =
+                    *reinterpret_cast<const Word*>(staged + nearest * kPitch + col + j);
             }
         }
 #pragma unroll
