@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 Strides = tuple[int, ...]
 
+NCHW = ((0,), (1,), (2, 3))
+CHANNELS_LAST = ((0,), (2, 3), (1,))
+"""Dimensions of a convolution's tensors as (batch, row, col): see `group`."""
+
 
 @dataclass(frozen=True)
 class Layout:

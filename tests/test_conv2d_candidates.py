@@ -56,14 +56,14 @@ def problem(
 
 
 def families(of: Conv2dProblem) -> list[str]:
-    """The templates of the candidates in order, without repetitions."""
-    return list(dict.fromkeys(kernel.type.split("<")[0] for kernel in candidates(of)))
+    """The templates of the candidates in order, without repetitions; those that share sums beside those that do not."""
+    return list(dict.fromkeys(kernel.type.split("<")[0].removeprefix("Split") for kernel in candidates(of)))
 
 
 def access(of: Conv2dProblem) -> tuple[int, str, int]:
     """Bytes per copy of x, how filters are read, bytes per copy of filters: of the first implicit GEMM."""
     kernel = next(k for k in candidates(of) if k.type.startswith("Conv2d<"))
-    *_, x_access, filters, weight_access = kernel.type.split("Conv2dConfig<")[1].split(">")[0].split(", ")
+    *_, x_access, filters, weight_access, _, _ = kernel.type.split("Conv2dConfig<")[1].split(">")[0].split(", ")
     return int(x_access), filters.removeprefix("Filters::"), int(weight_access)
 
 
@@ -163,16 +163,39 @@ def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:
 
 def test_every_problem_of_a_kind_shares_its_kernels() -> None:
     small, large = candidates(problem(images=2)), candidates(problem(images=64))
-    assert {kernel.type for kernel in small} == {kernel.type for kernel in large}
+    assert {kernel.type for kernel in small} >= {kernel.type for kernel in large}
     assert small[0].params != large[0].params
 
 
 def test_params_are_the_fields_of_the_struct_in_order() -> None:
     case = replace(problem(8, (20, 30), 16, (3, 5), images=2), stride=(1, 2), padding=(3, 4), dilation=(5, 6))
-    assert struct.unpack("<25q", pack(case)) == (
+    assert struct.unpack("<27q", pack(case, block_tiles=2, splits=3, split_tiles=4)) == (
         *(2, 8, 20, 30, 16, 18, 26, 3, 5, 1, 2, 3, 4, 5, 6, 1),
-        *(4800, 600, 30, 1, 120, 15, 5, 1, 1),
+        *(4800, 600, 30, 1, 120, 15, 5, 1, 2, 3, 4),
     )
+
+
+def test_thread_blocks_share_long_sums_of_few_outputs() -> None:
+    case = problem(512, (7, 7), 512, images=1, padding=1)
+    first = candidates(case)[0]
+    *_, splits, split_tiles = struct.unpack("<27q", first.params)
+    assert first.type.startswith("SplitConv2d<") and splits > 4
+    assert splits * split_tiles >= 512 * 9 / 32 > (splits - 1) * split_tiles  # all of the sum, and something for each
+    assert first.workspace >= splits * 512 * 49 * 4
+    unshared = candidates(problem(128, (56, 56), 128, images=256, stride=2))
+    assert unshared and not any(kernel.workspace for kernel in unshared)
+
+
+def test_one_by_one_filters_in_nchw_have_tiles_of_their_own() -> None:
+    def is_pointwise(case: Conv2dProblem) -> bool:
+        kernel = candidates(case)[0]
+        return kernel.type.split("Conv2dConfig<")[1].split(">")[0].split(", ")[-2] == "true"
+
+    assert is_pointwise(problem(kernel=(1, 1))) and is_pointwise(problem(kernel=(1, 1), stride=2))
+    assert not is_pointwise(problem(kernel=(1, 1), padding=1))
+    assert not is_pointwise(replace(problem(kernel=(1, 1)), out_size=(56, 57)))  # padding behind the last column
+    assert not is_pointwise(problem(kernel=(1, 1), size=(7, 7), precision="bf16"))  # pixel by pixel through registers
+    assert not is_pointwise(problem(kernel=(1, 1), layout="nhwc"))
 
 
 @pytest.mark.parametrize(

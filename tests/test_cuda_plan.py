@@ -62,13 +62,45 @@ PROBLEMS = [
 def test_candidates_have_names_of_their_own_and_generate_their_source(problem, ranked, monkeypatch):
     texts = []
     monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     candidates = ranked(problem)
     names = [candidate.name for candidate in candidates]
     assert len(set(names)) == len(names)
-    assert [candidate.name for candidate in candidates if candidate.always] == [plan.LIBRARY]
+    through_channels_last = (
+        problem.kind == "conv2d" and dict(problem.options)["groups"] == 1 and problem.x.strides[1] != 1
+    )
+    libraries = [plan.LIBRARY, plan.CHANNELS_LAST_LIBRARY] if through_channels_last else [plan.LIBRARY]
+    assert [candidate.name for candidate in candidates if candidate.always] == libraries
     for candidate in candidates:
         candidate.build()
-    assert len(texts) == len(candidates) and all("tanh" in text for text in texts)
+    copies = [text for text in texts if "tanh" not in text]  # of x and of the weight
+    assert len(copies) == (2 if through_channels_last else 0)
+    assert len(texts) == len(candidates) + len(copies)
+
+
+@pytest.mark.parametrize(
+    ("images", "channels_last", "groups", "tf32", "offered"),
+    [
+        (64, False, 1, True, True),
+        (1, False, 1, True, False),  # too little work
+        (64, True, 1, True, False),  # it is there
+        (64, False, 2, True, False),
+        (64, False, 1, False, False),
+    ],
+)
+def test_the_library_goes_by_way_of_channels_last_where_that_was_measured_to_pay(
+    images, channels_last, groups, tf32, offered, ranked, monkeypatch
+):
+    monkeypatch.setattr(plan, "precision", lambda kind, dtype, fp32="exact": "tf32" if tf32 else "tf32x3")
+    strides = (128 * 784, 1, 28 * 128, 128) if channels_last else (128 * 784, 784, 28, 1)
+    x = TensorMeta((images, 128, 28, 28), strides, torch.float32, CUDA)
+    weight = meta(128, 128 // groups, 3, 3, is_parameter=True)
+    options = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups", groups))
+    candidates = {c.name: c for c in ranked(Problem("conv2d", options, "relu(acc)", x, weight, None, ()))}
+    assert (plan.CHANNELS_LAST_LIBRARY in candidates) is offered
+    if offered:  # copies of x, of the weight and the library's result
+        workspace = candidates[plan.CHANNELS_LAST_LIBRARY].workspace
+        assert workspace == 4 * (2 * images * 128 * 784 + 128 * 128 * 9)
 
 
 @pytest.mark.parametrize(

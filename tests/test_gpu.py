@@ -473,6 +473,54 @@ def test_conv2d_on_slices_and_views(layout):
     check(Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(x.shape[1], 24, 3)), x)
 
 
+POINTWISE = {
+    "whole tiles of aligned planes": ((2, 72, 16, 16), 136, 1, 1),
+    "tiles that several images share": ((5, 33, 6, 6), 40, 1, 1),
+    "planes of 49": ((5, 40, 7, 7), 72, 1, 1),
+    "stride": ((3, 40, 15, 14), 72, 2, 1),
+    "groups": ((3, 48, 8, 8), 80, 1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("tile", conv2d._POINTWISE_TILES, ids=str)
+def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, forget):
+    monkeypatch.setattr(conv2d, "_POINTWISE_TILES", (tile,))
+    shape, filters, stride, groups = POINTWISE[name]
+    conv = nn.Conv2d(shape[1], filters, 1, stride=stride, groups=groups)
+    x = tensor(*shape, dtype=dtype)
+    residual = tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    check(Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual), x, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", ["3x3 padded", "1x1", "1x1 stride 2", "dilated", "groups", "one pixel"])
+def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, monkeypatch):
+    monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [3])  # more than some sums have tiles
+    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    conv, shape = CONVOLUTIONS[name]
+    x = tensor(*shape, dtype=dtype)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    model = Net(lambda s, x: F.relu(s.conv(x)) * s.scale, conv=conv, scale=torch.randn(conv.out_channels, 1, 1))
+    assert "split 3" in check(model, x, dtype)
+
+
+def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and_inf(monkeypatch):
+    monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [5])
+    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(2, 64, 14, 14)
+    with torch.no_grad():
+        first = fast(x)
+        assert all(torch.equal(fast(x), first) for _ in range(20))
+        x[0, 3, 4, 5], x[1, 60, 0, 0], x[1, 0, 13, 13] = float("inf"), float("nan"), float("-inf")
+        have, want = fast(x), model.double()(x.double())
+    assert torch.equal(have.isnan(), want.isnan())
+    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+
+
 def direct_configurations(seed, count, aligned):
     """Sizes of 3x3 convolutions: (images, channels, filters, height, width, padding, groups).
 
@@ -570,6 +618,45 @@ def test_the_library_and_one_pass(library_only, name, dtype):
     if len(shape) == 4:
         x = tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
         assert "library" in check(model, x, dtype)
+
+
+CONVOLUTIONS_BY_CHANNELS_LAST = {
+    "1x1": (nn.Conv2d(64, 96, 1), (3, 64, 14, 14)),
+    "3x3 of odd sizes": (nn.Conv2d(7, 13, 3, padding=1), (2, 7, 9, 11)),
+    "tiles that are not full": (nn.Conv2d(68, 132, 3), (2, 68, 17, 23)),
+    "planes of 49": (nn.Conv2d(160, 72, 1, bias=False), (5, 160, 7, 7)),
+    "stride": (nn.Conv2d(3, 32, 7, stride=2, padding=3), (2, 3, 65, 63)),
+    "one image": (nn.Conv2d(16, 24, 3, padding=1), (1, 16, 20, 20)),
+    "padding that differs": (nn.Conv2d(8, 12, 4, padding="same"), (2, 8, 19, 23)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONVOLUTIONS_BY_CHANNELS_LAST)
+def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
+    v = torch.randn(conv.out_channels, 1, 1)
+    x = tensor(*shape, dtype=dtype)
+    assert check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), x, dtype) == plan.CHANNELS_LAST_LIBRARY
+    residual = tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    model = Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual)
+    assert check(model, x, dtype) == plan.CHANNELS_LAST_LIBRARY
+
+
+def test_the_library_by_way_of_channels_last_reports_its_copies(monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(16, 24, 3, padding=1)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(4, 16, 20, 20)
+    with torch.no_grad():
+        fast(x)
+    assert fxfuse.explain(fast).regions[0].workspace == 4 * (4 * 16 * 400 + 4 * 24 * 400 + 24 * 16 * 9)
 
 
 def test_the_library_writes_in_place(library_only):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, Literal
 
+from fxfuse.cuda.gemm import MAX_WORKSPACE, SHARING_PAYS, TILE_BYTES_OF_K, share_counts, shared_sums_bytes
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
@@ -99,8 +100,8 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     return (*_depthwise(problem), *(kernel for _, kernel in by_cost))
 
 
-def pack(problem: Conv2dProblem, block_tiles: int = 1) -> bytes:
-    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh; `block_tiles` is the implicit GEMM's."""
+def pack(problem: Conv2dProblem, block_tiles: int = 1, splits: int = 1, split_tiles: int = 0) -> bytes:
+    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh; all but the problem is the implicit GEMM's."""
     fields = (
         problem.images,
         problem.channels,
@@ -115,6 +116,8 @@ def pack(problem: Conv2dProblem, block_tiles: int = 1) -> bytes:
         *problem.x_strides,
         *problem.weight_strides,
         block_tiles,
+        splits,
+        split_tiles,
     )
     return struct.pack(f"<{len(fields)}q", *fields)
 
@@ -154,6 +157,8 @@ class _Tile:
     warps: tuple[int, int]
     stages: int
     cost: float
+    blocks: int = 1
+    """For which a multiprocessor must have registers."""
 
 
 _TILES: Final = (
@@ -189,16 +194,66 @@ _GATHER_TILES: Final = (
 )
 """For 16-bit elements that are fetched one by one from NHWC: each takes a register until it has arrived."""
 
+_POINTWISE_TILES: Final = (
+    _Tile(64, 64, (2, 2), 3, 1.0, 4),
+    _Tile(64, 64, (2, 2), 2, 1.0, 5),
+    _Tile(128, 64, (4, 2), 3, 1.0, 2),
+    _Tile(128, 64, (4, 2), 2, 1.0, 2),
+    _Tile(64, 128, (2, 4), 2, 1.0, 2),
+    _Tile(256, 64, (4, 2), 2, 1.0, 1),
+    _Tile(128, 64, (2, 2), 3, 1.0, 3),
+    _Tile(128, 128, (2, 4), 3, 1.0, 1),
+    _Tile(32, 64, (1, 4), 3, 2.0, 4),
+)
+"""For 1x1 filters in NCHW, where memory is the limit."""
+
 _MULTIPROCESSORS: Final = 108
 """A100. An H200 has 132: close enough for an order."""
 
 _MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 
 
-def _tile_cost(problem: Conv2dProblem, tile: _Tile) -> float:
+def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
+    return problem.groups * ceil(problem.group_filters / tile.filters) * ceil(problem.pixels / tile.pixels)
+
+
+def _tiles_k(problem: Conv2dProblem) -> int:
+    """Tiles of the reduction."""
+    return ceil(problem.reduction * problem.element_bytes / TILE_BYTES_OF_K)
+
+
+# Of an H200, per multiprocessor and microsecond: see gemm.py.
+_PRODUCTS: Final = 0.84e6
+_PART_BYTES: Final = 37e3
+_MEETING: Final = 2.7  # microseconds for thread blocks to hand their parts in
+
+
+def _slower(together: int) -> float:
+    """How much longer products take with so few blocks on a multiprocessor: one alone waits for memory."""
+    return (1 - 0.6 * 0.59**2) / (1 - 0.6 * 0.59 ** (min(together, 3) - 1))
+
+
+def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
     """Waves of blocks times a block's time."""
-    blocks = problem.groups * ceil(problem.group_filters / tile.filters) * ceil(problem.pixels / tile.pixels)
-    return ceil(blocks / _MULTIPROCESSORS) * tile.filters * tile.pixels * tile.cost
+    together = ceil(_blocks(problem, tile) * splits / _MULTIPROCESSORS)
+    tiles_k = _tiles_k(problem)
+    outputs = tile.filters * tile.pixels
+    cost = together * outputs * tile.cost * _slower(together) * ceil(tiles_k / splits) / tiles_k
+    if splits > 1:
+        cost += (_MEETING + splits * outputs * 4 / _PART_BYTES) * _PRODUCTS / problem.reduction
+    return cost
+
+
+def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
+    """1, and the best number of thread blocks to share each tile's sums if sharing pays."""
+    blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
+    costs = {
+        splits: _tile_cost(problem, tile, splits)
+        for splits in (1, *share_counts(_tiles_k(problem)))
+        if splits == 1 or shared_sums_bytes(blocks, outputs, splits) <= MAX_WORKSPACE
+    }
+    best = min(costs, key=lambda splits: costs[splits])
+    return [1, best] if costs[best] < costs[1] * SHARING_PAYS else [1]
 
 
 def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
@@ -217,11 +272,20 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         _access(size, problem.weight_alignment, problem.reduction * size, *filter_steps) if contiguous else size
     )
     tiles: tuple[_Tile, ...]
-    if layout == "nhwc" and x_access < 4:
+    pointwise = layout == "nchw" and x_access >= 4 and _is_pointwise(problem)
+    if pointwise:
+        tiles = _POINTWISE_TILES
+    elif layout == "nhwc" and x_access < 4:
         tiles = _GATHER_TILES
     elif problem.precision == "tf32x3" or min(x_access, weight_access) < 4:
         # The largest tile of 3xTF32 spills.
         tiles = _SMALL_WARP_TILES[1:] if problem.precision == "tf32x3" else _SMALL_WARP_TILES
+        if problem.precision == "tf32x3":
+            tiles += (
+                _Tile(64, 64, (4, 2), 3, 0.9, 2),
+                _Tile(64, 64, (2, 4), 3, 0.9, 2),
+                _Tile(128, 64, (4, 4), 3, 0.8),
+            )
     elif min(x_access, weight_access) < 16:
         tiles = _NARROW_TILES
     else:
@@ -233,15 +297,34 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         config = (
             f"Conv2dConfig<{_MMA[problem.precision]}, {tile.filters}, {tile.pixels}, {tile.warps[0]}, {tile.warps[1]}, "
             f"{tile.stages}, Sums::{sums}, Layout::{_LAYOUT[layout]}, Layout::{_LAYOUT[problem.out_layout]}, "
-            f"{x_access}, Filters::{filters}, {weight_access}>"
+            f"{x_access}, Filters::{filters}, {weight_access}, {str(pointwise).lower()}, {tile.blocks}>"
         )
         name = f"conv2d {problem.precision} {tile.filters}x{tile.pixels}, {tile.stages} stages, {layout}"
-        kernel = Kernel(name, "conv2d.cuh", f"Conv2d<{config}, {{output}}, {{epilogue}}>", pack(problem, block_tiles))
-        kernels.append((_tile_cost(problem, tile), kernel))
+        blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
+        for splits in _split_counts(problem, tile):
+            shared = splits > 1
+            kernel = Kernel(
+                f"{name}, split {splits}" if shared else name,
+                "conv2d.cuh",
+                f"{'SplitConv2d' if shared else 'Conv2d'}<{config}, {{output}}, {{epilogue}}>",
+                pack(problem, block_tiles, splits, ceil(_tiles_k(problem) / splits)),
+                shared_sums_bytes(blocks, outputs, splits) if shared else 0,
+            )
+            kernels.append((_tile_cost(problem, tile, splits), kernel))
     return kernels
 
 
 _LAYOUT: Final[dict[Layout, str]] = {"nchw": "kNchw", "nhwc": "kNhwc"}
+
+
+def _is_pointwise(problem: Conv2dProblem) -> bool:
+    """Whether every output is a sum over the channels of one pixel of x."""
+    reaches = zip(problem.out_size, problem.stride, problem.size, strict=True)
+    return (
+        problem.kernel == (1, 1)
+        and problem.padding == (0, 0)
+        and all((out - 1) * stride < size for out, stride, size in reaches)
+    )
 
 
 def _sums(problem: Conv2dProblem) -> tuple[str, int]:
@@ -358,7 +441,7 @@ def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
     blocks = waves * together + min(together, ceil(rest / _MULTIPROCESSORS))
     # Rows cut into pieces are stored as many short runs: 1.5 times slower for 64 columns, 1.1 for 128 (H200).
     cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
-    return blocks * products * tile.cost * cut / _DIRECT_SPEED
+    return blocks * products * tile.cost * cut * _slower(blocks) / _DIRECT_SPEED
 
 
 def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:

@@ -184,18 +184,26 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
-    tiles_k = problem.tiles_k
+    counts = share_counts(problem.tiles_k)
+    return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
+
+
+def share_counts(tiles_k: int) -> list[int]:
+    """Numbers above 1 of thread blocks that can share so many tiles of K, none of which would be left without work."""
     most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
     # Equal shares of whole tiles: 4 shares of 10 are 3, 3, 3 and 1, but 6 are 5 of 2.
-    counts = {-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)}
-    return sorted(splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE)
+    return sorted({-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)})
 
 
 def workspace_bytes(tile: Tile, problem: Problem, splits: int) -> int:
-    """A counter per tile, and each thread block's part of its sums (split_k.cuh)."""
-    tiles = _blocks(tile, problem)
+    """Of sums that `splits` thread blocks share."""
+    return shared_sums_bytes(_blocks(tile, problem), tile.m * tile.n, splits)
+
+
+def shared_sums_bytes(tiles: int, elements: int, splits: int) -> int:
+    """A counter per tile of so many elements, and each thread block's part of its sums (split_k.cuh)."""
     counters = -(-tiles * COUNTER_BYTES // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    return counters + tiles * splits * tile.m * tile.n * 4
+    return counters + tiles * splits * elements * 4
 
 
 def _blocks(tile: Tile, problem: Problem) -> int:

@@ -9,6 +9,7 @@ it replaced.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import Prepared, prepare
 from fxfuse.errors import LaunchError, UnsupportedError
 from fxfuse.expression import Acc, Call, Expr, Operand, call, postorder, rewrite
-from fxfuse.layout import flatten
+from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.problem import Draft, Problem, Run, TensorMeta, channel_operands, run_anchor, typed
 
@@ -31,8 +32,12 @@ MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
 
 LIBRARY = "library + one pass"
+CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
+
+CHANNELS_LAST_PRODUCTS = 2**30
+"""Multiplications below which its passes were measured to take longer than the library gains in channels_last."""
 
 logger = logging.getLogger("fxfuse")
 
@@ -72,16 +77,21 @@ class _Region:
         text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 
+    def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:
+        """A pass that computes nothing, from x's dtype to the same."""
+        text = codegen.generate(Acc(), self.problem.x.dtype, (), kernel, columns=operands.columns)
+        return build.load(build.Source(text, self.capability, f"{kernel.name}, copied for {self.problem.label}"))
+
 
 def _ranked(region: _Region) -> list[tune.Candidate]:
     """Every way to run the region, best first by the kernel families' models."""
-    library = _library_candidate(region)
+    library = [_library_candidate(region), *_channels_last_candidate(region)]
     try:
         fused = _fused_candidates(region)
     except UnsupportedError as error:
         logger.info("fxfuse: %s runs by the library: %s", region.problem.label, error)
-        return [library]
-    return [library, *fused] if _library_is_faster(region) else [*fused, library]
+        return library
+    return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
 
 
 def _library_is_faster(region: _Region) -> bool:
@@ -260,6 +270,90 @@ def _library_runner(
             others = (*others, bias)
         out = acc if in_place else torch.empty_strided(shape, strides, dtype=output, device=device)
         queue(others, acc.data_ptr(), out.data_ptr())
+        return out
+
+    return run
+
+
+# ------------------------------------------------------------------- the library candidate by way of channels_last
+
+
+def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
+    """A convolution of NCHW tensors by the library's kernels for channels_last, if that makes sense.
+
+    On Hopper they use instructions (wgmma) that those for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in
+    TF32 instead of 1.75. One pass brings x there, another applies the epilogue on the way back.
+    """
+    problem, prepared = region.problem, region.prepared
+    x, weight, shape = problem.x, problem.weight, prepared.result_shape
+    if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
+        return []
+    if precision(problem.kind, x.dtype) == "tf32x3":  # no tensor cores: NCHW is the library's best
+        return []
+    if math.prod(shape) * math.prod(weight.shape[1:]) < CHANNELS_LAST_PRODUCTS:
+        return []
+    if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
+        return []
+    expression, metas = _with_bias(problem, region.expression)
+    operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
+    assert operands is not None, "results are contiguous in one of the two layouts"
+    image, _, _, pixel = channels_last_strides(shape)
+    back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
+
+    def compiled() -> Run:
+        queue = _queue(region, operands, back, region.load(back, expression, operands, True))
+        return _channels_last_runner(region, _to_channels_last(region, x), _to_channels_last(region, weight), queue)
+
+    copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
+    workspace = copies * x.dtype.itemsize
+    return [tune.Candidate(CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, workspace, always=True)]
+
+
+def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What copies a tensor like `meta` to channels_last: a generated pass where planes are contiguous, or torch."""
+    there = channels_last_strides(meta.shape)
+    seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
+    if seen is None or seen.strides[1][1] != 1 or seen.sizes[1] == 1:
+        return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+    operands = plan_operands(meta.shape, there, (), frozenset(), functools.partial(group, groups=CHANNELS_LAST))
+    assert operands is not None, "channels_last has three dimensions"
+    batch_stride, _, col_stride = seen.strides[1]
+    kernel = pointwise.transposed_kernel(
+        operands.layout, (batch_stride, col_stride), meta.dtype, meta.dtype, meta.alignment
+    )
+    queue = _queue(region, operands, kernel, region.load_copy(kernel, operands))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_strided(meta.shape, there, dtype=meta.dtype, device=meta.device)
+        queue((), tensor.data_ptr(), copy.data_ptr())
+        return copy
+
+    return convert
+
+
+def _channels_last_runner(
+    region: _Region,
+    convert_x: Callable[[torch.Tensor], torch.Tensor],
+    convert_weight: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[..., None],
+) -> Run:
+    problem, output = region.problem, region.output
+    device, index = problem.x.device, problem.x.device.index
+    shape, strides = region.prepared.result_shape, region.prepared.result_strides
+    current_device = torch._C._cuda_getDevice
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(x, weight, bias, others)
+        acc = run_anchor(problem.kind, problem.options, convert_x(x), convert_weight(weight), None)
+        acc = acc.contiguous(memory_format=torch.channels_last)
+        if bias is not None:
+            others = (*others, bias)
+        out = torch.empty_strided(shape, strides, dtype=output, device=device)
+        back(others, acc.data_ptr(), out.data_ptr())
         return out
 
     return run

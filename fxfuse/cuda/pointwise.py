@@ -1,7 +1,7 @@
 """The kernel that applies an epilogue to a result which a library computed: one pass, in place if dtypes are equal.
 
 `kernel` turns the result's layout into the instantiation of kernels/pointwise.cuh that moves as many bytes at a time as
-the layout allows. Nothing here needs a GPU.
+the layout allows; `transposed_kernel` is for a library's result that lies in another order. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.layout import Layout
 
 HEADER = "pointwise.cuh"
+TRANSPOSED_HEADER = "pointwise_transposed.cuh"
 ACCESS = 16  # bytes that one instruction reads or writes
 MAX_SLICE = 2**30  # kMost in pointwise.cuh: elements that one launch writes
 
@@ -38,6 +39,29 @@ def kernel(layout: Layout, acc: torch.dtype, output: torch.dtype, alignment: int
         header=HEADER,
         type=f"Pointwise<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {vector}, Runs::{runs}>",
         params=struct.pack("<5q", batch, row, col, batch_stride, row_stride),
+    )
+
+
+def transposed_kernel(
+    layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype, output: torch.dtype, alignment: int = ACCESS
+) -> Kernel:
+    """The pass from a tensor of dtype `acc`, of which rows and not columns are contiguous, to one as `kernel` has it.
+
+    Args:
+        acc_strides: of acc, along batch and columns, in elements.
+        alignment: largest power of two that divides acc's address, in bytes.
+    """
+    (batch, row, col), (acc_batch, acc_col) = layout.sizes, acc_strides
+    (batch_stride, row_stride, _), *_ = layout.strides
+    size = acc.itemsize
+    steps = (row, acc_batch if batch > 1 else 0, acc_col if col > 1 else 0)
+    access = math.gcd(ACCESS, alignment, *(step * size for step in steps))
+    tile = (16, 256) if row <= 16 and access < ACCESS else (256 // size, 64)
+    return Kernel(
+        name=f"transposed {tile[0]}x{tile[1]} {str(acc).removeprefix('torch.')}",
+        header=TRANSPOSED_HEADER,
+        type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {tile[0]}, {tile[1]}>",
+        params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
     )
 
 

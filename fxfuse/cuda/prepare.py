@@ -17,6 +17,8 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import UnsupportedError
 from fxfuse.layout import (
+    CHANNELS_LAST,
+    NCHW,
     Layout,
     Strides,
     channels_last_strides,
@@ -154,7 +156,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     shape: tuple[int, ...] = (images, out_channels, out_height, out_width)
     channels_last = is_channels_last(x.shape, x.strides) or is_channels_last(weight.shape, weight.strides)
     strides = channels_last_strides(shape) if channels_last else contiguous_strides(shape)
-    groups: tuple[tuple[int, ...], ...] = ((0,), (2, 3), (1,)) if channels_last else ((0,), (1,), (2, 3))
+    groups: tuple[tuple[int, ...], ...] = CHANNELS_LAST if channels_last else NCHW
     # A result in channels_last is computed from an input in channels_last, as cuDNN does.
     needs_copy = channels_last and channels > 1 and x.strides[1] != 1
     source = _copied(x, channels_last_strides(x.shape)) if needs_copy else Input(x)

@@ -11,11 +11,13 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "divisor.cuh"
 #include "launch.cuh"
 #include "mainloop.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
 #include "shared_tile.cuh"
+#include "split_k.cuh"
 
 namespace fxfuse {
 
@@ -26,19 +28,41 @@ enum class Filters { kContiguous, kStrided };
 
 // kXAccess, kWAccess: bytes per copy that the alignment of x and of contiguous filters allows (2, 4, 8 or 16).
 // In NCHW more than one element needs a pointwise convolution: only then are a reduction row's pixels contiguous.
+// kPointwise: filters of one element, without padding: x in NCHW is read without a look at bounds.
+// kBlocks: thread blocks for which a multiprocessor must have registers.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Layout kInput_,
-          Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_>
+          Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_, bool kPointwise_ = false, int kBlocks_ = 1>
 struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
     static constexpr Layout kInput = kInput_, kOutput = kOutput_;
     static constexpr int kXAccess = kXAccess_, kWAccess = kWAccess_;
     static constexpr Filters kFilters = kFilters_;
-    static_assert(kStages >= 3, "copies through registers arrive one tile later");
+    static constexpr bool kPointwise = kPointwise_;
+    static constexpr int kBlocks = kBlocks_;
+    static_assert(kStages >= 3 || kXAccess >= 4, "copies through registers arrive one tile later");
 
     // For blocks that find their sums not finite, see GemmConfig.
     static constexpr bool kGuarded = Mma_::kGuarded;
     struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
         static constexpr int kUnroll = 1;
     };
+};
+
+// What a block needs to find its tile and its pixels without divisions.
+struct Conv2dTiles {
+    FastDivisor splits, filter_tiles, groups;
+    FastDivisor image_pixels, out_width;  // of the output
+    unsigned filters;                     // of a group
+    bool counted_in_31_bits;              // all pixels of all images
+
+    Conv2dTiles() = default;
+    Conv2dTiles(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
+        : splits(static_cast<unsigned>(problem.splits)),
+          filter_tiles(static_cast<unsigned>((problem.out_channels / problem.groups + tile_filters - 1) / tile_filters)),
+          groups(static_cast<unsigned>(problem.groups)),
+          image_pixels(static_cast<unsigned>(problem.out_height * problem.out_width)),
+          out_width(static_cast<unsigned>(problem.out_width)),
+          filters(static_cast<unsigned>(problem.out_channels / problem.groups)),
+          counted_in_31_bits(problem.images * problem.out_height * problem.out_width + tile_pixels < INT32_MAX) {}
 };
 
 namespace detail {
@@ -89,7 +113,7 @@ struct Reduction {
 };
 
 // Fills the pixels' tile. A thread keeps its pixels and walks along the reduction.
-template <class Config>
+template <class Config, bool kPointwise = Config::kPointwise>
 class PixelCopy {
     using T = typename Config::Element;
     using Tile = PixelTile<Config>;
@@ -123,28 +147,27 @@ class PixelCopy {
     uint32_t held_for_ = 0;
 
 public:
-    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images.
-    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, int group, int64_t image, int pixel,
-                                         int64_t pixels)
+    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images. `first`: of
+    // the reduction.
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
+                                         int64_t image, int pixel, int64_t pixels, int first)
         : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
-        const unsigned out_width = static_cast<unsigned>(problem.out_width);
-        const unsigned out_pixels = static_cast<unsigned>(problem.out_height) * out_width;
         x += group * channels_of_group(problem) * problem.x_channel;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             const int in_tile = kNchw ? thread % kLanes * kUnit + i / kNeighbours * kLanes * kUnit + i % kNeighbours
                                       : thread / kLanes + i * kRowsPerPass;
-            const unsigned in_image = static_cast<unsigned>(pixel + in_tile);
-            const unsigned p = in_image % out_pixels;
-            const int y = static_cast<int>(p / out_width) * static_cast<int>(problem.stride_h);
+            unsigned later = static_cast<unsigned>(pixel + in_tile);
+            unsigned out_y = tiles.image_pixels.take(later);
+            const unsigned out_x = tiles.out_width.take(out_y);
+            const int y = static_cast<int>(out_y) * static_cast<int>(problem.stride_h);
             y_[i] = in_tile < pixels ? y - static_cast<int>(problem.pad_h) : kOutside;
-            x_[i] = static_cast<int>(p % out_width * static_cast<unsigned>(problem.stride_w)) -
-                    static_cast<int>(problem.pad_w);
-            source_[i] = x + (image + in_image / out_pixels) * problem.x_image + y_[i] * problem.x_row +
+            x_[i] = static_cast<int>(out_x * static_cast<unsigned>(problem.stride_w)) - static_cast<int>(problem.pad_w);
+            source_[i] = x + (image + later) * problem.x_image + y_[i] * problem.x_row +
                          x_[i] * problem.x_col;
         }
-        digits_ = reduction_.digits(kNchw ? thread / kLanes : thread % kLanes * kUnit);
+        digits_ = reduction_.digits(first + (kNchw ? thread / kLanes : thread % kLanes * kUnit));
         step_ = reduction_.digits(kReductionStep);
         height_ = static_cast<int>(problem.height);
         width_ = static_cast<int>(problem.width);
@@ -210,13 +233,81 @@ private:
     }
 };
 
+// The same of a pointwise convolution in NCHW. Pixels beyond the last are copies of the first: nobody stores what
+// comes of them.
+template <class Config>
+class PixelCopy<Config, true> {
+    using T = typename Config::Element;
+    using Tile = PixelTile<Config>;
+    static constexpr int kAccess = Config::kXAccess;
+    static constexpr int kPiece = kAccess / static_cast<int>(sizeof(T));  // elements per copy
+    static constexpr int kPiecesPerRow = Tile::kCols / kPiece;
+    static constexpr int kLanes = kPiecesPerRow < 32 ? kPiecesPerRow : 32;
+    static constexpr int kPieces = kPiecesPerRow / kLanes;  // of a thread in a row
+    static constexpr int kRowsPerPass = Config::kThreads / kLanes;
+    static constexpr int kPasses = Tile::kRows / kRowsPerPass;
+    static_assert(Config::kInput == Layout::kNchw && kAccess >= 4);
+    static_assert(Config::kThreads % kLanes == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+    const T* source_[kPieces];
+    int64_t tile_stride_;  // of the tile's channels
+    int channel_stride_, channels_left_;
+
+public:
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
+                                         int64_t image, int pixel, int64_t pixels, int first) {
+        const int thread = static_cast<int>(threadIdx.x), row = thread / kLanes;
+        const int channels = channels_of_group(problem);
+        channel_stride_ = static_cast<int>(problem.x_channel);
+        tile_stride_ = Tile::kRows * problem.x_channel;
+        channels_left_ = channels - first - row;
+        x += (static_cast<int64_t>(group) * channels + first + row) * problem.x_channel;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            const int in_tile = (thread % kLanes + i * kLanes) * kPiece;
+            unsigned later = static_cast<unsigned>(pixel + (in_tile < pixels ? in_tile : 0));
+            unsigned in_image = tiles.image_pixels.take(later);
+            source_[i] = x + (image + later) * problem.x_image;
+            if constexpr (kPiece > 1) {
+                source_[i] += in_image;
+            } else {
+                const unsigned out_x = tiles.out_width.take(in_image);  // and the row is left
+                source_[i] += in_image * problem.stride_h * problem.x_row + out_x * problem.stride_w * problem.x_col;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void start(uint32_t shared) {
+        const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int bytes = pass * kRowsPerPass < channels_left_ ? kAccess : 0;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                const T* source = source_[i] + pass * kRowsPerPass * channel_stride_;
+                const uint32_t destination =
+                    shared + Tile::offset(thread / kLanes + pass * kRowsPerPass, (thread % kLanes + i * kLanes) * kAccess);
+                if constexpr (kAccess == 16) {
+                    ptx::cp_async_16(destination, source, bytes);
+                } else {
+                    ptx::cp_async_small<kAccess>(destination, source, bytes);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) source_[i] += tile_stride_;
+        channels_left_ -= Tile::kRows;
+    }
+};
+
 // Fills the filters' tile from rows in the order of the reduction.
 template <class Config, Filters = Config::kFilters>
 struct FilterCopy : TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess> {
     using Base = TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess>;
-    // `w` points to the tile's first filter; `filters` exist from there.
-    __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters)
-        : Base(w, problem.w_filter, filters, reduction_length(problem), threadIdx.x) {}
+    // `w` points to the tile's first filter; `filters` exist from there. `first`: of the reduction.
+    __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters,
+                                          int first)
+        : Base(w + first, problem.w_filter, filters, reduction_length(problem) - first, threadIdx.x) {}
 };
 
 // The same from filters in any other order.
@@ -238,12 +329,13 @@ class FilterCopy<Config, Filters::kStrided> {
     int channel_stride_, row_stride_, col_stride_;
 
 public:
-    __device__ __forceinline__ FilterCopy(const T* w, const Conv2dProblem& problem, int filters) : reduction_(problem) {
+    __device__ __forceinline__ FilterCopy(const T* w, const Conv2dProblem& problem, int filters, int first)
+        : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
         source_ = w + thread / kLanes * problem.w_filter;
         filter_stride_ = problem.w_filter;
         filters_left_ = filters - thread / kLanes;
-        digits_ = reduction_.digits(thread % kLanes);
+        digits_ = reduction_.digits(first + thread % kLanes);
         step_ = reduction_.digits(kLanes);
         channel_stride_ = static_cast<int>(problem.w_channel);
         row_stride_ = static_cast<int>(problem.w_row);
@@ -276,33 +368,75 @@ public:
     }
 };
 
+// B fragments of 4-byte pixels that lie next to each other along pixels. ldmatrix cannot transpose these, and reading
+// them one by one takes twice the instructions: so column c of the first fragment of a pair is pixel 2 * c, that of the
+// second pixel 2 * c + 1.
+template <class Tile>
+class PixelPairs {
+    static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
+    static constexpr int kPairBytes = 2 * kMmaN * 4;
+    uint32_t offset_;
+
+public:
+    __device__ __forceinline__ PixelPairs(uint32_t first, uint32_t lane) {
+        offset_ = Tile::offset(lane % 4, (first + lane / 4 * 2) * 4);
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {
+        const uint32_t address = ((shared + offset_) ^ (index * kPairBytes)) + step * kStepBytes;
+        const uint2 upper = ptx::load_shared_8(address), lower = ptx::load_shared_8(address + 4 * Tile::kRowBytes);
+        raw[0] = upper.x, raw[1] = lower.x, raw[2] = upper.y, raw[3] = lower.y;
+    }
+};
+
+template <class Config>
+constexpr bool kPaired = Config::kInput == Layout::kNchw && sizeof(typename Config::Element) == 4;
+
+template <class Config, bool kPaired>
+struct ReadPixelsOf {
+    using Type = Fragments<PixelTile<Config>, Side::kB>;
+};
+template <class Config>
+struct ReadPixelsOf<Config, true> {
+    using Type = PixelPairs<PixelTile<Config>>;
+};
+
 // Accumulators in shared memory as [filter][pixel] (NCHW) or [pixel][filter] (NHWC), the order of the output. Rows are
 // padded so that the writes of fragments touch every bank once.
 template <class Config>
 struct StagedTile {
     static constexpr bool kNchw = Config::kOutput == Layout::kNchw;
     static constexpr int kRows = kNchw ? Config::kTileM : Config::kTileN;
-    static constexpr int kPitch = kNchw ? Config::kTileN + 8 : Config::kTileM + 4;
+    static constexpr int kPitch = kNchw ? Config::kTileN + (kPaired<Config> ? 16 : 8) : Config::kTileM + 4;
     static constexpr int kBytes = kRows * kPitch * static_cast<int>(sizeof(float));
 
     template <class Sum>
     static __device__ __forceinline__ void write(float* staged, const Sum& sum) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
         const int filter = static_cast<int>(Config::warp_m(thread) + lane / 4);
-        const int pixel = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+        const int pixel = static_cast<int>(Config::warp_n(thread) + lane % 4 * (kPaired<Config> ? 4 : 2));
 #pragma unroll
         for (int m = 0; m < Config::kMmasM; ++m) {
 #pragma unroll
-            for (int n = 0; n < Config::kMmasN; ++n) {
+            for (int n = 0; n < Config::kMmasN; n += 2) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int row = filter + m * kMmaM + half * 8, col = pixel + n * kMmaN;
-                    const float first = sum.value[m][n][half * 2], second = sum.value[m][n][half * 2 + 1];
-                    if constexpr (kNchw) {
-                        *reinterpret_cast<float2*>(staged + row * kPitch + col) = make_float2(first, second);
+                    const float(&first)[4] = sum.value[m][n], (&second)[4] = sum.value[m][n + 1];
+                    const int i = half * 2;
+                    if constexpr (kPaired<Config> && kNchw) {
+                        *reinterpret_cast<float4*>(staged + row * kPitch + col) =
+                            make_float4(first[i], second[i], first[i + 1], second[i + 1]);
+                    } else if constexpr (kNchw) {
+                        *reinterpret_cast<float2*>(staged + row * kPitch + col) = make_float2(first[i], first[i + 1]);
+                        *reinterpret_cast<float2*>(staged + row * kPitch + col + kMmaN) =
+                            make_float2(second[i], second[i + 1]);
                     } else {
-                        staged[col * kPitch + row] = first;
-                        staged[(col + 1) * kPitch + row] = second;
+                        constexpr int kNext = kPaired<Config> ? 2 : 1, kOther = kPaired<Config> ? 1 : kMmaN;
+                        staged[col * kPitch + row] = first[i];
+                        staged[(col + kNext) * kPitch + row] = first[i + 1];
+                        staged[(col + kOther) * kPitch + row] = second[i];
+                        staged[(col + kOther + kNext) * kPitch + row] = second[i + 1];
                     }
                 }
             }
@@ -312,16 +446,18 @@ struct StagedTile {
 
 }  // namespace detail
 
-// One block per multiprocessor as the minimum: told nothing, the compiler spills rather than pass 128 registers.
+// A number of blocks always: told nothing, the compiler spills rather than pass 128 registers.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
-    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const typename Kernel::Element* __restrict__ x,
-                  const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
+    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
+                  const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ w,
+                  typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
                   const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, w, out, epilogue);
+    Kernel::run(problem, tiles, x, w, out, workspace, epilogue);
 }
 
-template <class Config_, class Output_, class Epilogue_>
+// kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.
+template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Conv2d {
     using Config = Config_;
     using Output = Output_;
@@ -329,7 +465,7 @@ struct Conv2d {
     using Problem = Conv2dProblem;
     using Element = typename Config::Element;
 
-    static constexpr int kTensors = 3;  // x, w, out
+    static constexpr int kTensors = kSplits ? 4 : 3;  // x, w, out, workspace
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
     using FilterTile = detail::FilterTile<Config>;
@@ -337,7 +473,7 @@ struct Conv2d {
     using FilterCopy = detail::FilterCopy<Config>;
     using PixelCopy = detail::PixelCopy<Config>;
     using ReadFilters = Fragments<FilterTile, Side::kA>;
-    using ReadPixels = Fragments<PixelTile, Side::kB>;
+    using ReadPixels = typename detail::ReadPixelsOf<Config, detail::kPaired<Config>>::Type;
     template <class Shape>
     using LoopOf =
         Mainloop<Shape, FilterCopy, PixelCopy, ReadFilters, ReadPixels, FilterTile::kBytes, PixelTile::kBytes>;
@@ -347,20 +483,29 @@ struct Conv2d {
     static constexpr int kSharedBytes = Loop::kSharedBytes > Staged::kBytes ? Loop::kSharedBytes : Staged::kBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* w, Output* out,
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
+                                               const Element* w, Output* out, const SplitWorkspace& workspace,
                                                const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         Sum sum;
-        multiply<Config>(sum, problem, x, w, shared);
+        multiply<Config>(sum, problem, tiles, x, w, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
-            if (__syncthreads_or(!sum.all_finite())) multiply<typename Config::Guarded>(sum, problem, x, w, shared);
+            if (__syncthreads_or(!sum.all_finite())) {
+                multiply<typename Config::Guarded>(sum, problem, tiles, x, w, shared);
+            }
+        }
+        if constexpr (kSplits) {
+            const Origin at = origin(problem, tiles);
+            const int splits = static_cast<int>(problem.splits);
+            const int64_t tile = tiles.splits.divide(blockIdx.x);
+            if (!SplitPart<Config>::collect(sum, workspace, tile, at.split, splits, at.filters)) return;
         }
         __syncthreads();
         float* staged = reinterpret_cast<float*>(shared);
         Staged::write(staged, sum);
         __syncthreads();
-        store(problem, staged, out, epilogue);
+        store(problem, tiles, staged, out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
@@ -369,13 +514,16 @@ struct Conv2d {
         constexpr auto kKernel = &conv2d_kernel<Conv2d>;
         const int64_t pixels = problem.images * problem.out_height * problem.out_width;
         const int64_t filter_tiles = (problem.out_channels / problem.groups + kTileM - 1) / kTileM;
-        const int64_t blocks = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        const int64_t output_tiles = (pixels + kTileN - 1) / kTileN * filter_tiles * problem.groups;
+        const int64_t blocks = output_tiles * problem.splits;
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        SplitWorkspace workspace{};
+        if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], output_tiles);
         kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
+            problem, Conv2dTiles(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
+            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
@@ -385,26 +533,29 @@ private:
     struct Origin {
         int64_t channel, image;
         int group, filters, pixel, pixels;
+        int split;  // which of the blocks that share the tile
     };
 
-    // Filters run fastest, so that blocks which share pixels run together and find them in L2.
-    static __device__ __forceinline__ Origin origin(const Problem& problem) {
-        const uint32_t groups = static_cast<uint32_t>(problem.groups);
-        const int filters = static_cast<int>(static_cast<uint32_t>(problem.out_channels) / groups);
-        const uint32_t filter_tiles = static_cast<uint32_t>((filters + kTileM - 1) / kTileM);
-        const int filter = static_cast<int>(blockIdx.x % filter_tiles) * kTileM;
-        const int group = static_cast<int>(blockIdx.x / filter_tiles % groups);
-        const uint32_t tile = blockIdx.x / filter_tiles / groups;
-        const uint32_t image_pixels = static_cast<uint32_t>(problem.out_height * problem.out_width);
-        const int64_t image = image_of(tile, image_pixels);
-        const int64_t pixel = static_cast<int64_t>(tile) * kTileN - image * image_pixels;
+    // Blocks that share a tile start together. Then filters run fastest, so that blocks which share pixels run together
+    // and find them in L2.
+    static __device__ __forceinline__ Origin origin(const Problem& problem, const Conv2dTiles& tiles) {
+        unsigned block = blockIdx.x;  // and then what is left of its number
+        const int split = kSplits ? static_cast<int>(tiles.splits.take(block)) : 0;
+        const int filter = static_cast<int>(tiles.filter_tiles.take(block)) * kTileM;
+        const int group = static_cast<int>(tiles.groups.take(block));
+        const int filters = static_cast<int>(tiles.filters);
+        const uint32_t image_pixels = tiles.image_pixels.divisor;
+        const int64_t image =
+            tiles.counted_in_31_bits ? tiles.image_pixels.divide(block * kTileN) : image_of(block, image_pixels);
+        const int64_t pixel = static_cast<int64_t>(block) * kTileN - image * image_pixels;
         const int64_t left = (problem.images - image) * image_pixels - pixel;
         return {static_cast<int64_t>(group) * filters + filter,
                 image,
                 group,
                 min(kTileM, filters - filter),
                 static_cast<int>(pixel),
-                static_cast<int>(min(static_cast<int64_t>(kTileN), left))};
+                static_cast<int>(min(static_cast<int64_t>(kTileN), left)),
+                split};
     }
 
     // tile * kTileN / image_pixels, without a 64-bit division.
@@ -421,23 +572,37 @@ private:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Element* x,
-                                                    const Element* w, unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Conv2dTiles& tiles,
+                                                    const Element* x, const Element* w, unsigned char* shared) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
-        const Origin at = origin(problem);
-        LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters),
-                           PixelCopy(x, problem, at.group, at.image, at.pixel, at.pixels),
+        const Origin at = origin(problem, tiles);
+        int first = 0, steps = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
+        if constexpr (kSplits) {
+            // What is copied beyond the share nobody multiplies.
+            const int share = static_cast<int>(problem.split_tiles), before = at.split * share;
+            first = before * Config::kTileK;
+            steps = min(share, steps - before);
+        }
+        LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters, first),
+                           PixelCopy(x, problem, tiles, at.group, at.image, at.pixel, at.pixels, first),
                            ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
-        loop.run(sum, ptx::shared_address(shared),
-                 (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK,
-                 static_cast<int>(problem.block_tiles));
+        loop.run(sum, ptx::shared_address(shared), steps, static_cast<int>(problem.block_tiles));
     }
 
-    static __device__ __forceinline__ void store(const Problem& problem, const float* staged, Output* out,
-                                                 const Epilogue& epilogue) {
-        const Origin tile = origin(problem);
-        const int image_pixels = static_cast<int>(problem.out_height * problem.out_width);
-        if constexpr (Config::kOutput == Layout::kNchw) {
+    static __device__ __forceinline__ void store(const Problem& problem, const Conv2dTiles& tiles, const float* staged,
+                                                 Output* out, const Epilogue& epilogue) {
+        const Origin tile = origin(problem, tiles);
+        const int image_pixels = static_cast<int>(tiles.image_pixels.divisor);
+        if constexpr (Config::kOutput == Layout::kNchw && kRowVector<Output, Epilogue> > 0) {
+            store_rows<kThreads, kTileN, Staged::kPitch, Output>(
+                staged, tile.filters, image_pixels, epilogue, [&](int col) {
+                    unsigned later = static_cast<unsigned>(tile.pixel + col);
+                    const unsigned pixel = tiles.image_pixels.take(later);
+                    const Position at{tile.image + later, tile.channel, pixel};
+                    Output* destination = out + (at.batch * problem.out_channels + at.row) * image_pixels + at.col;
+                    return RowStart<Output>{col < tile.pixels ? destination : nullptr, at};
+                });
+        } else if constexpr (Config::kOutput == Layout::kNchw) {
             const int images = (tile.pixel + tile.pixels - 1) / image_pixels + 1;  // that the tile touches
             store_spans<kThreads, Output>(
                 tile.filters * images, min(tile.pixels, image_pixels), all_aligned(out, image_pixels), epilogue,
@@ -464,5 +629,9 @@ private:
         }
     }
 };
+
+// Conv2d whose tiles are shared by Problem::splits thread blocks each.
+template <class Config, class Output, class Epilogue>
+using SplitConv2d = Conv2d<Config, Output, Epilogue, true>;
 
 }  // namespace fxfuse

@@ -27,6 +27,7 @@ struct Conv2dProblem {
     int64_t x_image, x_channel, x_row, x_col;
     int64_t w_filter, w_channel, w_row, w_col;
     int64_t block_tiles;  // tiles of the reduction in a block, for Sums that have blocks
+    int64_t splits, split_tiles;  // thread blocks that share a tile of the output, and tiles of the reduction in each
 };
 
 // A position of the reduction in mixed radix, `fast` running fastest: (s, r, c) or (c, s, r).
@@ -61,6 +62,13 @@ struct OutputSpan {
     Output* destination;
     Position at;
     int length;
+};
+
+// Where a column of a tile begins in the output; null if it does not exist.
+template <class Output>
+struct RowStart {
+    Output* destination;
+    Position at;
 };
 
 // Whether spans that start `steps` apart, the first at `out`, all start at multiples of 16 bytes.
@@ -154,6 +162,56 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
                     more |= cut[i] < end[i];
                 }
             }
+        }
+    }
+}
+
+// The elements that one store of `store_rows` writes: as many as 16 bytes hold or all rows of the output are aligned to.
+// Of less than 4 bytes each it would take more instructions than `store_spans`, and is 0.
+template <class Output, class Epilogue>
+constexpr int kRowVector = Epilogue::kColumns * static_cast<int>(sizeof(Output)) > 16 ? 16 / static_cast<int>(sizeof(Output))
+                           : Epilogue::kColumns * static_cast<int>(sizeof(Output)) < 4 ? 0
+                                                                                       : Epilogue::kColumns;
+
+// Applies the epilogue to a tile of kCols columns, kPitch floats apart in shared memory, and stores it. A thread has one
+// run of kRowVector columns in every row of several: where it belongs is found once. `locate(col)` gives the RowStart of
+// that column; rows are `row_stride` elements apart. Called by all
+// kThreads threads, after the barrier that completes the staging.
+template <int kThreads, int kCols, int kPitch, class Output, class Epilogue, class Locate>
+__device__ __forceinline__ void store_rows(const float* staged, int rows, int64_t row_stride, const Epilogue& epilogue,
+                                           Locate locate) {
+    constexpr int kVector = kRowVector<Output, Epilogue>, kRuns = kCols / kVector, kStep = kThreads / kRuns;
+    constexpr int kTogether = kVector > 4 ? 2 : 4;  // rows, so that the latencies of one hide those of the others
+    static_assert(kVector > 0 && kThreads % kRuns == 0);
+    using Values = typename Epilogue::template Values<kVector, Position>;
+    const int thread = static_cast<int>(threadIdx.x), col = thread % kRuns * kVector;
+    const RowStart<Output> first = locate(col);
+    if (first.destination == nullptr) return;
+#pragma unroll 1
+    for (int row = thread / kRuns; row < rows; row += kStep * kTogether) {
+        Values operands[kTogether];
+        alignas(16) float value[kTogether][kVector];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            // Rows beyond the last read what it does, so that no branch separates them from the others.
+            const int nearest = min(row + i * kStep, rows - 1);
+            operands[i] = epilogue.template load<Runs::kWhole, kVector>(
+                Position{first.at.batch, first.at.row + nearest, first.at.col}, kVector);
+            constexpr int kRead = kVector < 4 ? kVector : 4;
+            using Word = fxfuse::Word<kRead * 4>;
+#pragma unroll
+            for (int j = 0; j < kVector; j += kRead) {
+                *reinterpret_cast<Word*>(value[i] + j) =
+                    *reinterpret_cast<const Word*>(staged + nearest * kPitch + col + j);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            if (row + i * kStep >= rows) continue;
+            store_run<Output, kVector, Runs::kWhole>(first.destination + (row + i * kStep) * row_stride, value[i],
+                                                     kVector);
         }
     }
 }

@@ -151,15 +151,7 @@ protected:
         const Origin origin = tile_origin(problem);
         const int64_t tile = origin.row / kTileM * tiles_n(problem) + ptx::read_block_index().y;
         const int splits = static_cast<int>(problem.splits), rows = rows_of(problem, origin);
-        float2* parts = workspace.parts + tile * splits * Part::kPairs;
-        Part::write(sum, parts + origin.split * Part::kPairs, rows);
-        __threadfence();  // before the block is counted in
-        __syncthreads();
-        const bool last = ptx::read_thread_index() == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
-        if (!__syncthreads_or(last)) return false;
-        __threadfence();
-        Part::add_all(sum, parts, splits, rows);
-        return true;
+        return Part::collect(sum, workspace, tile, origin.split, splits, rows);
     }
 
     template <class Shape>

@@ -91,6 +91,21 @@ struct SplitPart {
         }
     }
 
+    // Hands the block's part of a tile's sums in. True for one of the blocks that share the tile, which then has all
+    // of it. Called by all threads.
+    static __device__ __forceinline__ bool collect(Sum& sum, const SplitWorkspace& workspace, int64_t tile, int split,
+                                                   int splits, int rows) {
+        float2* parts = workspace.parts + tile * splits * kPairs;
+        write(sum, parts + split * kPairs, rows);
+        __threadfence();  // before the block is counted in
+        __syncthreads();
+        const bool last = ptx::read_thread_index() == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
+        if (!__syncthreads_or(last)) return false;
+        __threadfence();
+        add_all(sum, parts, splits, rows);
+        return true;
+    }
+
 private:
     // Parts that are read at a time: up to 32 loads of a thread.
     static constexpr int kLoads = static_cast<int>(kPairs / Shape::kThreads);
