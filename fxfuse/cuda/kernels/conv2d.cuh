@@ -54,7 +54,7 @@ struct Conv2dDivisors {
     unsigned filters;                     // of a group
     bool counted_in_31_bits;              // all pixels of all images
 
-    Conv2dDivisors() = default;
+#ifndef __CUDACC_RTC__
     Conv2dDivisors(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
         : splits(static_cast<unsigned>(problem.splits)),
           filter_tiles(static_cast<unsigned>((problem.out_channels / problem.groups + tile_filters - 1) / tile_filters)),
@@ -63,6 +63,7 @@ struct Conv2dDivisors {
           out_width(static_cast<unsigned>(problem.out_width)),
           filters(static_cast<unsigned>(problem.out_channels / problem.groups)),
           counted_in_31_bits(problem.images * problem.out_height * problem.out_width + tile_pixels < INT32_MAX) {}
+#endif  // __CUDACC_RTC__
 };
 
 namespace detail {
