@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, Literal
 
-from fxfuse.cuda.gemm import MAX_WORKSPACE, SHARING_PAYS, TILE_BYTES_OF_K, share_counts, shared_sums_bytes
+from fxfuse.cuda import gemm
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
@@ -214,7 +214,7 @@ def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
 
 def _tiles_k(problem: Conv2dProblem) -> int:
     """Tiles of the reduction."""
-    return ceil(problem.reduction * problem.element_bytes / TILE_BYTES_OF_K)
+    return ceil(problem.reduction * problem.element_bytes / gemm.TILE_BYTES_OF_K)
 
 
 # Of an H200, per multiprocessor and microsecond: see gemm.py.
@@ -247,11 +247,11 @@ def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
     blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
     costs = {
         splits: _tile_cost(problem, tile, splits)
-        for splits in (1, *share_counts(_tiles_k(problem)))
-        if splits == 1 or shared_sums_bytes(blocks, outputs, splits) <= MAX_WORKSPACE
+        for splits in (1, *gemm.share_counts(_tiles_k(problem)))
+        if splits == 1 or gemm.shared_sums_bytes(blocks, outputs, splits) <= gemm.MAX_WORKSPACE
     }
     best = min(costs, key=lambda splits: costs[splits])
-    return [1, best] if costs[best] < costs[1] * SHARING_PAYS else [1]
+    return [1, best] if costs[best] < costs[1] * gemm.SHARING_PAYS else [1]
 
 
 def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
@@ -300,7 +300,7 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
                 "conv2d.cuh",
                 f"{'SplitConv2d' if shared else 'Conv2d'}<{config}, {{output}}, {{epilogue}}>",
                 pack(problem, block_tiles, splits, ceil(_tiles_k(problem) / splits)),
-                shared_sums_bytes(blocks, outputs, splits) if shared else 0,
+                gemm.shared_sums_bytes(blocks, outputs, splits) if shared else 0,
             )
             kernels.append((_tile_cost(problem, tile, splits), kernel))
     return kernels
