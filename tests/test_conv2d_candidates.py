@@ -56,8 +56,8 @@ def problem(
 
 
 def families(of: Conv2dProblem) -> list[str]:
-    """The templates of the candidates in order, without repetitions; those that share sums beside those that do not."""
-    return list(dict.fromkeys(kernel.type.split("<")[0].removeprefix("Split") for kernel in candidates(of)))
+    """The templates of the candidates in order, without repetitions; Conv2d whether or not blocks share sums."""
+    return list(dict.fromkeys(kernel.type.split("<")[0].replace("SplitConv2d", "Conv2d") for kernel in candidates(of)))
 
 
 def implicit(of: Conv2dProblem) -> list[Kernel]:
