@@ -67,11 +67,11 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of 3x3, a stem, a depthwise and a 1x1 convolution, in both layouts."""
+    """The first candidates of 3x3, a stem, a depthwise and a 1x1 convolution, and of small images, in both layouts."""
     shapes = (
         # channels, filters, kernel, groups, height and width
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
-        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE),
+        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE), (512, 64, 3, 1, 9), (512, 64, 1, 1, 7),
     )  # fmt: skip
     for layout in ("nchw", "nhwc"):
         for channels, filters, kernel, groups, side in shapes:
@@ -97,10 +97,13 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
 
 
 def passes(output: torch.dtype) -> Iterator[Kernel]:
-    """The pass over a library's result with rows of a multiple of 16 bytes and of any length."""
+    """The passes over a library's result with rows of a multiple of 16 bytes and of any length."""
     for row_length in (4096, 49):
         layout = Layout((8, 64, row_length), ((64 * row_length, row_length, 1),))
         yield pointwise.kernel(layout, output, output)
+        yield pointwise.transposed_kernel(layout, (64 * row_length, 64), output, output)
+    filters = Layout((64, 9, 512), ((9 * 512, 512, 1),))
+    yield pointwise.transposed_kernel(filters, (9 * 512, 9), output, output)
 
 
 def sources() -> dict[str, str]:

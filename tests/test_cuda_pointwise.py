@@ -74,6 +74,25 @@ def test_params_are_the_problem_struct():
     assert struct.unpack("<5q", kernel.params) == (2, 3, 40, 200, 56)
 
 
+@pytest.mark.parametrize(
+    ("seen", "strides", "dtype", "alignment", "expected"),
+    [
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 16, "16, 64, 64"),
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.bfloat16, 16, "16, 128, 64"),
+        (dense(8, 49, 512), (49 * 512, 49), torch.float32, 16, "4, 64, 64"),  # planes of 49 are not 16 bytes apart
+        (dense(8, 49, 512), (49 * 512, 49), torch.bfloat16, 16, "2, 128, 64"),
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 8, "8, 64, 64"),
+        (dense(512, 9, 512), (9 * 512, 9), torch.float32, 16, "4, 16, 256"),  # filters
+        (dense(1, 64, 3136), (7, 64), torch.float32, 16, "16, 64, 64"),  # one batch: its distance does not matter
+    ],
+)
+def test_transposed_runs_are_as_long_as_alignment_allows(seen, strides, dtype, alignment, expected):
+    kernel = pointwise.transposed_kernel(seen, strides, dtype, dtype, alignment)
+    assert kernel.type.endswith(f"{{output}}, {{epilogue}}, {expected}>")
+    batch, row, col = seen.sizes
+    assert struct.unpack("<7q", kernel.params) == (batch, row, col, *strides, row * col, col)
+
+
 # ----------------------------------------------------------------------------------------------- on a GPU
 
 

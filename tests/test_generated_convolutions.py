@@ -44,6 +44,7 @@ ON_GPU = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
     ),
 ]
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 COMPILERS = min(8, os.cpu_count() or 1)
 """At a time: other test processes compile, too."""
 KERNELS_OF_A_KIND = 10
@@ -566,7 +567,7 @@ def assert_replays(case: Case, candidate: tune.Candidate) -> None:
 
 
 class TestOnGpu:
-    pytestmark = ON_GPU
+    pytestmark = ON_GPU  # beside the module's
 
     @pytest.mark.parametrize("name", KINDS)
     def test_candidates_are_right(self, name):

@@ -47,15 +47,15 @@ struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kW
     };
 };
 
-// What a block needs to find its tile and its pixels without divisions.
-struct Conv2dTiles {
+// What a block needs to find its tile and its pixels: divisions were a tenth of a short sum's instructions.
+struct Conv2dDivisors {
     FastDivisor splits, filter_tiles, groups;
     FastDivisor image_pixels, out_width;  // of the output
     unsigned filters;                     // of a group
     bool counted_in_31_bits;              // all pixels of all images
 
-    Conv2dTiles() = default;
-    Conv2dTiles(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
+#ifndef __CUDACC_RTC__
+    Conv2dDivisors(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
         : splits(static_cast<unsigned>(problem.splits)),
           filter_tiles(static_cast<unsigned>((problem.out_channels / problem.groups + tile_filters - 1) / tile_filters)),
           groups(static_cast<unsigned>(problem.groups)),
@@ -63,6 +63,7 @@ struct Conv2dTiles {
           out_width(static_cast<unsigned>(problem.out_width)),
           filters(static_cast<unsigned>(problem.out_channels / problem.groups)),
           counted_in_31_bits(problem.images * problem.out_height * problem.out_width + tile_pixels < INT32_MAX) {}
+#endif  // __CUDACC_RTC__
 };
 
 namespace detail {
@@ -149,8 +150,8 @@ class PixelCopy {
 public:
     // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images. `first`: of
     // the reduction.
-    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
-                                         int64_t image, int pixel, int64_t pixels, int first)
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dDivisors& divisors,
+                                         int group, int64_t image, int pixel, int64_t pixels, int first)
         : reduction_(problem) {
         const int thread = static_cast<int>(threadIdx.x);
         x += group * channels_of_group(problem) * problem.x_channel;
@@ -159,13 +160,12 @@ public:
             const int in_tile = kNchw ? thread % kLanes * kUnit + i / kNeighbours * kLanes * kUnit + i % kNeighbours
                                       : thread / kLanes + i * kRowsPerPass;
             unsigned later = static_cast<unsigned>(pixel + in_tile);
-            unsigned out_y = tiles.image_pixels.take(later);
-            const unsigned out_x = tiles.out_width.take(out_y);
+            unsigned out_y = divisors.image_pixels.take(later);
+            const unsigned out_x = divisors.out_width.take(out_y);
             const int y = static_cast<int>(out_y) * static_cast<int>(problem.stride_h);
             y_[i] = in_tile < pixels ? y - static_cast<int>(problem.pad_h) : kOutside;
             x_[i] = static_cast<int>(out_x * static_cast<unsigned>(problem.stride_w)) - static_cast<int>(problem.pad_w);
-            source_[i] = x + (image + later) * problem.x_image + y_[i] * problem.x_row +
-                         x_[i] * problem.x_col;
+            source_[i] = x + (image + later) * problem.x_image + y_[i] * problem.x_row + x_[i] * problem.x_col;
         }
         digits_ = reduction_.digits(first + (kNchw ? thread / kLanes : thread % kLanes * kUnit));
         step_ = reduction_.digits(kReductionStep);
@@ -250,12 +250,12 @@ class PixelCopy<Config, true> {
     static_assert(Config::kThreads % kLanes == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
 
     const T* source_[kPieces];
-    int64_t tile_stride_;  // of the tile's channels
+    int64_t tile_stride_;  // from a tile's channels to the next one's
     int channel_stride_, channels_left_;
 
 public:
-    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dTiles& tiles, int group,
-                                         int64_t image, int pixel, int64_t pixels, int first) {
+    __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dDivisors& divisors,
+                                         int group, int64_t image, int pixel, int64_t pixels, int first) {
         const int thread = static_cast<int>(threadIdx.x), row = thread / kLanes;
         const int channels = channels_of_group(problem);
         channel_stride_ = static_cast<int>(problem.x_channel);
@@ -266,12 +266,12 @@ public:
         for (int i = 0; i < kPieces; ++i) {
             const int in_tile = (thread % kLanes + i * kLanes) * kPiece;
             unsigned later = static_cast<unsigned>(pixel + (in_tile < pixels ? in_tile : 0));
-            unsigned in_image = tiles.image_pixels.take(later);
+            unsigned in_image = divisors.image_pixels.take(later);
             source_[i] = x + (image + later) * problem.x_image;
             if constexpr (kPiece > 1) {
                 source_[i] += in_image;
             } else {
-                const unsigned out_x = tiles.out_width.take(in_image);  // and the row is left
+                const unsigned out_x = divisors.out_width.take(in_image);  // and the row is left
                 source_[i] += in_image * problem.stride_h * problem.x_row + out_x * problem.stride_w * problem.x_col;
             }
         }
@@ -285,8 +285,8 @@ public:
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 const T* source = source_[i] + pass * kRowsPerPass * channel_stride_;
-                const uint32_t destination =
-                    shared + Tile::offset(thread / kLanes + pass * kRowsPerPass, (thread % kLanes + i * kLanes) * kAccess);
+                const uint32_t destination = shared + Tile::offset(thread / kLanes + pass * kRowsPerPass,
+                                                                   (thread % kLanes + i * kLanes) * kAccess);
                 if constexpr (kAccess == 16) {
                     ptx::cp_async_16(destination, source, bytes);
                 } else {
@@ -389,6 +389,7 @@ public:
     }
 };
 
+// Whether pixels are read so.
 template <class Config>
 constexpr bool kPaired = Config::kInput == Layout::kNchw && sizeof(typename Config::Element) == 4;
 
@@ -449,11 +450,11 @@ struct StagedTile {
 // A number of blocks always: told nothing, the compiler spills rather than pass 128 registers.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
-    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
+    conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dDivisors divisors,
                   const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ w,
                   typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
                   const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, tiles, x, w, out, workspace, epilogue);
+    Kernel::run(problem, divisors, x, w, out, workspace, epilogue);
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.
@@ -483,29 +484,29 @@ struct Conv2d {
     static constexpr int kSharedBytes = Loop::kSharedBytes > Staged::kBytes ? Loop::kSharedBytes : Staged::kBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dDivisors& divisors, const Element* x,
                                                const Element* w, Output* out, const SplitWorkspace& workspace,
                                                const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         Sum sum;
-        multiply<Config>(sum, problem, tiles, x, w, shared);
+        multiply<Config>(sum, problem, divisors, x, w, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
-                multiply<typename Config::Guarded>(sum, problem, tiles, x, w, shared);
+                multiply<typename Config::Guarded>(sum, problem, divisors, x, w, shared);
             }
         }
         if constexpr (kSplits) {
-            const Origin at = origin(problem, tiles);
+            const Origin at = origin(problem, divisors);
             const int splits = static_cast<int>(problem.splits);
-            const int64_t tile = tiles.splits.divide(blockIdx.x);
+            const int64_t tile = divisors.splits.divide(blockIdx.x);
             if (!SplitPart<Config>::collect(sum, workspace, tile, at.split, splits, at.filters)) return;
         }
         __syncthreads();
         float* staged = reinterpret_cast<float*>(shared);
         Staged::write(staged, sum);
         __syncthreads();
-        store(problem, tiles, staged, out, epilogue);
+        store(problem, divisors, staged, out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
@@ -522,7 +523,7 @@ struct Conv2d {
         SplitWorkspace workspace{};
         if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], output_tiles);
         kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
-            problem, Conv2dTiles(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
+            problem, Conv2dDivisors(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
             reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
         return cudaGetLastError();
     }
@@ -538,15 +539,15 @@ private:
 
     // Blocks that share a tile start together. Then filters run fastest, so that blocks which share pixels run together
     // and find them in L2.
-    static __device__ __forceinline__ Origin origin(const Problem& problem, const Conv2dTiles& tiles) {
+    static __device__ __forceinline__ Origin origin(const Problem& problem, const Conv2dDivisors& divisors) {
         unsigned block = blockIdx.x;  // and then what is left of its number
-        const int split = kSplits ? static_cast<int>(tiles.splits.take(block)) : 0;
-        const int filter = static_cast<int>(tiles.filter_tiles.take(block)) * kTileM;
-        const int group = static_cast<int>(tiles.groups.take(block));
-        const int filters = static_cast<int>(tiles.filters);
-        const uint32_t image_pixels = tiles.image_pixels.divisor;
+        const int split = kSplits ? static_cast<int>(divisors.splits.take(block)) : 0;
+        const int filter = static_cast<int>(divisors.filter_tiles.take(block)) * kTileM;
+        const int group = static_cast<int>(divisors.groups.take(block));
+        const int filters = static_cast<int>(divisors.filters);
+        const uint32_t image_pixels = divisors.image_pixels.divisor;
         const int64_t image =
-            tiles.counted_in_31_bits ? tiles.image_pixels.divide(block * kTileN) : image_of(block, image_pixels);
+            divisors.counted_in_31_bits ? divisors.image_pixels.divide(block * kTileN) : image_of(block, image_pixels);
         const int64_t pixel = static_cast<int64_t>(block) * kTileN - image * image_pixels;
         const int64_t left = (problem.images - image) * image_pixels - pixel;
         return {static_cast<int64_t>(group) * filters + filter,
@@ -572,10 +573,10 @@ private:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Conv2dTiles& tiles,
+    static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Conv2dDivisors& divisors,
                                                     const Element* x, const Element* w, unsigned char* shared) {
         const uint32_t thread = threadIdx.x, lane = thread % 32;
-        const Origin at = origin(problem, tiles);
+        const Origin at = origin(problem, divisors);
         int first = 0, steps = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
         if constexpr (kSplits) {
             // What is copied beyond the share nobody multiplies.
@@ -584,20 +585,20 @@ private:
             steps = min(share, steps - before);
         }
         LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters, first),
-                           PixelCopy(x, problem, tiles, at.group, at.image, at.pixel, at.pixels, first),
+                           PixelCopy(x, problem, divisors, at.group, at.image, at.pixel, at.pixels, first),
                            ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
         loop.run(sum, ptx::shared_address(shared), steps, static_cast<int>(problem.block_tiles));
     }
 
-    static __device__ __forceinline__ void store(const Problem& problem, const Conv2dTiles& tiles, const float* staged,
-                                                 Output* out, const Epilogue& epilogue) {
-        const Origin tile = origin(problem, tiles);
-        const int image_pixels = static_cast<int>(tiles.image_pixels.divisor);
+    static __device__ __forceinline__ void store(const Problem& problem, const Conv2dDivisors& divisors,
+                                                 const float* staged, Output* out, const Epilogue& epilogue) {
+        const Origin tile = origin(problem, divisors);
+        const int image_pixels = static_cast<int>(divisors.image_pixels.divisor);
         if constexpr (Config::kOutput == Layout::kNchw && kRowVector<Output, Epilogue> > 0) {
             store_rows<kThreads, kTileN, Staged::kPitch, Output>(
                 staged, tile.filters, image_pixels, epilogue, [&](int col) {
                     unsigned later = static_cast<unsigned>(tile.pixel + col);
-                    const unsigned pixel = tiles.image_pixels.take(later);
+                    const unsigned pixel = divisors.image_pixels.take(later);
                     const Position at{tile.image + later, tile.channel, pixel};
                     Output* destination = out + (at.batch * problem.out_channels + at.row) * image_pixels + at.col;
                     return RowStart<Output>{col < tile.pixels ? destination : nullptr, at};

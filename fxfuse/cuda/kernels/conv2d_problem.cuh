@@ -166,17 +166,20 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
     }
 }
 
-// The elements that one store of `store_rows` writes: as many as 16 bytes hold or all rows of the output are aligned to.
+// The elements that one store of `store_rows` writes: as many as 16 bytes hold, or as the output's rows are aligned to.
 // Of less than 4 bytes each it would take more instructions than `store_spans`, and is 0.
 template <class Output, class Epilogue>
-constexpr int kRowVector = Epilogue::kColumns * static_cast<int>(sizeof(Output)) > 16 ? 16 / static_cast<int>(sizeof(Output))
-                           : Epilogue::kColumns * static_cast<int>(sizeof(Output)) < 4 ? 0
-                                                                                       : Epilogue::kColumns;
+constexpr int row_vector() {
+    constexpr int kBytes = static_cast<int>(sizeof(Output)), kAligned = Epilogue::kColumns * kBytes;
+    return kAligned > 16 ? 16 / kBytes : kAligned < 4 ? 0 : Epilogue::kColumns;
+}
+template <class Output, class Epilogue>
+constexpr int kRowVector = row_vector<Output, Epilogue>();
 
-// Applies the epilogue to a tile of kCols columns, kPitch floats apart in shared memory, and stores it. A thread has one
-// run of kRowVector columns in every row of several: where it belongs is found once. `locate(col)` gives the RowStart of
-// that column; rows are `row_stride` elements apart. Called by all
-// kThreads threads, after the barrier that completes the staging.
+// Applies the epilogue to a tile of rows of kCols columns, kPitch floats apart in shared memory, and stores it. A thread
+// has the same run of kRowVector columns in several rows, so that it looks only once where they belong: `store_spans`
+// takes twice the instructions. `locate(col)` gives the RowStart of that column in the first row; rows are `row_stride`
+// elements apart. Called by all kThreads threads, after the barrier that completes the staging.
 template <int kThreads, int kCols, int kPitch, class Output, class Epilogue, class Locate>
 __device__ __forceinline__ void store_rows(const float* staged, int rows, int64_t row_stride, const Epilogue& epilogue,
                                            Locate locate) {

@@ -48,12 +48,12 @@ struct PointwiseTransposed {
     static constexpr int kPitch = kCols + 4;
     static constexpr int kPieces = kRows / kWarpRows * (kCols / kWarpCols);  // of a warp each
     static constexpr int kWarps = kThreads / kWarp, kPiecesOfWarp = kPieces / kWarps;
-    static_assert(kRows % kWarpRows == 0 && kCols % kWarpCols == 0 && kPieces % kWarps == 0, "");
+    static_assert(kRows % kWarpRows == 0 && kCols % kWarpCols == 0 && kPieces % kWarps == 0, "every pass must be full");
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* acc, Output* out,
                                                const Epilogue& epilogue) {
-        // Past the last row: what is read of a run beyond its end.
-        __shared__ alignas(16) float staged[kRows * kPitch + 8];
+        constexpr int kBeyond = 8;  // the last row's last run is read whole, and used in part
+        __shared__ alignas(16) float staged[kRows * kPitch + kBeyond];
         const unsigned row_tiles = tiles(problem.row, kRows), col_tiles = tiles(problem.col, kCols);
         const unsigned matrix = blockIdx.x / row_tiles;
         const int64_t row = static_cast<int64_t>(blockIdx.x % row_tiles) * kRows;
@@ -67,8 +67,7 @@ struct PointwiseTransposed {
                 return RowStart<Output>{at < cols ? first + at : nullptr, Position{batch, row, col + at}};
             });
         } else {
-        store_spans<kThreads, Output>(
-            rows, cols, all_aligned(first, problem.out_row), epilogue, [&](int index) {
+            store_spans<kThreads, Output>(rows, cols, all_aligned(first, problem.out_row), epilogue, [&](int index) {
                 return OutputSpan<Output>{staged + index * kPitch, first + index * problem.out_row,
                                           Position{batch, row + index, col}, cols};
             });
