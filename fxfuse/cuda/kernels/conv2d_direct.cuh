@@ -1,8 +1,9 @@
-// Direct 3x3 convolution, stride 1, NCHW, float32 operands rounded to the nearest TF32.
+// Direct 3x3 convolution, stride 1, NCHW: float32 operands rounded to the nearest TF32, or 16-bit operands.
 //
-// A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, the patch of x under
-// the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every pixel nine times.
-// Filters are the M operand, pixels the N operand, the 8 channels the K of one instruction. For each column of the
+// A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, or 16 of 16 bits, the
+// patch of x under the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every
+// pixel nine times. Filters are the M operand, pixels the N operand, the channels the K of one instruction. In shared
+// memory a pixel has 8 words: the channels, or pairs of 16-bit channels, 2i and 2i + 1. For each column of the
 // filter, the fragments of its three rows stay in registers, and every input row that is read feeds up to three output
 // rows. Blocks are persistent: the copies of the next tile's first channels are under way while a tile is stored.
 //
@@ -26,37 +27,46 @@ namespace fxfuse {
 // a patch; kImages patches, of as many images, make up a tile where feature maps are small.
 // kBlocksPerSm: how many blocks the register allocation must leave room for.
 // kResidentChunks: if not 0, all filters that a block needs are packed by itself and stay in shared memory, up to
-// 8 * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
+// kChannels * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
 // kAlignedRows: whether all rows of x start at multiples of 16 bytes.
-template <int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_, int kStages_,
+template <class Mma_, int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_, int kStages_,
           int kBlocksPerSm_, int kResidentChunks_, bool kAlignedRows_>
 struct Conv2dDirectConfig {
+    using Mma = Mma_;
+    using Element = typename Mma::Element;
+    static constexpr int kSize = static_cast<int>(sizeof(Element));
+    // Whether two channels make a word: they are then copied to planes of their own, and a stage later interleaved.
+    static constexpr bool kPairs = kSize == 2;
     static constexpr int kMmasM = kMmasM_, kWarpRows = kWarpRows_, kMmasN = kMmasN_;
     static constexpr int kWarpsM = kWarpsM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_, kImages = kImages_;
     static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_, kResidentChunks = kResidentChunks_;
     static constexpr bool kAlignedRows = kAlignedRows_;
-    static_assert(kStages == 2 || kStages == 3, "PatchCopy remembers what it copied two stages ago");
+    static_assert(kStages == 2 || (kStages == 3 && !kPairs), "PatchCopy remembers what it copied two stages ago");
     // Whether the stage after the one in use is complete, too, so that its first fragments are read before the barrier.
     static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0;
     static constexpr int kPendingStages = kReadsAhead ? 0 : kStages - 2;  // that may be under way at the barrier
 
     static constexpr int kThreads = kWarpsM * kWarpsY * kWarpsX * kImages * 32;
     static constexpr int kKernel = 3, kTaps = kKernel * kKernel;
-    static constexpr int kChannels = 8;  // per stage: K of the instruction
+    static constexpr int kWords = kMmaBytesOfK / 4, kChannels = kMmaBytesOfK / kSize;  // per stage
     static constexpr int kFilterTile = kWarpsM * kMmasM * kMmaM;
     static constexpr int kTileRows = kWarpsY * kWarpRows, kTileCols = kWarpsX * kMmasN * kMmaN;
 
-    // A row of the patch starts at a multiple of 16 bytes in x, up to 3 columns early.
-    static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 8;
+    // A row of the patch is copied from a multiple of 16 bytes in x, up to 3 columns early, or 7 of 16 bits.
+    static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 2 * (16 / kSize);
     static constexpr int kImagePitch = kPatchRows * kPatchCols;
-    // The 4 channels x 8 pixels that a warp reads at once fall on 32 banks if channels are 8 or 24 banks apart.
+    // The 4 words x 8 pixels that a warp reads at once fall on 32 banks if channels are 8 or 24 banks apart.
     static constexpr int kUnpaddedPitch = kImages * kImagePitch;
     static constexpr int kChannelPitch = kUnpaddedPitch + (40 - kUnpaddedPitch % 16) % 16;
     static_assert(kChannelPitch % 16 == 8);
 
-    static constexpr int kPatchBytes = kChannels * kChannelPitch * 4;
-    static constexpr int kFilterBytes = kTaps * kFilterTile * kChannels * 4;  // of 8 channels
-    static constexpr int kStageBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
+    // A stage is [patch][filters] at the address by which it goes. Planes to be interleaved lie before it.
+    static constexpr int kPlanePitch = kUnpaddedPitch;
+    static constexpr int kPlaneBytes = kPairs ? kChannels * kPlanePitch * kSize : 0;
+    static constexpr int kPatchBytes = kWords * kChannelPitch * 4;
+    static constexpr int kFilterBytes = kTaps * kFilterTile * kWords * 4;
+    static constexpr int kUsedBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
+    static constexpr int kStageBytes = kPlaneBytes + kUsedBytes;
     static constexpr int kSharedBytes = kStages * kStageBytes + kResidentChunks * kFilterBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
@@ -66,7 +76,7 @@ struct Conv2dDirectConfig {
     static constexpr int kStagedCols = kTileCols + 4, kUnpaddedSpanPitch = kTileRows * kStagedCols;
     static constexpr int kSpanPitch = kUnpaddedSpanPitch + (40 - kUnpaddedSpanPitch % 16) % 16;
     static constexpr int kHalfSliceBytes = kWarpsM * 8 * kImages * kSpanPitch * 4;
-    static constexpr int kRoom = kStageBytes - 32;  // spans are read in pieces of up to 8 elements
+    static constexpr int kRoom = kUsedBytes - 32;  // spans are read in pieces of up to 8 elements
     static constexpr int kHalvesPerSlice = 2 * kHalfSliceBytes <= kRoom ? 2 : 1;
     static constexpr int kSliceBytes = kHalvesPerSlice * kHalfSliceBytes;
     static constexpr int kSlices = 2 * kMmasM / kHalvesPerSlice;
@@ -83,7 +93,7 @@ struct Conv2dTiles {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocksPerSm)
     conv2d_direct_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
-                         const float* __restrict__ x, const void* __restrict__ filters,
+                         const typename Kernel::Element* __restrict__ x, const void* __restrict__ filters,
                          typename Kernel::Output* __restrict__ out,
                          const __grid_constant__ typename Kernel::Epilogue epilogue) {
     Kernel::run(problem, tiles, x, filters, out, epilogue);
@@ -92,6 +102,8 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
 template <class Config_, class Output_, class Epilogue_>
 struct Conv2dDirect {
     using Config = Config_;
+    using Mma = typename Config::Mma;
+    using Element = typename Config::Element;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Problem = Conv2dProblem;
@@ -101,20 +113,23 @@ struct Conv2dDirect {
     static constexpr int kMmasM = Config::kMmasM, kMmasN = Config::kMmasN, kKernel = Config::kKernel;
     static constexpr int kWarpRows = Config::kWarpRows, kThreads = Config::kThreads;
     using PatchCopy = detail::PatchCopy<Config>;
-    using Fragments = FilterFragments<Config::kFilterTile>;
+    using PatchRow = detail::PatchRow<Element>;
+    using PatchWords = detail::PatchWords<Config>;
+    using Fragments = FilterFragments<Mma, Config::kFilterTile>;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));  // outputs per store
     using Sum = float[kWarpRows][kMmasM][kMmasN][4];  // D fragments, see mma.cuh
 
     // `filters`: the problem's if they are to be resident, else packed ones.
-    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
                                                const void* filters, Output* out, const Epilogue& epilogue) {
-        extern __shared__ __align__(1024) unsigned char shared[];
+        extern __shared__ __align__(1024) unsigned char memory[];
+        unsigned char* shared = memory + Config::kPlaneBytes;  // the first stage
         Stream stream(problem, tiles, x, filters, ptx::shared_address(shared));
         if constexpr (kResident) {
             const Tile tile(problem, tiles, blockIdx.x);  // all of a block's tiles have the same filters
             for (int chunk = 0; chunk < Config::kResidentChunks; ++chunk) {
                 Fragments::template pack<kThreads>(
-                    problem, static_cast<const float*>(filters), stream.channels(), tile.channel, tile.filters, chunk,
+                    problem, static_cast<const Element*>(filters), stream.channels(), tile.channel, tile.filters, chunk,
                     reinterpret_cast<uint4*>(shared + resident_offset() + chunk * Config::kFilterBytes));
             }
         }
@@ -163,12 +178,12 @@ struct Conv2dDirect {
             blocks = blocks < kinds ? kinds : blocks - blocks % kinds;
         } else {
             uint4* packed = reinterpret_cast<uint4*>(pointers[3]);
-            error = Fragments::launch(problem, static_cast<const float*>(filters), packed, stream);
+            error = Fragments::launch(problem, static_cast<const Element*>(filters), packed, stream);
             if (error != cudaSuccess) return error;
             filters = packed;
         }
         kKernel<<<blocks < tiles.count ? blocks : tiles.count, kThreads, Config::kSharedBytes, stream>>>(
-            problem, tiles, reinterpret_cast<const float*>(pointers[0]), filters,
+            problem, tiles, reinterpret_cast<const Element*>(pointers[0]), filters,
             reinterpret_cast<Output*>(pointers[2]), epilogue);
         return cudaGetLastError();
     }
@@ -194,28 +209,34 @@ private:
         }
     };
 
-    // The copies that one thread makes, tile after tile and 8 channels after 8 channels, kStages - 1 ahead of use.
+    // The copies that one thread makes, tile after tile and kChannels after kChannels, kStages - 1 ahead of use. Planes
+    // to be interleaved are copied one further ahead, behind which words and filters follow.
     class Stream {
         static constexpr int kFilterUnits =
             kResident ? 0 : (Config::kFilterBytes / 16 + kThreads - 1) / kThreads;
 
         const Problem& problem_;
         const Conv2dTiles& tiles_;
+        const Element* x_;
         const unsigned char* packed_;  // this thread's part of all packed filters
         uint32_t shared_, fill_;       // the stages, and the offset of the one being filled
         PatchCopy patch_;
-        const unsigned char* filters_;
+        PatchWords words_;
+        const unsigned char* patch_filters_;  // that belong to the patch
+        const unsigned char* filters_;        // to be copied
         unsigned index_;  // of the tile
         int channels_, chunk_;
 
     public:
         static constexpr int kUnits = PatchCopy::kUnits + kFilterUnits;
+        static constexpr bool kPairs = Config::kPairs;
 
-        __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+        __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
                                           const void* filters, uint32_t shared)
-            : problem_(problem), tiles_(tiles),
+            : problem_(problem), tiles_(tiles), x_(x),
               packed_(static_cast<const unsigned char*>(filters) + (kResident ? 0 : threadIdx.x * 16)),
-              shared_(shared), fill_(0), patch_(problem, x), index_(blockIdx.x),
+              shared_(shared), fill_(kPairs ? Config::kStageBytes : 0), patch_(problem, x), words_(problem),
+              index_(blockIdx.x),
               channels_(static_cast<int>(tiles.groups.divide(problem.channels))), chunk_(0) {
             aim();
         }
@@ -227,6 +248,16 @@ private:
 
         // Fills all stages but one.
         __device__ __forceinline__ void begin() {
+            if constexpr (kPairs) {
+#pragma unroll
+                for (int unit = 0; unit < PatchCopy::kUnits; ++unit) copy(unit);
+                ptx::cp_async_commit();
+                advance();
+                ptx::cp_async_wait<0>();
+                __syncthreads();
+#pragma unroll
+                for (int unit = 0; unit < PatchWords::kUnits; ++unit) interleave(unit);
+            }
 #pragma unroll
             for (int stage = 0; stage < Config::kStages - 1; ++stage) {
 #pragma unroll
@@ -247,7 +278,7 @@ private:
         // The unit-th of the kUnits copies of a stage.
         __device__ __forceinline__ void copy(int unit) const {
             if (unit < PatchCopy::kUnits) {
-                patch_.copy(shared_ + fill_, unit);
+                patch_.copy(shared_ + (kPairs ? next_stage(fill_) - Config::kPlaneBytes : fill_), unit);
             } else {
                 const int piece = (unit - PatchCopy::kUnits) * kThreads;
                 const bool all = Config::kFilterBytes / 16 % kThreads == 0 || unit < kUnits - 1;
@@ -258,11 +289,38 @@ private:
             }
         }
 
+        // The unit-th of the PatchWords::kUnits parts of a stage's words. Everyone's copies have arrived.
+        __device__ __forceinline__ void interleave(int unit) const {
+            words_.interleave(shared_ + fill_ - Config::kPlaneBytes, shared_ + fill_, unit);
+        }
+
+        // The slot-th of kSlots parts of all that is to be done for the stages ahead. Copies come first, if they are
+        // waited for at the next barrier.
+        template <int kSlots>
+        __device__ __forceinline__ void work(int slot) const {
+            constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
+#pragma unroll
+            for (int unit = 0; unit < kUnits; ++unit) {
+                if (unit * kCopySlots / kUnits == slot) copy(unit);
+            }
+            if constexpr (kPairs) {
+#pragma unroll
+                for (int unit = 0; unit < PatchWords::kUnits; ++unit) {
+                    if (unit * kSlots / PatchWords::kUnits == slot) interleave(unit);
+                }
+            }
+        }
+
         // After the last copy of a stage.
         __device__ __forceinline__ void advance() {
             fill_ = next_stage(fill_);
             patch_.advance();
-            if constexpr (!kResident) filters_ += Config::kFilterBytes;
+            words_.advance();
+            if constexpr (!kResident) {
+                filters_ = patch_filters_;
+                patch_filters_ += Config::kFilterBytes;
+                if constexpr (!kPairs) filters_ = patch_filters_;
+            }
             if (++chunk_ < chunks()) return;
             chunk_ = 0;
             index_ += gridDim.x;
@@ -275,8 +333,10 @@ private:
             const bool exists = index_ < tiles_.count;
             const Tile tile(problem_, tiles_, exists ? index_ : blockIdx.x);
             patch_.aim(tile, exists ? channels_ : 0);
+            words_.aim(tile, x_);
             if constexpr (!kResident) {
-                filters_ = packed_ + static_cast<int64_t>(tile.packed) * chunks() * Config::kFilterBytes;
+                patch_filters_ = packed_ + static_cast<int64_t>(tile.packed) * chunks() * Config::kFilterBytes;
+                if constexpr (!kPairs) filters_ = patch_filters_;
             }
         }
     };
@@ -284,7 +344,9 @@ private:
     static __device__ __forceinline__ uint32_t next_stage(uint32_t stage) {
         return stage == (Config::kStages - 1) * Config::kStageBytes ? 0 : stage + Config::kStageBytes;
     }
-    static __device__ __forceinline__ constexpr int resident_offset() { return Config::kStages * Config::kStageBytes; }
+    static __device__ __forceinline__ constexpr int resident_offset() {
+        return Config::kStages * Config::kStageBytes - Config::kPlaneBytes;
+    }
 
     // Where this thread's warp stands in the tile: warps of the same filters are adjacent.
     struct Warp {
@@ -302,39 +364,42 @@ private:
     };
 
     // How far into its row of the patch each row of a warp's pixels starts, 2 bits each. Rows that start at multiples
-    // of 16 bytes all start alike. Else it is the same for channels that are 4 apart, so for all that a lane reads.
+    // of 16 bytes all start alike; other rows of words that were interleaved have no skew. Else it is the same for
+    // channels that are 4 apart, so for all that a lane reads.
     struct Skews {
         static constexpr int kRows = kWarpRows + kKernel - 1;
+        static constexpr bool kAlike = Config::kAlignedRows || Config::kPairs;
         static_assert(2 * kRows <= 32);
 
-        static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const float* x) {
+        static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const Element* x) {
             if constexpr (Config::kAlignedRows) {
-                return detail::PatchRow::aligned_skew(problem, tile);
+                return PatchRow::aligned_skew(problem, tile);
+            } else if constexpr (kAlike) {
+                return 0;
             } else {
                 const Warp warp;
                 uint32_t skews = 0;
 #pragma unroll
                 for (int y = 0; y < kRows; ++y) {
-                    const detail::PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image,
-                                               warp.row + y);
+                    const PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image, warp.row + y);
                     skews |= static_cast<uint32_t>(row.skew()) << (2 * y);
                 }
                 return skews;
             }
         }
         static __device__ __forceinline__ int of_row(uint32_t skews, int y) {
-            return Config::kAlignedRows ? 0 : static_cast<int>(skews >> (2 * y) & 3);
+            return kAlike ? 0 : static_cast<int>(skews >> (2 * y) & 3);
         }
     };
 
     // What a chunk is begun with.
     struct Ahead {
-        Tf32::A a[kMmasM];
-        Tf32::B b[kMmasN];
+        typename Mma::A a[kMmasM];
+        typename Mma::B b[kMmasN];
     };
 
     // One row of the filters' column s, for the stage whose fragments are at `w`.
-    static __device__ __forceinline__ void load_filters(Tf32::A (&a)[kMmasM], const uint4* w, int s, int r) {
+    static __device__ __forceinline__ void load_filters(typename Mma::A (&a)[kMmasM], const uint4* w, int s, int r) {
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
             const uint4 raw = w[Fragments::index(s, r, m) * 32];
@@ -342,11 +407,10 @@ private:
         }
     }
 
-    static __device__ __forceinline__ void load_pixels(Tf32::B (&b)[kMmasN], const float* row) {
+    static __device__ __forceinline__ void load_pixels(typename Mma::B (&b)[kMmasN], const uint32_t* row) {
 #pragma unroll
         for (int n = 0; n < kMmasN; ++n) {
-            b[n] = Tf32::make_b({__float_as_uint(row[n * kMmaN]),
-                                 __float_as_uint(row[n * kMmaN + 4 * Config::kChannelPitch])});
+            b[n] = Mma::make_b({row[n * kMmaN], row[n * kMmaN + 4 * Config::kChannelPitch]});
         }
     }
 
@@ -355,14 +419,13 @@ private:
     static __device__ __forceinline__ void multiply(Sum& sum, Ahead& ahead, Stream& stream, const unsigned char* shared,
                                                     uint32_t use, int chunk, uint32_t skews) {
         constexpr int kInputRows = kWarpRows + kKernel - 1, kSlots = kKernel * kInputRows;
-        constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
         const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
         const Warp warp;
         const int x_offset = in_group * Config::kChannelPitch + warp.image * Config::kImagePitch +
                              warp.row * Config::kPatchCols + warp.col + group +
-                             (Config::kAlignedRows ? static_cast<int>(skews) : 0);
+                             (Skews::kAlike ? static_cast<int>(skews) : 0);
         const int w_offset = warp.m * kMmasM * 32 + lane;
-        const float* x = reinterpret_cast<const float*>(shared + use) + x_offset;
+        const uint32_t* x = reinterpret_cast<const uint32_t*>(shared + use) + x_offset;
         const unsigned char* filters = kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
                                                  : shared + use + Config::kPatchBytes;
         const uint4* w = reinterpret_cast<const uint4*>(filters) + w_offset;
@@ -373,11 +436,11 @@ private:
 
 #pragma unroll
         for (int s = 0; s < kKernel; ++s) {
-            Tf32::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
+            typename Mma::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
 #pragma unroll
             for (int y = 0; y < kInputRows; ++y) {
                 const int slot = s * kInputRows + y;
-                Tf32::B b[kMmasN];
+                typename Mma::B b[kMmasN];
                 if (slot == 0) {
 #pragma unroll
                     for (int m = 0; m < kMmasM; ++m) a[0][m] = ahead.a[m];
@@ -390,7 +453,7 @@ private:
                 if (Config::kReadsAhead && slot == kSlots - 1) {  // of the next stage; after the last chunk in vain
                     const unsigned char* next = shared + next_stage(use);
                     load_filters(ahead.a, reinterpret_cast<const uint4*>(next + Config::kPatchBytes) + w_offset, 0, 0);
-                    load_pixels(ahead.b, reinterpret_cast<const float*>(next) + x_offset + Skews::of_row(skews, 0));
+                    load_pixels(ahead.b, reinterpret_cast<const uint32_t*>(next) + x_offset + Skews::of_row(skews, 0));
                 }
 #pragma unroll
                 for (int r = 0; r < kKernel; ++r) {
@@ -398,15 +461,10 @@ private:
 #pragma unroll
                     for (int n = 0; n < kMmasN; ++n) {
 #pragma unroll
-                        for (int m = 0; m < kMmasM; ++m) Tf32::product<0>(sum[y - r][m][n], a[r][m], b[n]);
+                        for (int m = 0; m < kMmasM; ++m) Mma::template product<0>(sum[y - r][m][n], a[r][m], b[n]);
                     }
                 }
-                if (slot < kCopySlots) {
-#pragma unroll
-                    for (int unit = 0; unit < Stream::kUnits; ++unit) {
-                        if (unit * kCopySlots / Stream::kUnits == slot) stream.copy(unit);
-                    }
-                }
+                stream.template work<kSlots>(slot);
             }
         }
         ptx::cp_async_commit();
