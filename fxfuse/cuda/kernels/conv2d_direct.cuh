@@ -117,6 +117,9 @@ struct Conv2dDirect {
     using PatchWords = detail::PatchWords<Config>;
     using Fragments = FilterFragments<Mma, Config::kFilterTile>;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));  // outputs per store
+    // Whether results are staged instead of accumulators: where they are half as large and an accumulator's filter is
+    // all that the epilogue must know of its place.
+    static constexpr bool kStagesResults = sizeof(Output) == 2 && !Epilogue::kVariesAlongCols;
     using Sum = float[kWarpRows][kMmasM][kMmasN][4];  // D fragments, see mma.cuh
 
     // `filters`: the problem's if they are to be resident, else packed ones.
@@ -564,9 +567,130 @@ private:
         }
     }
 
+    // How results are staged: as many filters at a time as fit. A lane's pairs of 4 words x 8 filters fall on 32 banks.
+    struct ResultSlice {
+        static constexpr int kCols = Config::kTileCols + kVector, kUnpaddedPitch = Config::kTileRows * kCols;
+        static constexpr int kPitch = kUnpaddedPitch + (24 - kUnpaddedPitch % 16) % 16;  // of a filter's results
+        static constexpr int kFilterBytes = Config::kImages * kPitch * static_cast<int>(sizeof(Output));
+        static constexpr bool fits(int slices) {
+            return Config::kFilterTile / slices * kFilterBytes <= Config::kUsedBytes;
+        }
+        static constexpr int kSlices = fits(1) ? 1 : fits(2) ? 2 : 4;
+        static constexpr int kHalves = 2 * kMmasM / kSlices;  // of a warp's fragments, 8 filters each
+        static constexpr int kFilters = Config::kWarpsM * kHalves * 8;
+        static_assert(!kStagesResults || (fits(kSlices) && kMmasM % kSlices == 0));
+
+        const Spans& spans;
+        int slice;
+
+        // Which of the tile's filters is the index-th of the slice.
+        __device__ __forceinline__ int filter(int index) const {
+            return index / (kHalves * 8) * (kMmasM * kMmaM) + slice * (kHalves * 8) + index % (kHalves * 8);
+        }
+        // Of the first output of a span, from the tile's first output.
+        __device__ __forceinline__ int64_t offset(const Problem& problem, int index, int image, int row) const {
+            const int64_t span = (image * problem.out_channels + filter(index)) * spans.plane;
+            return spans.whole_rows ? span : span + row * problem.out_width;
+        }
+        // Where an output of a span is staged: aligned to 16 bytes as its place in memory is.
+        __device__ __forceinline__ int staged(int64_t offset, int index, int image, int row) const {
+            const int pitch = spans.whole_rows ? static_cast<int>(spans.pitch) : kCols;
+            return (image * kFilters + index) * kPitch + row * pitch +
+                   static_cast<int>((spans.place + static_cast<uint32_t>(offset)) % kVector);
+        }
+    };
+
+    // Applies the epilogue to a slice of the accumulators, 8 filters of each warp after another, and stages the results.
+    static __device__ __forceinline__ void stage_results(const Problem& problem, const Tile& tile, const Sum& sum,
+                                                         const ResultSlice& slice, Output* staged,
+                                                         const Epilogue& epilogue) {
+        constexpr int kValues = kWarpRows * kMmasN * 2;
+        const Spans& spans = slice.spans;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const Warp warp;
+        const int cols = spans.whole_rows ? spans.pitch : spans.length;
+        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+#pragma unroll 1
+        for (int half = 0; half < ResultSlice::kHalves; ++half) {
+            const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
+            float value[kValues];
+#pragma unroll
+            for (int known = 0; known < 2 * kMmasM; ++known) {  // registers cannot be indexed
+                if (slice.slice * ResultSlice::kHalves + half != known) continue;
+#pragma unroll
+                for (int i = 0; i < kValues; ++i) {
+                    value[i] = sum[i / (2 * kMmasN)][known / 2][i / 2 % kMmasN][known % 2 * 2 + i % 2];
+                }
+            }
+            const Position at = {min(tile.image + warp.image, static_cast<int>(problem.images) - 1),
+                                 tile.channel + min(slice.filter(index), tile.filters - 1), 0};
+            epilogue.apply(value, epilogue.template load<Runs::kAnywhere, kValues>(at, kValues));
+#pragma unroll
+            for (int y = 0; y < kWarpRows; ++y) {
+                const int row = warp.row + y;
+                Output* to = staged + slice.staged(slice.offset(problem, index, warp.image, row), index, warp.image, row);
+#pragma unroll
+                for (int n = 0; n < kMmasN; ++n) {
+                    const int col = warp.col + n * kMmaN + lane % 4 * 2;
+                    const float first = value[(y * kMmasN + n) * 2], second = value[(y * kMmasN + n) * 2 + 1];
+                    if (in_pairs) {
+                        if (col < cols) *reinterpret_cast<uint32_t*>(to + col) = pack_two<Output>(first, second);
+                    } else {
+                        if (col < cols) to[col] = from_float<Output>(first);
+                        if (col + 1 < cols) to[col + 1] = from_float<Output>(second);
+                    }
+                }
+            }
+        }
+    }
+
+    // Copies a slice's spans to memory, kLanes lanes to a span: all that is aligned in pieces of 16 bytes.
+    template <int kLanes>
+    static __device__ __forceinline__ void store_results(const Problem& problem, const Tile& tile,
+                                                         const ResultSlice& slice, const Output* staged, Output* out) {
+        constexpr int kSpans = ResultSlice::kFilters * Config::kImages;
+        static_assert(kLanes >= 2 * kVector && kThreads % kLanes == 0);
+        const Spans& spans = slice.spans;
+        const int lane = static_cast<int>(threadIdx.x) % kLanes;
+        const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
+#pragma unroll 4
+        for (int number = static_cast<int>(threadIdx.x) / kLanes; number < count; number += kThreads / kLanes) {
+            const int span = number % kSpans, row = number / kSpans;
+            const int index = span % ResultSlice::kFilters, image = span / ResultSlice::kFilters;
+            if (slice.filter(index) >= tile.filters || tile.image + image >= problem.images) continue;
+            const int64_t offset = slice.offset(problem, index, image, row);
+            const Output* from = staged + slice.staged(offset, index, image, row);
+            Output* to = out + offset;
+            const int head = min(static_cast<int>(-(spans.place + static_cast<uint32_t>(offset)) % kVector), spans.length);
+            const int tail = (spans.length - head) % kVector;
+            for (int col = head + lane * kVector; col + kVector <= spans.length; col += kLanes * kVector) {
+                *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(from + col);
+            }
+            if (lane < head) to[lane] = from[lane];
+            const int end = spans.length - tail + lane - kVector;
+            if (lane >= kVector && end < spans.length) to[end] = from[end];
+        }
+    }
+
     static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
                                                  unsigned char* shared, Output* out, const Epilogue& epilogue) {
         const Spans spans(problem, tile, out);
+        if constexpr (kStagesResults) {
+            constexpr int kRowLanes = Config::kTileCols >= 32 * kVector ? 32 : 2 * kVector;
+            Output* staged = reinterpret_cast<Output*>(shared);
+            for (int number = 0; number < ResultSlice::kSlices; ++number) {
+                const ResultSlice slice{spans, number};
+                if (number > 0) __syncthreads();  // everyone has read the slice before
+                stage_results(problem, tile, sum, slice, staged, epilogue);
+                __syncthreads();
+                if (spans.whole_rows) {
+                    store_results<32>(problem, tile, slice, staged, out + spans.first);
+                } else {
+                    store_results<kRowLanes>(problem, tile, slice, staged, out + spans.first);
+                }
+            }
+            return;
+        }
         const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
         out += spans.first;
         // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
