@@ -355,8 +355,8 @@ private:
     struct Warp {
         int m, row, col, image;
 
-        __device__ __forceinline__ Warp() {
-            int warp = static_cast<int>(threadIdx.x) / 32;
+        __device__ __forceinline__ explicit Warp(uint32_t thread) {
+            int warp = static_cast<int>(thread) / 32;
             m = warp % Config::kWarpsM;
             warp /= Config::kWarpsM;
             col = warp % Config::kWarpsX * (kMmasN * kMmaN);
@@ -380,7 +380,7 @@ private:
             } else if constexpr (kAlike) {
                 return 0;
             } else {
-                const Warp warp;
+                const Warp warp(threadIdx.x);
                 uint32_t skews = 0;
 #pragma unroll
                 for (int y = 0; y < kRows; ++y) {
@@ -423,7 +423,7 @@ private:
                                                     uint32_t use, int chunk, uint32_t skews) {
         constexpr int kInputRows = kWarpRows + kKernel - 1, kSlots = kKernel * kInputRows;
         const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
-        const Warp warp;
+        const Warp warp(threadIdx.x);
         const int x_offset = in_group * Config::kChannelPitch + warp.image * Config::kImagePitch +
                              warp.row * Config::kPatchCols + warp.col + group +
                              (Skews::kAlike ? static_cast<int>(skews) : 0);
@@ -543,7 +543,7 @@ private:
     static __device__ __forceinline__ void stage(const Problem& problem, const Sum& sum, int slice, const Spans& spans,
                                                  float* staged) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp;
+        const Warp warp(threadIdx.x);
         const int cols = spans.whole_rows ? spans.pitch : spans.length;
 #pragma unroll
         for (int i = 0; i < Config::kHalvesPerSlice; ++i) {
@@ -606,8 +606,9 @@ private:
                                                          const Epilogue& epilogue) {
         constexpr int kValues = kWarpRows * kMmasN * 2;
         const Spans& spans = slice.spans;
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp;
+        const uint32_t thread = ptx::read_thread_index();
+        const int lane = static_cast<int>(thread % 32);
+        const Warp warp(thread);
         const int cols = spans.whole_rows ? spans.pitch : spans.length;
         const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
 #pragma unroll 1
@@ -651,10 +652,10 @@ private:
         constexpr int kSpans = ResultSlice::kFilters * Config::kImages;
         static_assert(kLanes >= 2 * kVector && kThreads % kLanes == 0);
         const Spans& spans = slice.spans;
-        const int lane = static_cast<int>(threadIdx.x) % kLanes;
+        const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
         const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
 #pragma unroll 4
-        for (int number = static_cast<int>(threadIdx.x) / kLanes; number < count; number += kThreads / kLanes) {
+        for (int number = thread / kLanes; number < count; number += kThreads / kLanes) {
             const int span = number % kSpans, row = number / kSpans;
             const int index = span % ResultSlice::kFilters, image = span / ResultSlice::kFilters;
             if (slice.filter(index) >= tile.filters || tile.image + image >= problem.images) continue;
