@@ -1,8 +1,9 @@
-// Direct 3x3 convolution, stride 1, NCHW, float32 operands rounded to the nearest TF32.
+// Direct 3x3 convolution, stride 1, NCHW: float32 operands rounded to the nearest TF32, or 16-bit operands.
 //
-// A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, the patch of x under
-// the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every pixel nine times.
-// Filters are the M operand, pixels the N operand, the 8 channels the K of one instruction. For each column of the
+// A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, or 16 of 16 bits, the
+// patch of x under the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every
+// pixel nine times. Filters are the M operand, pixels the N operand, the channels the K of one instruction. In shared
+// memory a pixel has 8 words: the channels, or pairs of 16-bit channels, 2i and 2i + 1. For each column of the
 // filter, the fragments of its three rows stay in registers, and every input row that is read feeds up to three output
 // rows. Blocks are persistent: the copies of the next tile's first channels are under way while a tile is stored.
 //
@@ -28,47 +29,60 @@ constexpr int kAnySkew = -1;
 // a patch; kImages patches, of as many images, make up a tile where feature maps are small.
 // kBlocksPerSm: how many blocks the register allocation must leave room for.
 // kResidentChunks: if not 0, all filters that a block needs are packed by itself and stay in shared memory, up to
-// 8 * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
-// kSkew: how many pixels after a multiple of 16 bytes the leftmost pixel stands that a tile needs, if all rows of x start
-// at multiples of 16 bytes; else kAnySkew.
-template <int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_, int kStages_,
-          int kBlocksPerSm_, int kResidentChunks_, int kSkew_>
+// kChannels * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
+// kSkew: how many pixels after a multiple of 16 bytes the leftmost pixel stands that a tile needs, if all rows of x
+// start at multiples of 16 bytes; else kAnySkew.
+template <class Mma_, int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_,
+          int kStages_, int kBlocksPerSm_, int kResidentChunks_, int kSkew_>
 struct Conv2dDirectConfig {
+    using Mma = Mma_;
+    using Element = typename Mma::Element;
+    static constexpr int kSize = static_cast<int>(sizeof(Element));
+    // Whether two channels make a word: they are then copied to planes of their own, and a stage later interleaved.
+    static constexpr bool kPairs = kSize == 2;
     static constexpr int kMmasM = kMmasM_, kWarpRows = kWarpRows_, kMmasN = kMmasN_;
     static constexpr int kWarpsM = kWarpsM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_, kImages = kImages_;
     static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_, kResidentChunks = kResidentChunks_;
     static constexpr int kSkew = kSkew_;
     static constexpr bool kAlignedRows = kSkew != kAnySkew;
-    static_assert(kStages == 2 || kStages == 3, "PatchCopy remembers what it copied two stages ago");
+    static_assert(kStages == 2 || (kStages == 3 && !kPairs), "PatchCopy remembers what it copied two stages ago");
     // Whether the stage after the one in use is complete, too, so that its first fragments are read before the barrier.
     static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0;
     static constexpr int kPendingStages = kReadsAhead ? 0 : kStages - 2;  // that may be under way at the barrier
 
     static constexpr int kThreads = kWarpsM * kWarpsY * kWarpsX * kImages * 32;
     static constexpr int kKernel = 3, kTaps = kKernel * kKernel;
-    static constexpr int kChannels = 8;  // per stage: K of the instruction
+    static constexpr int kWords = kMmaBytesOfK / 4, kChannels = kMmaBytesOfK / kSize;  // per stage
     static constexpr int kFilterTile = kWarpsM * kMmasM * kMmaM;
     static constexpr int kTileRows = kWarpsY * kWarpRows, kTileCols = kWarpsX * kMmasN * kMmaN;
 
+    // The skew of a row of words: interleaving removes it where it is not the same for all.
+    static constexpr int kWordSkew = kPairs && !kAlignedRows ? 0 : kSkew;
+    static constexpr bool kAlignedWords = kWordSkew != kAnySkew;
+
     // Column c of a warp's n-th instruction is this pixel of its row. Single pixels that stand kWindow apart share few
-    // banks, so that they are read narrow where they are not aligned.
-    static constexpr int kWindow = kAlignedRows && kMmasN % 4 == 0 ? 4 : 2;
+    // banks: where they are not aligned, so that they are read one by one, it is 2.
+    static constexpr int kWindow = kAlignedWords && kMmasN % 4 == 0 ? 4 : 2;
     static_assert(kMmasN % kWindow == 0);
     static __device__ __forceinline__ constexpr int pixel(int n, int c) {
         return (n / kWindow * kMmaN + c) * kWindow + n % kWindow;
     }
 
-    // A row of the patch starts at a multiple of 16 bytes in x, up to 3 columns early.
-    static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 8;
+    // A row of the patch is copied from a multiple of 16 bytes in x, up to 3 columns early, or 7 of 16 bits.
+    static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 2 * (16 / kSize);
     static constexpr int kImagePitch = kPatchRows * kPatchCols;
-    // The 4 channels x 8 pixels that a warp reads at once fall on 32 banks if channels are 8 or 24 banks apart.
+    // The 4 words x 8 pixels that a warp reads at once fall on 32 banks if channels are 8 or 24 banks apart.
     static constexpr int kUnpaddedPitch = kImages * kImagePitch;
     static constexpr int kChannelPitch = kUnpaddedPitch + (40 - kUnpaddedPitch % 16) % 16;
     static_assert(kChannelPitch % 16 == 8);
 
-    static constexpr int kPatchBytes = kChannels * kChannelPitch * 4;
-    static constexpr int kFilterBytes = kTaps * kFilterTile * kChannels * 4;  // of 8 channels
-    static constexpr int kStageBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
+    // A stage is [patch][filters] at the address by which it goes. Planes to be interleaved lie before it.
+    static constexpr int kPlanePitch = kUnpaddedPitch;
+    static constexpr int kPlaneBytes = kPairs ? kChannels * kPlanePitch * kSize : 0;
+    static constexpr int kPatchBytes = kWords * kChannelPitch * 4;
+    static constexpr int kFilterBytes = kTaps * kFilterTile * kWords * 4;
+    static constexpr int kUsedBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
+    static constexpr int kStageBytes = kPlaneBytes + kUsedBytes;
     static constexpr int kSharedBytes = kStages * kStageBytes + kResidentChunks * kFilterBytes;
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
@@ -80,7 +94,7 @@ struct Conv2dDirectConfig {
         kWindow == 4 ? kUnpaddedSpanPitch + (12 - kUnpaddedSpanPitch % 8) % 8
                      : kUnpaddedSpanPitch + (48 - kUnpaddedSpanPitch % 32) % 32;
     static constexpr int kHalfSliceBytes = kWarpsM * 8 * kImages * kSpanPitch * 4;
-    static constexpr int kRoom = kStageBytes - 32;  // spans are read in pieces of up to 8 elements
+    static constexpr int kRoom = kUsedBytes - 32;  // spans are read in pieces of up to 8 elements
     static constexpr int kHalvesPerSlice = 2 * kHalfSliceBytes <= kRoom ? 2 : 1;
     static constexpr int kSliceBytes = kHalvesPerSlice * kHalfSliceBytes;
     static constexpr int kSlices = 2 * kMmasM / kHalvesPerSlice;
@@ -97,7 +111,7 @@ struct Conv2dTiles {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocksPerSm)
     conv2d_direct_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dTiles tiles,
-                         const float* __restrict__ x, const void* __restrict__ filters,
+                         const typename Kernel::Element* __restrict__ x, const void* __restrict__ filters,
                          typename Kernel::Output* __restrict__ out,
                          const __grid_constant__ typename Kernel::Epilogue epilogue) {
     Kernel::run(problem, tiles, x, filters, out, epilogue);
@@ -106,6 +120,8 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
 template <class Config_, class Output_, class Epilogue_>
 struct Conv2dDirect {
     using Config = Config_;
+    using Mma = typename Config::Mma;
+    using Element = typename Config::Element;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Problem = Conv2dProblem;
@@ -117,20 +133,26 @@ struct Conv2dDirect {
     static constexpr int kInputRows = kWarpRows + kKernel - 1;
     static constexpr int kWindow = Config::kWindow;
     using PatchCopy = detail::PatchCopy<Config>;
-    using Fragments = FilterFragments<Config::kFilterTile>;
+    using PatchRow = detail::PatchRow<Element>;
+    using PatchWords = detail::PatchWords<Config>;
+    using Fragments = FilterFragments<Mma, Config::kFilterTile>;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));  // outputs per store
+    // Whether results are staged instead of accumulators: where they are half as large and an accumulator's filter is
+    // all that the epilogue must know of its place.
+    static constexpr bool kStagesResults = sizeof(Output) == 2 && !Epilogue::kVariesAlongCols;
     using Sum = float[kWarpRows][kMmasM][kMmasN][4];  // D fragments, see mma.cuh
 
     // `filters`: the problem's if they are to be resident, else packed ones.
-    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+    static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
                                                const void* filters, Output* out, const Epilogue& epilogue) {
-        extern __shared__ __align__(1024) unsigned char shared[];
+        extern __shared__ __align__(1024) unsigned char memory[];
+        unsigned char* shared = memory + Config::kPlaneBytes;  // the first stage
         Stream stream(problem, tiles, x, filters, ptx::shared_address(shared));
         if constexpr (kResident) {
             const Tile tile(problem, tiles, blockIdx.x);  // all of a block's tiles have the same filters
             for (int chunk = 0; chunk < Config::kResidentChunks; ++chunk) {
                 Fragments::template pack<kThreads>(
-                    problem, static_cast<const float*>(filters), stream.channels(), tile.channel, tile.filters, chunk,
+                    problem, static_cast<const Element*>(filters), stream.channels(), tile.channel, tile.filters, chunk,
                     reinterpret_cast<uint4*>(shared + resident_offset() + chunk * Config::kFilterBytes));
             }
         }
@@ -179,12 +201,12 @@ struct Conv2dDirect {
             blocks = blocks < kinds ? kinds : blocks - blocks % kinds;
         } else {
             uint4* packed = reinterpret_cast<uint4*>(pointers[3]);
-            error = Fragments::launch(problem, static_cast<const float*>(filters), packed, stream);
+            error = Fragments::launch(problem, static_cast<const Element*>(filters), packed, stream);
             if (error != cudaSuccess) return error;
             filters = packed;
         }
         kKernel<<<blocks < tiles.count ? blocks : tiles.count, kThreads, Config::kSharedBytes, stream>>>(
-            problem, tiles, reinterpret_cast<const float*>(pointers[0]), filters,
+            problem, tiles, reinterpret_cast<const Element*>(pointers[0]), filters,
             reinterpret_cast<Output*>(pointers[2]), epilogue);
         return cudaGetLastError();
     }
@@ -210,28 +232,34 @@ private:
         }
     };
 
-    // The copies that one thread makes, tile after tile and 8 channels after 8 channels, kStages - 1 ahead of use.
+    // The copies that one thread makes, tile after tile and kChannels after kChannels, kStages - 1 ahead of use. Planes
+    // to be interleaved are copied one further ahead, behind which words and filters follow.
     class Stream {
         static constexpr int kFilterUnits =
             kResident ? 0 : (Config::kFilterBytes / 16 + kThreads - 1) / kThreads;
 
         const Problem& problem_;
         const Conv2dTiles& tiles_;
+        const Element* x_;
         const unsigned char* packed_;  // this thread's part of all packed filters
         uint32_t shared_, fill_;       // the stages, and the offset of the one being filled
         PatchCopy patch_;
-        const unsigned char* filters_;
+        PatchWords words_;
+        const unsigned char* patch_filters_;  // that belong to the patch
+        const unsigned char* filters_;        // to be copied
         unsigned index_;  // of the tile
         int channels_, chunk_;
 
     public:
         static constexpr int kUnits = PatchCopy::kUnits + kFilterUnits;
+        static constexpr bool kPairs = Config::kPairs;
 
-        __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const float* x,
+        __device__ __forceinline__ Stream(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
                                           const void* filters, uint32_t shared)
-            : problem_(problem), tiles_(tiles),
+            : problem_(problem), tiles_(tiles), x_(x),
               packed_(static_cast<const unsigned char*>(filters) + (kResident ? 0 : threadIdx.x * 16)),
-              shared_(shared), fill_(0), patch_(problem, x), index_(blockIdx.x),
+              shared_(shared), fill_(kPairs ? Config::kStageBytes : 0), patch_(problem, x), words_(problem),
+              index_(blockIdx.x),
               channels_(static_cast<int>(tiles.groups.divide(problem.channels))), chunk_(0) {
             aim();
         }
@@ -243,6 +271,16 @@ private:
 
         // Fills all stages but one.
         __device__ __forceinline__ void begin() {
+            if constexpr (kPairs) {
+#pragma unroll
+                for (int unit = 0; unit < PatchCopy::kUnits; ++unit) copy(unit);
+                ptx::cp_async_commit();
+                advance();
+                ptx::cp_async_wait<0>();
+                __syncthreads();
+#pragma unroll
+                for (int unit = 0; unit < PatchWords::kUnits; ++unit) interleave(unit);
+            }
 #pragma unroll
             for (int stage = 0; stage < Config::kStages - 1; ++stage) {
 #pragma unroll
@@ -263,7 +301,7 @@ private:
         // The unit-th of the kUnits copies of a stage.
         __device__ __forceinline__ void copy(int unit) const {
             if (unit < PatchCopy::kUnits) {
-                patch_.copy(shared_ + fill_, unit);
+                patch_.copy(shared_ + (kPairs ? next_stage(fill_) - Config::kPlaneBytes : fill_), unit);
             } else {
                 const int piece = (unit - PatchCopy::kUnits) * kThreads;
                 const bool all = Config::kFilterBytes / 16 % kThreads == 0 || unit < kUnits - 1;
@@ -274,11 +312,41 @@ private:
             }
         }
 
+        // The unit-th of the PatchWords::kUnits parts of a stage's words. Everyone's copies have arrived.
+        __device__ __forceinline__ void interleave(int unit) const {
+            words_.interleave(shared_ + fill_ - Config::kPlaneBytes, shared_ + fill_, unit);
+        }
+
+        // The slot-th of kSlots parts of all that is to be done for the stages ahead. Copies come first, if they are
+        // waited for at the next barrier.
+        template <int kSlots>
+        __device__ __forceinline__ void work(int slot) const {
+            constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
+            // Where reads of shared memory have come before, ptxas puts three idle instructions before a copy, but not
+            // before those that follow it directly.
+            constexpr int kGroup = 6, kGroups = (kUnits + kGroup - 1) / kGroup;
+#pragma unroll
+            for (int unit = 0; unit < kUnits; ++unit) {
+                if (unit / kGroup * kCopySlots / kGroups == slot) copy(unit);
+            }
+            if constexpr (kPairs) {
+#pragma unroll
+                for (int unit = 0; unit < PatchWords::kUnits; ++unit) {
+                    if (unit * kSlots / PatchWords::kUnits == slot) interleave(unit);
+                }
+            }
+        }
+
         // After the last copy of a stage.
         __device__ __forceinline__ void advance() {
             fill_ = next_stage(fill_);
             patch_.advance();
-            if constexpr (!kResident) filters_ += Config::kFilterBytes;
+            words_.advance();
+            if constexpr (!kResident) {
+                filters_ = patch_filters_;
+                patch_filters_ += Config::kFilterBytes;
+                if constexpr (!kPairs) filters_ = patch_filters_;
+            }
             if (++chunk_ < chunks()) return;
             chunk_ = 0;
             index_ += gridDim.x;
@@ -291,8 +359,10 @@ private:
             const bool exists = index_ < tiles_.count;
             const Tile tile(problem_, tiles_, exists ? index_ : blockIdx.x);
             patch_.aim(tile, exists ? channels_ : 0);
+            words_.aim(tile, x_);
             if constexpr (!kResident) {
-                filters_ = packed_ + static_cast<int64_t>(tile.packed) * chunks() * Config::kFilterBytes;
+                patch_filters_ = packed_ + static_cast<int64_t>(tile.packed) * chunks() * Config::kFilterBytes;
+                if constexpr (!kPairs) filters_ = patch_filters_;
             }
         }
     };
@@ -300,14 +370,16 @@ private:
     static __device__ __forceinline__ uint32_t next_stage(uint32_t stage) {
         return stage == (Config::kStages - 1) * Config::kStageBytes ? 0 : stage + Config::kStageBytes;
     }
-    static __device__ __forceinline__ constexpr int resident_offset() { return Config::kStages * Config::kStageBytes; }
+    static __device__ __forceinline__ constexpr int resident_offset() {
+        return Config::kStages * Config::kStageBytes - Config::kPlaneBytes;
+    }
 
     // Where this thread's warp stands in the tile: warps of the same filters are adjacent.
     struct Warp {
         int m, row, col, image;
 
-        __device__ __forceinline__ Warp() {
-            int warp = static_cast<int>(threadIdx.x) / 32;
+        __device__ __forceinline__ explicit Warp(uint32_t thread) {
+            int warp = static_cast<int>(thread) / 32;
             m = warp % Config::kWarpsM;
             warp /= Config::kWarpsM;
             col = warp % Config::kWarpsX * (kMmasN * kMmaN);
@@ -317,45 +389,44 @@ private:
         }
     };
 
-    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each, unless it is the same for all.
-    // It is for channels that are 4 apart, so for all that a lane reads.
+    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each, unless it is known beforehand.
+    // It is the same for channels that are 4 apart, so for all that a lane reads.
     struct Skews {
         static_assert(2 * kInputRows <= 32);
 
-        static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const float* x) {
-            if constexpr (Config::kAlignedRows) {
+        static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const Element* x) {
+            if constexpr (Config::kAlignedWords) {
                 return 0;
             } else {
-                const Warp warp;
+                const Warp warp(threadIdx.x);
                 uint32_t skews = 0;
 #pragma unroll
                 for (int y = 0; y < kInputRows; ++y) {
-                    const detail::PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image,
-                                               warp.row + y);
+                    const PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image, warp.row + y);
                     skews |= static_cast<uint32_t>(row.skew()) << (2 * y);
                 }
                 return skews;
             }
         }
         static __device__ __forceinline__ int of_row(uint32_t skews, int y) {
-            return Config::kAlignedRows ? 0 : static_cast<int>(skews >> (2 * y) & 3);
+            return Config::kAlignedWords ? 0 : static_cast<int>(skews >> (2 * y) & 3);
         }
     };
 
     // A row of a warp's pixels in registers. A lane's columns of kWindow instructions are adjacent pixels: with the two
     // after them, they are what it needs for all columns of the filter, in one or two reads.
     struct Pixels {
-        static constexpr int kLength = kWindow + kKernel - 1;
+        static constexpr int kLength = kWindow + kKernel - 1, kSkew = Config::kWordSkew;
 
-        Tf32::B window[kMmasN / kWindow][kLength];
+        typename Mma::B window[kMmasN / kWindow][kLength];
 
         // Of instruction n, for the filter's column s.
-        __device__ __forceinline__ const Tf32::B& operand(int n, int s) const {
+        __device__ __forceinline__ const typename Mma::B& operand(int n, int s) const {
             return window[n / kWindow][n % kWindow + s];
         }
 
         // `first`: the pixel of column 0 in the patch; if rows are aligned, the aligned one before it.
-        __device__ __forceinline__ void load(const float* first) {
+        __device__ __forceinline__ void load(const uint32_t* first) {
 #pragma unroll
             for (int i = 0; i < kMmasN / kWindow; ++i) {
                 uint32_t raw[2][kLength];
@@ -364,58 +435,63 @@ private:
                     read(raw[half], first + i * (kWindow * kMmaN) + half * 4 * Config::kChannelPitch);
                 }
 #pragma unroll
-                for (int j = 0; j < kLength; ++j) window[i][j] = Tf32::make_b({apart(raw[0][j]), apart(raw[1][j])});
+                for (int j = 0; j < kLength; ++j) window[i][j] = Mma::make_b({apart(raw[0][j]), apart(raw[1][j])});
             }
         }
 
     private:
-        // The addition changes nothing but the sign of zero. Without it, ptxas rounds in place what a wide read has
-        // brought and moves it to the pair of registers that an instruction takes, at each of its uses.
+        // The addition changes nothing but the sign of zero. Without it, ptxas leaves in place what a wide read has
+        // brought, rounded or not, and moves it to the pair of registers that an instruction takes at each of its uses.
         static __device__ __forceinline__ uint32_t apart(uint32_t bits) {
+            if constexpr (Config::kPairs) {
+                using Two = typename Mma::Two;
+                const uint32_t zero = 0;
+                const Two sum = __hadd2(reinterpret_cast<const Two&>(bits), reinterpret_cast<const Two&>(zero));
+                return reinterpret_cast<const uint32_t&>(sum);
+            }
 #if __CUDA_ARCH__ >= 900
-            if constexpr (Config::kAlignedRows) return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
+            if constexpr (Config::kAlignedWords) return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
 #endif
             return bits;
         }
 
-        static __device__ __forceinline__ void read(uint32_t (&raw)[kLength], const float* first) {
-            if constexpr (Config::kAlignedRows) {
+        static __device__ __forceinline__ void read(uint32_t (&raw)[kLength], const uint32_t* first) {
+            if constexpr (Config::kAlignedWords) {
 #pragma unroll
-                for (int piece = 0; piece < Config::kSkew + kLength; piece += kWindow) {
-                    const int begin = max(piece, Config::kSkew), end = min(piece + kWindow, Config::kSkew + kLength);
-                    read_piece(raw, first, piece, begin, end);
+                for (int piece = 0; piece < kSkew + kLength; piece += kWindow) {
+                    read_piece(raw, first, piece, max(piece, kSkew), min(piece + kWindow, kSkew + kLength));
                 }
             } else {
 #pragma unroll
-                for (int j = 0; j < kLength; ++j) raw[j] = __float_as_uint(first[j]);
+                for (int j = 0; j < kLength; ++j) raw[j] = first[j];
             }
         }
 
         // Those from `begin` to `end` of the kWindow pixels from `piece` on, which stand at a multiple of kWindow words.
-        static __device__ __forceinline__ void read_piece(uint32_t (&raw)[kLength], const float* first, int piece,
+        static __device__ __forceinline__ void read_piece(uint32_t (&raw)[kLength], const uint32_t* first, int piece,
                                                           int begin, int end) {
             if (end - begin == 1) {
-                raw[begin - Config::kSkew] = __float_as_uint(first[begin]);
+                raw[begin - kSkew] = first[begin];
             } else if (begin < end && end - begin <= 2 && begin % 2 == 0) {
                 const uint2 two = *reinterpret_cast<const uint2*>(first + begin);
-                raw[begin - Config::kSkew] = two.x;
-                raw[begin + 1 - Config::kSkew] = two.y;
+                raw[begin - kSkew] = two.x;
+                raw[begin + 1 - kSkew] = two.y;
             } else if (begin < end) {
                 const uint4 four = *reinterpret_cast<const uint4*>(first + piece);
                 const uint32_t value[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int j = begin; j < end; ++j) raw[j - Config::kSkew] = value[j - piece];
+                for (int j = begin; j < end; ++j) raw[j - kSkew] = value[j - piece];
             }
         }
     };
 
     // What the next products take.
     struct Operands {
-        Tf32::A a[kMmasM];
+        typename Mma::A a[kMmasM];
         Pixels rows[kInputRows];
     };
 
-    static __device__ __forceinline__ Tf32::A load_filters(const uint4* w, int tap, int m) {
+    static __device__ __forceinline__ typename Mma::A load_filters(const uint4* w, int tap, int m) {
         const uint4 raw = w[Fragments::index(tap % kKernel, tap / kKernel, m) * 32];
         return {{raw.x, raw.y, raw.z, raw.w}};
     }
@@ -427,16 +503,14 @@ private:
                                                     const unsigned char* shared, uint32_t use, int chunk,
                                                     uint32_t skews) {
         constexpr int kSlots = Config::kTaps * kMmasM;
-        constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
-        constexpr int kCopyGroup = 6;
         constexpr int kRowsAhead = kKernel - 1;  // rows of the next stage for which there is room in the end
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp;
+        const Warp warp(threadIdx.x);
         const int x_offset = lane % 4 * Config::kChannelPitch + warp.image * Config::kImagePitch +
                              warp.row * Config::kPatchCols + warp.col + lane / 4 * kWindow;
         const int w_offset = warp.m * kMmasM * 32 + lane;
         const auto pixels = [&](uint32_t stage, int y) {
-            return reinterpret_cast<const float*>(shared + stage) + x_offset + y * Config::kPatchCols +
+            return reinterpret_cast<const uint32_t*>(shared + stage) + x_offset + y * Config::kPatchCols +
                    Skews::of_row(skews, y);
         };
         const auto filters = [&](uint32_t stage) {
@@ -468,7 +542,7 @@ private:
                 for (int y = 0; y < kWarpRows; ++y) {
 #pragma unroll
                     for (int n = 0; n < kMmasN; ++n) {
-                        Tf32::product<0>(sum[y][m][n], operands.a[m], operands.rows[r + y].operand(n, s));
+                        Mma::template product<0>(sum[y][m][n], operands.a[m], operands.rows[r + y].operand(n, s));
                     }
                 }
                 if (tap < Config::kTaps - 1) {
@@ -476,11 +550,7 @@ private:
                 } else if (Config::kReadsAhead) {
                     operands.a[m] = load_filters(filters(next_stage(use)), 0, m);
                 }
-#pragma unroll
-                for (int unit = 0; unit < Stream::kUnits; ++unit) {
-                    const int group = unit / kCopyGroup, groups = (Stream::kUnits + kCopyGroup - 1) / kCopyGroup;
-                    if (group * kCopySlots / groups == tap * kMmasM + m) stream.copy(unit);
-                }
+                stream.template work<kSlots>(tap * kMmasM + m);
             }
         }
         ptx::cp_async_commit();
@@ -571,7 +641,7 @@ private:
     template <int kTogether>
     static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp;
+        const Warp warp(threadIdx.x);
         const int cols = spans.whole_rows ? spans.width : spans.length;
 #pragma unroll
         for (int y = 0; y < kWarpRows; ++y) {
@@ -596,9 +666,133 @@ private:
         }
     }
 
+    // How results are staged: as many filters at a time as fit. A lane's pairs of 4 words x 8 filters fall on 32 banks.
+    struct ResultSlice {
+        static constexpr int kCols = Config::kTileCols + kVector, kUnpaddedPitch = Config::kTileRows * kCols;
+        static constexpr int kPitch = kUnpaddedPitch + (24 - kUnpaddedPitch % 16) % 16;  // of a filter's results
+        static constexpr int kFilterBytes = Config::kImages * kPitch * static_cast<int>(sizeof(Output));
+        static constexpr bool fits(int slices) {
+            return Config::kFilterTile / slices * kFilterBytes <= Config::kUsedBytes;
+        }
+        static constexpr int kSlices = fits(1) ? 1 : fits(2) ? 2 : 4;
+        static constexpr int kHalves = 2 * kMmasM / kSlices;  // of a warp's fragments, 8 filters each
+        static constexpr int kFilters = Config::kWarpsM * kHalves * 8;
+        static_assert(!kStagesResults || (fits(kSlices) && kMmasM % kSlices == 0));
+
+        const Spans& spans;
+        int slice;
+
+        // Which of the tile's filters is the index-th of the slice.
+        __device__ __forceinline__ int filter(int index) const {
+            return index / (kHalves * 8) * (kMmasM * kMmaM) + slice * (kHalves * 8) + index % (kHalves * 8);
+        }
+        // Of the first output of a span, from the tile's first output.
+        __device__ __forceinline__ int64_t offset(const Problem& problem, int index, int image, int row) const {
+            const int64_t span = (image * problem.out_channels + filter(index)) * static_cast<int64_t>(spans.plane);
+            return spans.whole_rows ? span : span + row * problem.out_width;
+        }
+        // Where an output of a span is staged: aligned to 16 bytes as its place in memory is.
+        __device__ __forceinline__ int staged(int64_t offset, int index, int image, int row) const {
+            const int pitch = spans.whole_rows ? spans.width : kCols;
+            return (image * kFilters + index) * kPitch + row * pitch +
+                   static_cast<int>((spans.place + static_cast<uint32_t>(offset)) % kVector);
+        }
+    };
+
+    // Applies the epilogue to a slice of the accumulators, 8 filters of each warp after another, and stages the results.
+    static __device__ __forceinline__ void stage_results(const Problem& problem, const Tile& tile, const Sum& sum,
+                                                         const ResultSlice& slice, Output* staged,
+                                                         const Epilogue& epilogue) {
+        constexpr int kValues = kWarpRows * kMmasN * 2;
+        const Spans& spans = slice.spans;
+        const uint32_t thread = ptx::read_thread_index();
+        const int lane = static_cast<int>(thread % 32);
+        const Warp warp(thread);
+        const int cols = spans.whole_rows ? spans.width : spans.length;
+        const bool in_pairs = (spans.place | spans.width) % 2 == 0;
+#pragma unroll 1
+        for (int half = 0; half < ResultSlice::kHalves; ++half) {
+            const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
+            float value[kValues];
+#pragma unroll
+            for (int known = 0; known < 2 * kMmasM; ++known) {  // registers cannot be indexed
+                if (slice.slice * ResultSlice::kHalves + half != known) continue;
+#pragma unroll
+                for (int i = 0; i < kValues; ++i) {
+                    value[i] = sum[i / (2 * kMmasN)][known / 2][i / 2 % kMmasN][known % 2 * 2 + i % 2];
+                }
+            }
+            const Position at = {min(tile.image + warp.image, static_cast<int>(problem.images) - 1),
+                                 tile.channel + min(slice.filter(index), tile.filters - 1), 0};
+            epilogue.apply(value, epilogue.template load<Runs::kAnywhere, kValues>(at, kValues));
+#pragma unroll
+            for (int y = 0; y < kWarpRows; ++y) {
+                const int row = warp.row + y;
+                Output* to = staged + slice.staged(slice.offset(problem, index, warp.image, row), index, warp.image, row);
+#pragma unroll
+                for (int pair = 0; pair < kMmasN; ++pair) {
+                    const int n = pair / 2 * 2, column = pair % 2;
+                    const int col = warp.col + Config::pixel(n, lane % 4 * 2 + column);
+                    const float first = value[(y * kMmasN + n) * 2 + column];
+                    const float second = value[(y * kMmasN + n + 1) * 2 + column];
+                    if (in_pairs) {
+                        if (col < cols) *reinterpret_cast<uint32_t*>(to + col) = pack_two<Output>(first, second);
+                    } else {
+                        if (col < cols) to[col] = from_float<Output>(first);
+                        if (col + 1 < cols) to[col + 1] = from_float<Output>(second);
+                    }
+                }
+            }
+        }
+    }
+
+    // Copies a slice's spans to memory, kLanes lanes to a span: all that is aligned in pieces of 16 bytes.
+    template <int kLanes>
+    static __device__ __forceinline__ void store_results(const Problem& problem, const Tile& tile,
+                                                         const ResultSlice& slice, const Output* staged, Output* out) {
+        constexpr int kSpans = ResultSlice::kFilters * Config::kImages;
+        static_assert(kLanes >= 2 * kVector && kThreads % kLanes == 0);
+        const Spans& spans = slice.spans;
+        const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
+        const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
+#pragma unroll 4
+        for (int number = thread / kLanes; number < count; number += kThreads / kLanes) {
+            const int span = number % kSpans, row = number / kSpans;
+            const int index = span % ResultSlice::kFilters, image = span / ResultSlice::kFilters;
+            if (slice.filter(index) >= tile.filters || tile.image + image >= problem.images) continue;
+            const int64_t offset = slice.offset(problem, index, image, row);
+            const Output* from = staged + slice.staged(offset, index, image, row);
+            Output* to = out + offset;
+            const int head = min(static_cast<int>(-(spans.place + static_cast<uint32_t>(offset)) % kVector), spans.length);
+            const int tail = (spans.length - head) % kVector;
+            for (int col = head + lane * kVector; col + kVector <= spans.length; col += kLanes * kVector) {
+                *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(from + col);
+            }
+            if (lane < head) to[lane] = from[lane];
+            const int end = spans.length - tail + lane - kVector;
+            if (lane >= kVector && end < spans.length) to[end] = from[end];
+        }
+    }
+
     static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
                                                  unsigned char* shared, Output* out, const Epilogue& epilogue) {
         const Spans spans(problem, tile, out);
+        if constexpr (kStagesResults) {
+            constexpr int kRowLanes = Config::kTileCols >= 32 * kVector ? 32 : 2 * kVector;
+            Output* staged = reinterpret_cast<Output*>(shared);
+            for (int number = 0; number < ResultSlice::kSlices; ++number) {
+                const ResultSlice slice{spans, number};
+                if (number > 0) __syncthreads();  // everyone has read the slice before
+                stage_results(problem, tile, sum, slice, staged, epilogue);
+                __syncthreads();
+                if (spans.whole_rows) {
+                    store_results<32>(problem, tile, slice, staged, out + spans.first);
+                } else {
+                    store_results<kRowLanes>(problem, tile, slice, staged, out + spans.first);
+                }
+            }
+            return;
+        }
         const bool in_pairs = (spans.place | spans.width) % 2 == 0;
         out += spans.first;
         // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.

@@ -65,6 +65,12 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(address));
+    return value;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
