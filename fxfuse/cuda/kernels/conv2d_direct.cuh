@@ -503,7 +503,8 @@ private:
                                                     const unsigned char* shared, uint32_t use, int chunk,
                                                     uint32_t skews) {
         constexpr int kSlots = Config::kTaps * kMmasM;
-        constexpr int kRowsAhead = kKernel - 1;  // rows of the next stage for which there is room in the end
+        // Rows of the next stage for which there are registers in the end.
+        constexpr int kRowsAhead = kWindow == 4 ? kKernel - 1 : 0;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const Warp warp(threadIdx.x);
         const int x_offset = lane % 4 * Config::kChannelPitch + warp.image * Config::kImagePitch +
@@ -640,8 +641,9 @@ private:
     // Writes a slice of the accumulators to `staged`, kTogether columns at once.
     template <int kTogether>
     static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp(threadIdx.x);
+        const uint32_t thread = ptx::read_thread_index();
+        const int lane = static_cast<int>(thread % 32);
+        const Warp warp(thread);
         const int cols = spans.whole_rows ? spans.width : spans.length;
 #pragma unroll
         for (int y = 0; y < kWarpRows; ++y) {
@@ -686,18 +688,35 @@ private:
         __device__ __forceinline__ int filter(int index) const {
             return index / (kHalves * 8) * (kMmasM * kMmaM) + slice * (kHalves * 8) + index % (kHalves * 8);
         }
-        // Of the first output of a span, from the tile's first output.
-        __device__ __forceinline__ int64_t offset(const Problem& problem, int index, int image, int row) const {
-            const int64_t span = (image * problem.out_channels + filter(index)) * static_cast<int64_t>(spans.plane);
-            return spans.whole_rows ? span : span + row * problem.out_width;
+        // Of the first output of a span, from the tile's first output; Integer may be as narrow as what is asked of it.
+        template <class Integer>
+        __device__ __forceinline__ Integer offset(const Problem& problem, int index, int image, int row) const {
+            const Integer filters = image * static_cast<Integer>(problem.out_channels) + filter(index);
+            const Integer start = filters * static_cast<Integer>(spans.plane);
+            return spans.whole_rows ? start : start + row * static_cast<Integer>(problem.out_width);
         }
-        // Where an output of a span is staged: aligned to 16 bytes as its place in memory is.
-        __device__ __forceinline__ int staged(int64_t offset, int index, int image, int row) const {
-            const int pitch = spans.whole_rows ? spans.width : kCols;
-            return (image * kFilters + index) * kPitch + row * pitch +
-                   static_cast<int>((spans.place + static_cast<uint32_t>(offset)) % kVector);
+        // Outputs from the last one that is aligned to 16 bytes to the span's first.
+        __device__ __forceinline__ int misaligned(const Problem& problem, int index, int image, int row) const {
+            return static_cast<int>((spans.place + offset<uint32_t>(problem, index, image, row)) % kVector);
+        }
+        // Where a row of a span is staged: aligned to 16 bytes as the span's place in memory is.
+        __device__ __forceinline__ int staged(const Problem& problem, int index, int image, int row) const {
+            return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.pitch : kCols) +
+                   misaligned(problem, index, image, row);
         }
     };
+
+    // The accumulators of a warp's half-th 8 filters. Registers cannot be indexed, so each half has its own code.
+    template <int kHalf, int kValues>
+    static __device__ __forceinline__ void take_half(float (&value)[kValues], const Sum& sum, int half) {
+        if constexpr (kHalf < 2 * kMmasM) {
+            if (half != kHalf) return take_half<kHalf + 1>(value, sum, half);
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) {
+                value[i] = sum[i / (2 * kMmasN)][kHalf / 2][i / 2 % kMmasN][kHalf % 2 * 2 + i % 2];
+            }
+        }
+    }
 
     // Applies the epilogue to a slice of the accumulators, 8 filters of each warp after another, and stages the results.
     static __device__ __forceinline__ void stage_results(const Problem& problem, const Tile& tile, const Sum& sum,
@@ -708,27 +727,28 @@ private:
         const uint32_t thread = ptx::read_thread_index();
         const int lane = static_cast<int>(thread % 32);
         const Warp warp(thread);
-        const int cols = spans.whole_rows ? spans.width : spans.length;
-        const bool in_pairs = (spans.place | spans.width) % 2 == 0;
+        const int cols = spans.whole_rows ? spans.pitch : spans.length;
+        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+        const auto operands_of = [&](int half) {
+            const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
+            return epilogue.template load<Runs::kAnywhere, kValues>(
+                Position{min(tile.image + warp.image, static_cast<int>(problem.images) - 1),
+                         tile.channel + min(slice.filter(index), tile.filters - 1), 0},
+                kValues);
+        };
+        auto next = operands_of(0);
 #pragma unroll 1
         for (int half = 0; half < ResultSlice::kHalves; ++half) {
+            const auto operands = next;
+            next = operands_of(min(half + 1, ResultSlice::kHalves - 1));
             const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
             float value[kValues];
-#pragma unroll
-            for (int known = 0; known < 2 * kMmasM; ++known) {  // registers cannot be indexed
-                if (slice.slice * ResultSlice::kHalves + half != known) continue;
-#pragma unroll
-                for (int i = 0; i < kValues; ++i) {
-                    value[i] = sum[i / (2 * kMmasN)][known / 2][i / 2 % kMmasN][known % 2 * 2 + i % 2];
-                }
-            }
-            const Position at = {min(tile.image + warp.image, static_cast<int>(problem.images) - 1),
-                                 tile.channel + min(slice.filter(index), tile.filters - 1), 0};
-            epilogue.apply(value, epilogue.template load<Runs::kAnywhere, kValues>(at, kValues));
+            take_half<0>(value, sum, slice.slice * ResultSlice::kHalves + half);
+            epilogue.apply(value, operands);
 #pragma unroll
             for (int y = 0; y < kWarpRows; ++y) {
                 const int row = warp.row + y;
-                Output* to = staged + slice.staged(slice.offset(problem, index, warp.image, row), index, warp.image, row);
+                Output* to = staged + slice.staged(problem, index, warp.image, row);
 #pragma unroll
                 for (int pair = 0; pair < kMmasN; ++pair) {
                     const int n = pair / 2 * 2, column = pair % 2;
@@ -746,31 +766,55 @@ private:
         }
     }
 
-    // Copies a slice's spans to memory, kLanes lanes to a span: all that is aligned in pieces of 16 bytes.
+    // Copies a slice's spans to memory, kLanes lanes to a span: what is aligned in pieces of 16 bytes, then the up to
+    // kVector - 1 outputs at either end.
     template <int kLanes>
     static __device__ __forceinline__ void store_results(const Problem& problem, const Tile& tile,
                                                          const ResultSlice& slice, const Output* staged, Output* out) {
         constexpr int kSpans = ResultSlice::kFilters * Config::kImages;
+        constexpr int kAtOnce = kThreads / kLanes, kTogether = 4;
         static_assert(kLanes >= 2 * kVector && kThreads % kLanes == 0);
         const Spans& spans = slice.spans;
         const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
         const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
-#pragma unroll 4
-        for (int number = thread / kLanes; number < count; number += kThreads / kLanes) {
-            const int span = number % kSpans, row = number / kSpans;
-            const int index = span % ResultSlice::kFilters, image = span / ResultSlice::kFilters;
-            if (slice.filter(index) >= tile.filters || tile.image + image >= problem.images) continue;
-            const int64_t offset = slice.offset(problem, index, image, row);
-            const Output* from = staged + slice.staged(offset, index, image, row);
-            Output* to = out + offset;
-            const int head = min(static_cast<int>(-(spans.place + static_cast<uint32_t>(offset)) % kVector), spans.length);
-            const int tail = (spans.length - head) % kVector;
-            for (int col = head + lane * kVector; col + kVector <= spans.length; col += kLanes * kVector) {
-                *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(from + col);
+        const bool aligned =
+            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
+#pragma unroll 1
+        for (int number = thread / kLanes; number < count; number += kAtOnce * kTogether) {
+            int from[kTogether], head[kTogether];
+            bool exists[kTogether];
+            Output* to[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int each = min(number + i * kAtOnce, count - 1), span = each % kSpans, row = each / kSpans;
+                const int index = span % ResultSlice::kFilters, image = span / ResultSlice::kFilters;
+                exists[i] = number + i * kAtOnce < count && slice.filter(index) < tile.filters &&
+                            tile.image + image < problem.images;
+                head[i] = -slice.misaligned(problem, index, image, row) & (kVector - 1);
+                from[i] = slice.staged(problem, index, image, row);
+                to[i] = out + slice.template offset<int64_t>(problem, index, image, row);
             }
-            if (lane < head) to[lane] = from[lane];
-            const int end = spans.length - tail + lane - kVector;
-            if (lane >= kVector && end < spans.length) to[end] = from[end];
+#pragma unroll 1
+            for (int done = lane * kVector; done < spans.length; done += kLanes * kVector) {
+                uint4 piece[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    piece[i] = *reinterpret_cast<const uint4*>(staged + from[i] + head[i] + done);
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const int col = head[i] + done;
+                    if (exists[i] && col + kVector <= spans.length) *reinterpret_cast<uint4*>(to[i] + col) = piece[i];
+                }
+            }
+            if (aligned) continue;
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int tail = max(spans.length - head[i], 0) % kVector;
+                const int col = lane < kVector ? lane : spans.length - tail + lane - kVector;
+                const int end = lane < kVector ? min(head[i], spans.length) : spans.length;
+                if (exists[i] && col < end) to[i][col] = staged[from[i] + col];
+            }
         }
     }
 
@@ -835,7 +879,7 @@ private:
         constexpr int kMostSpans = Spans::kCount / kAtOnce, kSpansTogether = kRunsTogether / kPasses;
         constexpr int kSpans = kSpansTogether < kMostSpans ? kSpansTogether : kMostSpans;
         static_assert(Spans::kCount % (kAtOnce * kSpans) == 0);
-        const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+        const int thread = static_cast<int>(ptx::read_thread_index()), group = thread / kLanes, lane = thread % kLanes;
         if (spans.short_ones()) return;
 #pragma unroll 1
         for (int index = 0; index < Spans::kCount; index += kAtOnce * kSpans) {
