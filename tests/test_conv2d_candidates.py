@@ -81,7 +81,9 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(stride=2), ["Conv2d"]),
         (problem(kernel=(5, 5)), ["Conv2d"]),
         (problem(precision="tf32x3"), ["Conv2d"]),
-        (problem(precision="bf16"), ["Conv2d"]),
+        (problem(precision="bf16"), ["Conv2dDirect", "Conv2d"]),
+        (problem(precision="fp16", size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),
+        (problem(precision="bf16", layout="nhwc"), ["Conv2d"]),
         (problem(layout="nhwc"), ["Conv2d"]),
         (problem(weight_layout="nhwc"), ["Conv2dDirect", "Conv2d"]),  # filters are packed from any strides
         (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
@@ -131,20 +133,25 @@ def direct(of: Conv2dProblem) -> list[Kernel]:
     return [kernel for kernel in candidates(of) if kernel.type.startswith("Conv2dDirect<")]
 
 
-def test_direct_kernels_know_whether_rows_are_aligned() -> None:
-    for case, aligned in (
-        (problem(), "true"),
-        (problem(size=(55, 55)), "false"),
-        (problem(alignment=4), "false"),
-        (replace(problem(), x_strides=nchw(64, 60, 60)), "true"),  # a slice whose rows are aligned
+def test_direct_kernels_know_how_rows_are_aligned() -> None:
+    for case, skew in (
+        (problem(), "0"),
+        (problem(padding=1), "3"),  # the leftmost pixel is one before a multiple of 16 bytes
+        (problem(padding=1, precision="bf16"), "7"),
+        (problem(size=(55, 55)), "kAnySkew"),
+        (problem(alignment=4), "kAnySkew"),
+        (problem(size=(60, 60)), "0"),
+        (problem(size=(60, 60), precision="bf16"), "kAnySkew"),  # 120 bytes
+        (replace(problem(), x_strides=nchw(64, 60, 60)), "0"),  # a slice whose rows are aligned
     ):
-        assert {kernel.type.split("Config<")[1].split(">")[0].split(", ")[-1] for kernel in direct(case)} == {aligned}
+        assert {kernel.type.split("Config<")[1].split(">")[0].split(", ")[-1] for kernel in direct(case)} == {skew}
 
 
 def test_few_channels_keep_their_filters_in_shared_memory() -> None:
-    first = direct(problem(8, (128, 128), 64, images=128))[0]
-    assert "resident" in first.name and first.workspace == 0
-    for case in (problem(9), problem(16, groups=2)):
+    for channels, precision in ((8, "tf32"), (16, "fp16")):
+        first = direct(problem(channels, (128, 128), 64, images=128, precision=precision))[0]
+        assert "resident" in first.name and first.workspace == 0
+    for case in (problem(9), problem(16, groups=2), problem(17, precision="fp16")):
         assert not any("resident" in kernel.name for kernel in direct(case))
 
 
@@ -153,6 +160,9 @@ def test_packed_filters_need_a_workspace() -> None:
     kernels = {kernel.name: kernel for kernel in direct(problem(60, filters=130, groups=2))}
     kernel = next(kernel for name, kernel in kernels.items() if " 64x(2x128)" in name)
     assert kernel.workspace == 2 * (2 * 64) * (4 * 8) * 9 * 4
+    kernels = {kernel.name: kernel for kernel in direct(problem(60, filters=130, groups=2, precision="bf16"))}
+    kernel = next(kernel for name, kernel in kernels.items() if " 64x(2x128)" in name)
+    assert kernel.workspace == 2 * (2 * 64) * (2 * 16) * 9 * 2
 
 
 def test_wide_images_prefer_tiles_of_whole_rows_and_small_ones_small_tiles() -> None:

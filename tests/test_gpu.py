@@ -521,10 +521,18 @@ def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and
     assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
 
 
+DIRECT = (
+    *((torch.float32, tile) for tile in conv2d.DIRECT_TILES),
+    *((torch.bfloat16, tile) for tile in conv2d.HALF_DIRECT_TILES),
+    (torch.float16, conv2d.HALF_DIRECT_TILES[0]),
+    (torch.float16, conv2d.HALF_DIRECT_TILES[-1]),
+)
+
+
 def direct_configurations(seed, count, aligned):
     """Sizes of 3x3 convolutions: (images, channels, filters, height, width, padding, groups).
 
-    Widths are multiples of 4 or odd, and so are the planes of the outputs: two kernels serve them all.
+    Widths are multiples of `aligned` or odd, and so are the planes of the outputs: two kernels serve them all.
     """
     chosen = random.Random(seed)
     for _ in range(count):
@@ -532,7 +540,7 @@ def direct_configurations(seed, count, aligned):
         channels, filters = (groups * chosen.choice((2, 3, 7, 8, 9, 16, 24, 33, 64)) for _ in range(2))
         side = chosen.choice((6, 14, 30, 60, 130, 300))
         if aligned:
-            width, height, padding = 4 * (chosen.randint(4, side + 3) // 4), 2 * chosen.randint(2, 12), 1
+            width, height, padding = aligned * -(-chosen.randint(4, side + 3) // aligned), 2 * chosen.randint(2, 12), 1
         else:
             width, height, padding = 2 * (side // 2) + 1 - 2 * chosen.randint(0, 1), 2 * chosen.randint(1, 12) + 1, 1
             padding = chosen.choice((0, 1))
@@ -540,24 +548,29 @@ def direct_configurations(seed, count, aligned):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("tile", conv2d.DIRECT_TILES, ids=lambda tile: tile.name)
-def test_direct_convolution_of_any_size(tile, aligned, monkeypatch, forget):
-    monkeypatch.setattr(conv2d, "DIRECT_TILES", (tile,))
+@pytest.mark.parametrize(("dtype", "tile"), DIRECT, ids=lambda of: getattr(of, "name", of))
+def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forget):
+    monkeypatch.setattr(conv2d, "DIRECT_TILES" if dtype == torch.float32 else "HALF_DIRECT_TILES", (tile,))
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
-    for images, channels, filters, height, width, padding, groups in direct_configurations(1, 24, aligned):
+    in_16_bytes = 16 // dtype.itemsize
+    for configuration in direct_configurations(1, 24, in_16_bytes if aligned else 0):
+        images, channels, filters, height, width, padding, groups = configuration
         if tile.resident:
-            channels, groups = min(channels, 8), 1
+            channels, groups = min(channels, 2 * in_16_bytes), 1
         conv = nn.Conv2d(channels, filters, 3, padding=padding, groups=groups, bias=False)
-        x = tensor(images, channels, height, width)
-        kernel = check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x)
+        x = tensor(images, channels, height, width, dtype=dtype)
+        kernel = check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x, dtype)
         assert tile.name in kernel, (kernel, x.shape, conv)
 
 
-def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(monkeypatch):
+@pytest.mark.parametrize("width", [60, 61, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(dtype, width, monkeypatch):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
-    model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(24, 40, 3, padding=1, bias=False)).cuda().eval()
-    x = tensor(2, 24, 30, 60)
-    x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, 59] = float("inf"), float("nan"), float("-inf")
+    conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
+    model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
+    x = tensor(2, 23, 30, width, dtype=dtype)
+    x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, width - 1] = float("inf"), float("nan"), float("-inf")
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         have, want = fast(x), model.double()(x.double())

@@ -31,6 +31,7 @@ struct Epilogue {{
     static constexpr bool kUsesBatch = {uses_batch};
     static constexpr int kColumns = {columns};
     static constexpr int kElementBytes = {element_bytes};  // that an element reads of operands which vary like it
+    static constexpr bool kVariesAlongCols = {varies_along_cols};  // whether any operand does
 
 {make}
 
@@ -138,6 +139,7 @@ def generate(
         element_bytes=sum(
             kind.dtype.itemsize for kind in operands if kind.dtype and kind.varies[2] and any(kind.varies[:2])
         ),
+        varies_along_cols="true" if any(kind.dtype and kind.varies[2] for kind in operands) else "false",
         make=make,
         function=function(expression, len(operands), "static __device__ __forceinline__"),
         values=values,

@@ -367,7 +367,7 @@ class DirectTile:
     blocks_per_multiprocessor: int
     cost: float
     resident: bool = False
-    """Whether all filters stay in shared memory, which takes that there are at most 8 channels."""
+    """Whether all filters stay in shared memory, which takes that all channels are one chunk."""
 
     @property
     def extents(self) -> tuple[int, int, int, int]:
@@ -396,12 +396,12 @@ class DirectTile:
         if self.resident:
             return 0
         filters = self.extents[1]
-        units = problem.groups * ceil(problem.group_filters / filters) * ceil(problem.group_channels / _CHUNK)
-        return units * filters * _CHUNK * 9 * 4
+        chunks = ceil(problem.group_channels / _chunk(problem))
+        return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
 
 
-_CHUNK: Final = 8
-"""Channels that the direct kernel copies at a time."""
+_CHUNK_BYTES: Final = 32
+"""What the direct kernel copies of a pixel at a time."""
 
 DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 4), 1, 3, 2, 0.9, resident=True),
@@ -411,8 +411,19 @@ DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.95),
     DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.3),
     DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.35),
-    DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.0),
+    DirectTile(4, 4, 2, (1, 4, 1), 1, 3, 2, 1.0),
 )
+
+HALF_DIRECT_TILES: Final = (
+    DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 0.9, resident=True),
+    DirectTile(4, 2, 4, (1, 1, 8), 1, 2, 1, 0.8, resident=True),
+    DirectTile(4, 2, 4, (2, 1, 4), 1, 2, 1, 0.95),
+    DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
+    DirectTile(4, 2, 4, (1, 2, 2), 1, 2, 2, 1.3),
+    DirectTile(4, 2, 4, (2, 2, 1), 1, 2, 2, 1.35),
+    DirectTile(4, 4, 2, (1, 4, 1), 1, 2, 2, 1.0),
+)
+"""For 16-bit elements, whose patches take twice the shared memory until they are interleaved."""
 
 _DIRECT_SPEED: Final = 2.0
 """How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
@@ -424,10 +435,16 @@ _MAX_TILES: Final = 2**30
 _MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
 
 
+def _chunk(problem: Conv2dProblem) -> int:
+    """Channels that the direct kernel copies at a time."""
+    return _CHUNK_BYTES // problem.element_bytes
+
+
 def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
     """As `_tile_cost`, in the same unit. Blocks that share a multiprocessor share its speed."""
     images, filters, rows, cols = tile.extents
-    products = filters * images * rows * cols * ceil(problem.group_channels / _CHUNK) * _CHUNK / problem.group_channels
+    chunk = _chunk(problem)
+    products = filters * images * rows * cols * ceil(problem.group_channels / chunk) * chunk / problem.group_channels
     together = tile.blocks_per_multiprocessor
     waves, rest = divmod(tile.tiles(problem), _MULTIPROCESSORS * together)
     blocks = waves * together + min(together, ceil(rest / _MULTIPROCESSORS))
@@ -439,7 +456,7 @@ def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
 def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """The direct kernels and what they cost."""
     fits = (
-        problem.precision == "tf32"
+        problem.precision != "tf32x3"
         and problem.out_layout == "nchw"
         and problem.kernel == (3, 3)
         and problem.stride == (1, 1)
@@ -449,7 +466,8 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         and _same(problem.x_strides[3:], (1,), problem.size[1:])
     )
     steps = _varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
-    aligned = _access(4, problem.x_alignment, *(step * 4 for step in steps)) == 16
+    size = problem.element_bytes
+    aligned = _access(size, problem.x_alignment, *(step * size for step in steps)) == 16
     if not fits or (not aligned and problem.padding[1] > 1):
         return []
 
@@ -460,19 +478,20 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             tile.tiles(problem) <= _MAX_TILES
             and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ
             and reach < 2**31
-            and (not tile.resident or (problem.group_channels <= _CHUNK and problem.groups == 1))
+            and (not tile.resident or (problem.group_channels <= _chunk(problem) and problem.groups == 1))
         )
 
     kernels = []
-    for tile in filter(usable, DIRECT_TILES):
+    for tile in filter(usable, DIRECT_TILES if size == 4 else HALF_DIRECT_TILES):
         numbers = (
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
             *(tile.blocks_per_multiprocessor, int(tile.resident)),
         )
-        config = f"{', '.join(map(str, numbers))}, {str(aligned).lower()}"
+        skew = str(-problem.padding[1] % (16 // size)) if aligned else "kAnySkew"
+        config = f"{_MMA[problem.precision]}, {', '.join(map(str, numbers))}, {skew}"
         cpp = f"Conv2dDirect<Conv2dDirectConfig<{config}>, {{output}}, {{epilogue}}>"
         kernel = Kernel(
-            f"conv2d direct 3x3 tf32 {tile.name}",
+            f"conv2d direct 3x3 {problem.precision} {tile.name}",
             "conv2d_direct.cuh",
             cpp,
             pack(problem),

@@ -1,10 +1,14 @@
 // The input pixels under a tile of a direct convolution, on their way from x to shared memory.
 //
-// A patch is 8 channels of [image][row][kPatchCols columns]. Rows of x may start at any element: a row of the patch
-// starts at the multiple of 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early, so that
-// everything is copied 16 bytes at a time. Pixels outside the image are zero; where the first piece of a row has pixels
-// of the row before, they become zero when it has arrived. (With rows at any element, padding is therefore at
-// most 1 column: later pieces then begin inside the image.)
+// A patch is [word][image][row][kPatchCols columns], as many words of 32 bits as an instruction has in K: the channels
+// of a float, pairs of channels of 16 bits. Rows of x may start at any element: a row is copied from the multiple of
+// 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early, so that everything is copied
+// 16 bytes at a time. Pixels outside the image are zero. (With rows at any element, padding is at most 1 column: all
+// pieces but the first then begin inside the image.)
+//
+// Floats are copied to where they are read; where the first piece of a row has pixels of the row before, they become
+// zero when it has arrived. Channels of 16 bits, which lie in planes of x, are copied as they are, [channel][image]
+// [row][column], and interleaved into words a stage later, when everyone's copies have arrived (PatchWords).
 #pragma once
 
 #include <cstdint>
@@ -20,13 +24,16 @@ struct PatchPosition {
 };
 
 // One row of one channel and image of a patch.
+template <class Element>
 struct PatchRow {
-    const float* start;  // of the row in x; not read unless `inside`
-    int left;            // leftmost column that the tile needs, often negative
-    bool inside;         // whether the row exists
+    static constexpr int kSize = static_cast<int>(sizeof(Element)), kPiece = 16 / kSize;  // pixels copied at a time
+
+    const Element* start;  // of the row in x; not read unless `inside`
+    int left;              // leftmost column that the tile needs, often negative
+    bool inside;           // whether the row exists
 
     // `channel` of the patch's, `image` of the tile's and row `y` of the patch.
-    __device__ __forceinline__ PatchRow(const Conv2dProblem& problem, const float* x, const PatchPosition& at,
+    __device__ __forceinline__ PatchRow(const Conv2dProblem& problem, const Element* x, const PatchPosition& at,
                                         int channel, int image, int y) {
         const int row = at.row - static_cast<int>(problem.pad_h) + y;
         start = x + (at.image + image) * problem.x_image + (at.first_channel + channel) * problem.x_channel +
@@ -35,12 +42,14 @@ struct PatchRow {
         inside = 0 <= row && row < static_cast<int>(problem.height) && at.image + image < problem.images;
     }
 
-    __device__ __forceinline__ int skew() const {
-        return static_cast<int>(reinterpret_cast<uintptr_t>(start) / 4 + static_cast<unsigned>(left)) & 3;
+    // Where the leftmost pixel stands among those that would be copied with it, modulo 2^32.
+    __device__ __forceinline__ uint32_t place() const {
+        return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(start) / kSize) + static_cast<uint32_t>(left);
     }
+    __device__ __forceinline__ int skew() const { return static_cast<int>(place() % kPiece); }
     // The same for all rows, if they start at multiples of 16 bytes.
     static __device__ __forceinline__ uint32_t aligned_skew(const Conv2dProblem& problem, const PatchPosition& at) {
-        return static_cast<uint32_t>(at.col - static_cast<int>(problem.pad_w)) & 3;
+        return static_cast<uint32_t>(at.col - static_cast<int>(problem.pad_w)) % kPiece;
     }
 };
 
@@ -48,8 +57,11 @@ struct PatchRow {
 // whatever threads come next.
 template <class Config>
 class PatchCopy {
+    using Element = typename Config::Element;
+    using Row = PatchRow<Element>;
+    static constexpr int kSize = Row::kSize, kPiece = Row::kPiece;
     static constexpr int kRows = Config::kImages * Config::kPatchRows;  // of one channel
-    static constexpr int kPieces = Config::kPatchCols / 4, kLanes = kPieces - 2;
+    static constexpr int kPieces = Config::kPatchCols / kPiece, kLanes = kPieces - 2;
     static constexpr int kRowsPerPass = Config::kThreads / kLanes;
     static_assert(Config::kThreads % kLanes == 0 && kRows <= kRowsPerPass);
     static constexpr int kFit = kRowsPerPass / kRows;
@@ -67,16 +79,16 @@ class PatchCopy {
     };
 
     const Conv2dProblem& problem_;
-    const float* x_;
-    const float* origin_;  // the first of the 8 channels
-    int channels_left_;    // from there
+    const Element* x_;
+    const Element* origin_;  // the first of the stage's channels
+    int channels_left_;      // from there
     Piece body_, edge_[kEdgeUnits];
     int before_[2][kEdgeUnits];  // of the stage that was copied last, and of the one before
 
 public:
     static constexpr int kUnits = kBodyUnits + kEdgeUnits;
 
-    __device__ __forceinline__ PatchCopy(const Conv2dProblem& problem, const float* x) : problem_(problem), x_(x) {}
+    __device__ __forceinline__ PatchCopy(const Conv2dProblem& problem, const Element* x) : problem_(problem), x_(x) {}
 
     // At the first channels of a tile.
     __device__ __forceinline__ void aim(const PatchPosition& at, int channels) {
@@ -87,7 +99,7 @@ public:
         for (int i = 0; i < kEdgeUnits; ++i) edge_[i] = piece(at, edge_channel(i), edge_row(i), edge_piece(i));
     }
 
-    // To the next 8 channels.
+    // To the next channels.
     __device__ __forceinline__ void advance() {
         origin_ += Config::kChannels * problem_.x_channel;
         channels_left_ -= Config::kChannels;
@@ -98,38 +110,38 @@ public:
         }
     }
 
-    __device__ __forceinline__ void copy(uint32_t stage, int unit) const {
+    // To the patch at `patch`, or to the planes that will become it.
+    __device__ __forceinline__ void copy(uint32_t patch, int unit) const {
         if (!exists(unit)) return;
         if (unit < kBodyUnits) {
             const int channel = unit * kChannelsPerPass;
-            const float* source = origin_ + body_.offset + channel * problem_.x_channel;
+            const Element* source = origin_ + body_.offset + channel * problem_.x_channel;
             int valid = body_.valid;
             if constexpr (!Config::kAlignedRows) {
                 // `offset` is where the piece would start if its channel's rows had no skew, `valid` up to the end.
-                const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(source) / 4) & 3;
+                const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(source) / kSize % kPiece);
                 source -= skew;
-                valid = min(max(valid + skew * 4, 0), 16);
+                valid = min(max(valid + skew * kSize, 0), 16);
             }
-            ptx::cp_async_16(stage + destination(unit), source,
-                             body_channel() + channel < channels_left_ ? valid : 0);
+            ptx::cp_async_16(patch + destination(unit), source, body_channel() + channel < channels_left_ ? valid : 0);
         } else {
             const int i = unit - kBodyUnits;
-            ptx::cp_async_16(stage + destination(unit), origin_ + edge_[i].offset,
+            ptx::cp_async_16(patch + destination(unit), origin_ + edge_[i].offset,
                              edge_channel(i) < channels_left_ ? edge_[i].valid : 0);
         }
     }
 
-    // Puts zeros before the rows whose edges this thread has copied to `stage`, behind which kSince stages have been
+    // Puts zeros before the rows whose edges this thread has copied to `patch`, behind which kSince stages have been
     // filled since; the copies must have arrived.
     template <int kSince>
-    __device__ __forceinline__ void clear_before(uint32_t stage) const {
-        if constexpr (!Config::kAlignedRows) {
+    __device__ __forceinline__ void clear_before(uint32_t patch) const {
+        if constexpr (!Config::kAlignedRows && !Config::kPairs) {
 #pragma unroll
             for (int i = 0; i < kEdgeUnits; ++i) {
                 const int before = exists(kBodyUnits + i) ? before_[kSince][i] : 0;
 #pragma unroll
-                for (int element = 0; element < 3; ++element) {
-                    if (element < before) ptx::store_shared_4(stage + destination(kBodyUnits + i) + element * 4, 0);
+                for (int element = 0; element < kPiece - 1; ++element) {
+                    if (element < before) ptx::store_shared_4(patch + destination(kBodyUnits + i) + element * 4, 0);
                 }
             }
         }
@@ -155,25 +167,106 @@ private:
         const int i = unit - kBodyUnits;
         const int channel = body ? body_channel() + unit * kChannelsPerPass : edge_channel(i);
         const int row = body ? body_row() : edge_row(i), piece = body ? 1 + body_lane() : edge_piece(i);
-        return static_cast<uint32_t>((channel * Config::kChannelPitch + row * Config::kPatchCols + piece * 4) * 4);
+        constexpr int kPitch = Config::kPairs ? Config::kPlanePitch : Config::kChannelPitch;
+        return static_cast<uint32_t>((channel * kPitch + row * Config::kPatchCols + piece * kPiece) * kSize);
     }
 
     __device__ __forceinline__ Piece body(const PatchPosition& at) const {
         const int index = 1 + body_lane();
         if constexpr (Config::kAlignedRows) return piece(at, body_channel(), body_row(), index);
-        const PatchRow row(problem_, x_, at, body_channel(), body_row() / Config::kPatchRows,
-                           body_row() % Config::kPatchRows);
-        const int col = row.left + index * 4;
+        const Row row(problem_, x_, at, body_channel(), body_row() / Config::kPatchRows,
+                      body_row() % Config::kPatchRows);
+        const int col = row.left + index * kPiece;
         return {static_cast<int>(row.start - origin_) + col,
-                row.inside ? max(min(static_cast<int>(problem_.width) - col, 4), -4) * 4 : kNothing, 0};
+                row.inside ? max(min(static_cast<int>(problem_.width) - col, kPiece), -kPiece) * kSize : kNothing, 0};
     }
 
     __device__ __forceinline__ Piece piece(const PatchPosition& at, int channel, int row, int index) const {
-        const PatchRow patch_row(problem_, x_, at, channel, row / Config::kPatchRows, row % Config::kPatchRows);
-        const int skew = Config::kAlignedRows ? static_cast<int>(PatchRow::aligned_skew(problem_, at)) : patch_row.skew();
-        const int col = patch_row.left - skew + index * 4, width = static_cast<int>(problem_.width);
-        const bool inside = patch_row.inside && -4 < col && col < width;
-        return {static_cast<int>(patch_row.start - origin_) + col, inside ? min(width - col, 4) * 4 : 0, inside ? max(-col, 0) : 0};
+        const Row patch_row(problem_, x_, at, channel, row / Config::kPatchRows, row % Config::kPatchRows);
+        const int skew = Config::kAlignedRows ? static_cast<int>(Row::aligned_skew(problem_, at)) : patch_row.skew();
+        const int col = patch_row.left - skew + index * kPiece, width = static_cast<int>(problem_.width);
+        const bool inside = patch_row.inside && -kPiece < col && col < width;
+        return {static_cast<int>(patch_row.start - origin_) + col, inside ? min(width - col, kPiece) * kSize : 0,
+                inside ? max(-col, 0) : 0};
+    }
+};
+
+// What one thread interleaves: planes of 16-bit channels become words of two channels, the even one in the lower half.
+// Columns stay where they are if all rows start at multiples of 16 bytes; else the skew of each row is removed.
+template <class Config>
+class PatchWords {
+    using Row = PatchRow<typename Config::Element>;
+    static constexpr int kGroup = 4;  // pixels of two channels: 16 bytes of words
+    static constexpr int kUsedCols = Config::kAlignedRows ? Config::kPatchCols : Config::kTileCols + kGroup;
+    static constexpr int kRowGroups = kUsedCols / kGroup;
+    static constexpr int kGroups = Config::kImages * Config::kPatchRows * kRowGroups;  // of two channels
+    static constexpr int kPairs = Config::kChannels / 2;
+    // All threads work on one pair of channels as often as there is work for all; then on what is left of all pairs.
+    static constexpr int kPasses = kGroups / Config::kThreads, kLeft = kGroups % Config::kThreads;
+    static constexpr int kLeftUnits = (kLeft * kPairs + Config::kThreads - 1) / Config::kThreads;
+
+    const Conv2dProblem& problem_;
+    uint32_t place_, copied_place_;  // of the first row, see PatchRow: of the stage to interleave and the one copied now
+    int left_, copied_left_;         // their leftmost columns
+
+public:
+    static constexpr int kUnits = Config::kPairs ? kPasses * kPairs + kLeftUnits : 0;
+
+    __device__ __forceinline__ explicit PatchWords(const Conv2dProblem& problem) : problem_(problem) {}
+
+    // As PatchCopy's, which is a stage ahead.
+    __device__ __forceinline__ void aim(const PatchPosition& at, const typename Config::Element* x) {
+        if constexpr (!Config::kAlignedRows) {
+            const Row row(problem_, x, at, 0, 0, 0);
+            copied_place_ = row.place();
+            copied_left_ = row.left;
+        }
+    }
+    __device__ __forceinline__ void advance() {
+        if constexpr (!Config::kAlignedRows) {
+            place_ = copied_place_;
+            left_ = copied_left_;
+            copied_place_ += static_cast<uint32_t>(Config::kChannels * problem_.x_channel);
+        }
+    }
+
+    __device__ __forceinline__ void interleave(uint32_t planes, uint32_t words, int unit) const {
+        const int thread = static_cast<int>(ptx::read_thread_index());
+        int pair, group;
+        if (unit < kPasses * kPairs) {
+            pair = unit % kPairs;
+            group = unit / kPairs * Config::kThreads + thread;
+        } else {
+            constexpr int kDivisor = kLeft > 0 ? kLeft : 1;
+            const int index = (unit - kPasses * kPairs) * Config::kThreads + thread;
+            pair = index / kDivisor;
+            group = kPasses * Config::kThreads + index % kDivisor;
+            if (kLeft * kPairs % Config::kThreads != 0 && pair >= kPairs) return;
+        }
+        const int row = group / kRowGroups, col = group % kRowGroups * kGroup;
+        const uint2 even = pixels(planes, 2 * pair, row, col), odd = pixels(planes, 2 * pair + 1, row, col);
+        constexpr uint32_t kLower = 0x5410, kUpper = 0x7632;  // halves of both
+        ptx::store_shared_16(
+            words + static_cast<uint32_t>(pair * Config::kChannelPitch + row * Config::kPatchCols + col) * 4,
+            make_uint4(__byte_perm(even.x, odd.x, kLower), __byte_perm(even.x, odd.x, kUpper),
+                       __byte_perm(even.y, odd.y, kLower), __byte_perm(even.y, odd.y, kUpper)));
+    }
+
+private:
+    // Four pixels of a channel, from a multiple of 4 columns on.
+    __device__ __forceinline__ uint2 pixels(uint32_t planes, int channel, int row, int col) const {
+        const int offset = channel * Config::kPlanePitch + row * Config::kPatchCols + col;
+        if constexpr (Config::kAlignedRows) return ptx::load_shared_8(planes + static_cast<uint32_t>(offset) * 2);
+        const uint32_t row_place = place_ + channel * static_cast<uint32_t>(problem_.x_channel) +
+                                   row / Config::kPatchRows * static_cast<uint32_t>(problem_.x_image) +
+                                   row % Config::kPatchRows * static_cast<uint32_t>(problem_.x_row);
+        const uint32_t source = planes + (static_cast<uint32_t>(offset) + (row_place & 4)) * 2;
+        const uint2 first = ptx::load_shared_8(source), second = ptx::load_shared_8(source + 8);
+        const bool later = (row_place & 2) != 0;
+        const uint32_t word[3] = {later ? first.y : first.x, later ? second.x : first.y, later ? second.y : second.x};
+        const uint32_t shift = row_place % 2 * 16;
+        const uint32_t before = left_ + col < 0 ? 0xffff0000 : 0xffffffff;  // at most one pixel is before the image
+        return make_uint2(__funnelshift_r(word[0], word[1], shift) & before, __funnelshift_r(word[1], word[2], shift));
     }
 };
 

@@ -1,7 +1,8 @@
-// Filters of a 3x3 convolution in the order in which warps read them: rounded to TF32, as A fragments (mma.cuh).
+// Filters of a 3x3 convolution in the order in which warps read them: as A fragments (mma.cuh), float rounded to TF32.
 //
-// One unit holds what kFilterTile filters have in 8 channels: [column s][row r][16 filters][lane] of 16 bytes each, so
-// that a warp reads a fragment as one access of 512 bytes. Filters and channels that do not exist are zero.
+// One unit holds what kFilterTile filters have in 8 channels, or 16 of 16 bits: [column s][row r][16 filters][lane] of
+// 16 bytes each, so that a warp reads a fragment as one access of 512 bytes. Filters and channels that do not exist are
+// zero.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,56 +14,69 @@
 
 namespace fxfuse {
 
-template <int kFilterTile>
+template <class Mma, int kFilterTile_>
 struct FilterFragments {
-    static constexpr int kKernel = 3, kMmasM = kFilterTile / kMmaM, kChannels = 8;
+    using Element = typename Mma::Element;
+    static constexpr int kFilterTile = kFilterTile_;
+    static constexpr int kKernel = 3, kMmasM = kFilterTile / kMmaM;
+    static constexpr int kSize = static_cast<int>(sizeof(Element)), kPerWord = 4 / kSize;
+    static constexpr int kChannels = kMmaBytesOfK / kSize;
     static constexpr int kFragments = kKernel * kKernel * kMmasM;
     static constexpr int kPieces = kFragments * 32;  // of 16 bytes, in a unit
 
     // Of the fragment for column s, row r and 16 filters m.
     static __device__ __forceinline__ constexpr int index(int s, int r, int m) { return (s * kKernel + r) * kMmasM + m; }
 
-    // Piece `piece` of the unit of `filters` filters from `filter` on and 8 channels from `channel` on (of the group).
-    static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const float* w, int filter, int filters,
-                                                  int channel, int channels, int piece) {
+    // Piece `piece` of the unit of `filters` filters from `filter` on and of the channels (of the group) from `channel` on.
+    static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const Element* w, int filter,
+                                                  int filters, int channel, int channels, int piece) {
         const int lane = piece % 32, fragment = piece / 32, m = fragment % kMmasM, tap = fragment / kMmasM;
-        const float* corner = w + tap % kKernel * problem.w_row + tap / kKernel * problem.w_col;
+        const Element* corner = w + tap % kKernel * problem.w_row + tap / kKernel * problem.w_col;
         uint32_t value[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int k = m * kMmaM + lane / 4 + i % 2 * 8, c = channel + lane % 4 + i / 2 * 4;
-            const bool exists = k < filters && c < channels;
-            value[i] = exists ? Tf32::round_to_tf32(__float_as_uint(
-                                    corner[(filter + k) * problem.w_filter + c * problem.w_channel]))
-                              : 0;
+            const int k = m * kMmaM + lane / 4 + i % 2 * 8, c = channel + (lane % 4 + i / 2 * 4) * kPerWord;
+            const Element* source = corner + (filter + k) * problem.w_filter + c * problem.w_channel;
+            value[i] = 0;
+            if (k >= filters) continue;
+            if constexpr (kSize == 4) {
+                if (c < channels) value[i] = Tf32::round_to_tf32(__float_as_uint(*source));
+            } else {
+                if (c < channels) value[i] = bits(source[0]);
+                if (c + 1 < channels) value[i] |= bits(source[problem.w_channel]) << 16;
+            }
         }
         return make_uint4(value[0], value[1], value[2], value[3]);
     }
 
-    // Packs the chunk-th 8 channels to `unit`, by all kThreads threads of a block.
+    // Packs the chunk-th channels to `unit`, by all kThreads threads of a block.
     template <int kThreads>
-    static __device__ __forceinline__ void pack(const Conv2dProblem& problem, const float* w, int channels, int filter,
-                                                int filters, int chunk, uint4* unit) {
+    static __device__ __forceinline__ void pack(const Conv2dProblem& problem, const Element* w, int channels,
+                                                int filter, int filters, int chunk, uint4* unit) {
         for (int i = static_cast<int>(threadIdx.x); i < kPieces; i += kThreads) {
             unit[i] = piece(problem, w, filter, filters, chunk * kChannels, channels, i);
         }
     }
 
 #ifndef __CUDACC_RTC__
-    // Packs all filters: unit (group, tile of filters, 8 channels) after unit.
-    static cudaError_t launch(const Conv2dProblem& problem, const float* w, uint4* packed, cudaStream_t stream);
+    // Packs all filters: unit (group, tile of filters, channels) after unit.
+    static cudaError_t launch(const Conv2dProblem& problem, const Element* w, uint4* packed, cudaStream_t stream);
 #endif
+
+private:
+    static __device__ __forceinline__ uint32_t bits(const Element& value) {
+        return reinterpret_cast<const uint16_t&>(value);
+    }
 };
 
-template <int kFilterTile, int kThreads>
+template <class Fragments, int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    pack_filters_kernel(const __grid_constant__ Conv2dProblem problem, const float* __restrict__ w,
-                        uint4* __restrict__ packed) {
-    using Fragments = FilterFragments<kFilterTile>;
+    pack_filters_kernel(const __grid_constant__ Conv2dProblem problem,
+                        const typename Fragments::Element* __restrict__ w, uint4* __restrict__ packed) {
     const int channels = static_cast<int>(problem.channels / problem.groups);
     const int group_filters = static_cast<int>(problem.out_channels / problem.groups);
-    const int first = static_cast<int>(blockIdx.y) * kFilterTile;
-    const int filters = min(kFilterTile, group_filters - first);
+    const int first = static_cast<int>(blockIdx.y) * Fragments::kFilterTile;
+    const int filters = min(Fragments::kFilterTile, group_filters - first);
     const int chunks = (channels + Fragments::kChannels - 1) / Fragments::kChannels;
     const int64_t unit = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * chunks;
     for (int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x); i < chunks * Fragments::kPieces;
@@ -75,9 +89,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 #ifndef __CUDACC_RTC__
-template <int kFilterTile>
-cudaError_t FilterFragments<kFilterTile>::launch(const Conv2dProblem& problem, const float* w, uint4* packed,
-                                                 cudaStream_t stream) {
+template <class Mma, int kFilterTile>
+cudaError_t FilterFragments<Mma, kFilterTile>::launch(const Conv2dProblem& problem, const Element* w, uint4* packed,
+                                                      cudaStream_t stream) {
     constexpr int kThreads = 128;
     constexpr int64_t kLargestGridYz = 65535;
     const int64_t filters = problem.out_channels / problem.groups, channels = problem.channels / problem.groups;
@@ -85,7 +99,7 @@ cudaError_t FilterFragments<kFilterTile>::launch(const Conv2dProblem& problem, c
     if (tiles > kLargestGridYz || problem.groups > kLargestGridYz) return cudaErrorInvalidConfiguration;
     const dim3 grid(static_cast<unsigned>((chunks * kPieces + kThreads - 1) / kThreads), static_cast<unsigned>(tiles),
                     static_cast<unsigned>(problem.groups));
-    pack_filters_kernel<kFilterTile, kThreads><<<grid, kThreads, 0, stream>>>(problem, w, packed);
+    pack_filters_kernel<FilterFragments, kThreads><<<grid, kThreads, 0, stream>>>(problem, w, packed);
     return cudaGetLastError();
 }
 #endif  // __CUDACC_RTC__
