@@ -18,6 +18,7 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
+WINDOWS_HEADER = "windows.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
@@ -31,6 +32,34 @@ LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeli
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
+
+
+MOST_TAPS = 15  # kMostTaps in windows.cuh
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of x that are gathered: row m is what pixel m of a convolution's output sees of the images, channels fastest.
+
+    Sides are (height, width), strides in elements; channels are contiguous, a multiple of MAX_ACCESS bytes.
+    """
+
+    size: tuple[int, int]
+    channels: int
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    """At most MOST_TAPS each."""
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    x_strides: tuple[int, int, int]
+    """Of images, rows and columns."""
+
+    def reach(self, pixels: int) -> int:
+        """Most elements from the first to the last channel that a window of so many successive pixels begins with."""
+        images = 1 + -(-pixels // (self.out_size[0] * self.out_size[1]))
+        image, row, col = self.x_strides
+        return (images - 1) * image + self.size[0] * row + self.size[1] * col
 
 
 @dataclass(frozen=True)
@@ -53,6 +82,8 @@ class Problem:
     """Powers of two that divide the address of the first element."""
     rows_per_batch: int = 0
     """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
+    windows: Windows | None = None
+    """Where x is gathered; it is aligned to MAX_ACCESS then, and `x_stride` means nothing."""
     multiprocessors: int = 108
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
@@ -70,6 +101,21 @@ class Problem:
     @property
     def tiles_k(self) -> int:
         return -(-self.k // self.tile_k)
+
+    @property
+    def x_elements(self) -> int:
+        """That are read from memory."""
+        if self.windows is None:
+            return self.m * self.k
+        out_height, out_width = self.windows.out_size
+        images = self.m // (out_height * out_width)
+        seen = [
+            min(size, out * min(stride, kernel))
+            for size, out, stride, kernel in zip(
+                self.windows.size, self.windows.out_size, self.windows.stride, self.windows.kernel, strict=True
+            )
+        ]
+        return images * seen[0] * seen[1] * self.windows.channels
 
 
 @dataclass(frozen=True)
@@ -252,7 +298,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
     waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
     time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
-    elements = (problem.m + problem.n) * problem.k + problem.m * problem.n
+    elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
     memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
     if splits > 1:
@@ -270,8 +316,9 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False  # spills a register on sm_80 where rows are not aligned
     # TileCopy's offsets within a tile have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
-    rows = max(min(tile.m, problem.m) * problem.x_stride, weight_rows * problem.weight_stride)
-    if rows * problem.element_bytes >= 2**32:
+    x_rows = min(tile.m, problem.m)
+    x_reach = x_rows * problem.x_stride if problem.windows is None else problem.windows.reach(x_rows)
+    if max(x_reach, weight_rows * problem.weight_stride) * problem.element_bytes >= 2**32:
         return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
     return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
@@ -405,16 +452,20 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
         weight_rows, weight_cols = weight_cols, weight_rows
-    access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
+    access_x = MAX_ACCESS
+    if problem.windows is None:
+        access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
     config = (
         f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
-        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
+        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}"
+        f"{', WindowRows' * (problem.windows is not None)}>"
     )
-    name = f"gemm {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
+    family, header = ("gemm", HEADER) if problem.windows is None else ("conv2d as gemm", WINDOWS_HEADER)
+    name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
-        header=HEADER,
+        header=header,
         type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
         params=_params(problem, block, splits),
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
@@ -422,19 +473,24 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
-    """Gemm::Problem in gemm.cuh."""
+    """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows or WindowRows::Host in windows.cuh."""
+    rows: tuple[int, ...] = (problem.x_stride,)
+    if problem.windows is not None:
+        of = problem.windows
+        sides = (*of.kernel, *of.stride, *of.padding, *of.dilation)
+        rows = (*of.size, of.channels, *of.out_size, *sides, *of.x_strides)
     return struct.pack(
-        "<10q",
+        f"<{9 + len(rows)}q",
         problem.m,
         problem.n,
         problem.k,
-        problem.x_stride,
         problem.weight_stride,
         problem.out_stride,
         problem.rows_per_batch or problem.m,
         block_tiles,
         splits,
         math.ceil(problem.tiles_k / splits),
+        *rows,
     )
 
 

@@ -1,7 +1,8 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
 //
 // x is (M, K), K contiguous. The weight is (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous
-// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride.
+// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride. Convolutions on
+// channels_last gather the rows of x: see windows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +17,31 @@
 
 namespace fxfuse {
 
+// Rows of x that lie a constant distance apart.
+struct MatrixRows {
+    int64_t stride;  // in elements
+
+    using Host = MatrixRows;  // as the host packs them
+    static MatrixRows make(const Host& rows, int) { return rows; }
+
+    template <class Tile, int kThreads, int kAccess>
+    using Copy = TileCopy<Tile, kThreads, kAccess>;
+
+    // Of `extent` rows from `row` on, and of `k` elements of K from `first` on.
+    template <class Copy, class Element>
+    __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int k,
+                                         uint32_t thread) const {
+        return Copy(x + row * stride + first, stride, extent, k, thread);
+    }
+};
+
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Major kWeightMajor_,
-          int kAccessX_, int kAccessW_>
+          int kAccessX_, int kAccessW_, class Rows_ = MatrixRows>
 struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
     static constexpr Major kWeightMajor = kWeightMajor_;
     static constexpr int kAccessX = kAccessX_, kAccessW = kAccessW_;
+    using Rows = Rows_;
 
     // For thread blocks that find their sums not finite: rarely used, so it should be small code.
     static constexpr bool kGuarded = Mma_::kGuarded;
@@ -32,10 +52,11 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads)
-    gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Element* __restrict__ x,
-                const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
-                const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, weight, out, workspace, epilogue);
+    gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
+                const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
+                typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
+                const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, rows, x, weight, out, workspace, epilogue);
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of K.
@@ -45,21 +66,23 @@ struct Gemm {
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Element = typename Config::Element;
+    using Rows = typename Config::Rows;
 
     static constexpr int kTensors = kSplits ? 4 : 3;  // x, weight, out, workspace
 
     struct Problem {
         int64_t m, n, k;
-        int64_t x_stride, weight_stride, out_stride;  // of rows, in elements
-        int64_t rows_per_batch;                       // row m of out is row m % rows_per_batch of a batch
-        int64_t block_tiles;                          // tiles of K in a block, for sums that have blocks
-        int64_t splits, split_tiles;                  // thread blocks per tile of out, and tiles of K in each
+        int64_t weight_stride, out_stride;  // of rows, in elements
+        int64_t rows_per_batch;             // row m of out is row m % rows_per_batch of a batch
+        int64_t block_tiles;                // tiles of K in a block, for sums that have blocks
+        int64_t splits, split_tiles;        // thread blocks per tile of out, and tiles of K in each
+        typename Rows::Host rows;           // of x
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
     using TileX = OperandTile<Element, Major::kK, kTileM>;
     using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
-    using CopyX = TileCopy<TileX, kThreads, Config::kAccessX>;
+    using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
     using CopyW = TileCopy<TileW, kThreads, Config::kAccessW>;
     using ReadX = Fragments<TileX, Side::kA>;
     using ReadW = Fragments<TileW, Side::kB>;
@@ -75,16 +98,17 @@ struct Gemm {
     static constexpr int kSharedLimit = 163 * 1024;  // A100: per thread block
     static_assert(kSharedBytes <= kSharedLimit);
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
-                                               Output* out, const SplitWorkspace& workspace, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows, const Element* x,
+                                               const Element* weight, Output* out, const SplitWorkspace& workspace,
+                                               const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         if (tile_origin(problem).row >= problem.m) return;
         typename Loop::Sum sum;
-        multiply<Config>(sum, problem, x, weight, shared);
+        multiply<Config>(sum, problem, rows, x, weight, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
-                multiply<typename Config::Guarded>(sum, problem, x, weight, shared);
+                multiply<typename Config::Guarded>(sum, problem, rows, x, weight, shared);
             }
         }
         if constexpr (kSplits) {
@@ -115,8 +139,9 @@ struct Gemm {
             workspace = SplitWorkspace::make(pointers[3], tiles_m * tiles_n(problem));
         }
         kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
+            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
+            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
+            epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
@@ -163,11 +188,10 @@ protected:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Element* x,
-                                                    const Element* weight, unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Rows& rows,
+                                                    const Element* x, const Element* weight, unsigned char* shared) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
         const Origin origin = tile_origin(problem);
-        const int rows = rows_of(problem, origin);
         const int cols = static_cast<int>(problem.n - origin.col);
         int64_t first = 0;
         int k = static_cast<int>(problem.k);  // from there on
@@ -179,7 +203,7 @@ protected:
         const Element* weight_tile = Config::kWeightMajor == Major::kK
                                          ? weight + origin.col * problem.weight_stride + first
                                          : weight + first * problem.weight_stride + origin.col;
-        LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride + first, problem.x_stride, rows, k, thread),
+        LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
                            CopyW(weight_tile, problem.weight_stride, cols, k, thread),
                            ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
         // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which

@@ -330,7 +330,7 @@ struct Fp16x3Gemm {
         const int64_t x_rows = padded(problem.m, kTileM), weight_rows = padded(problem.n, kTileN);
         auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
         int* exponents = reinterpret_cast<int*>(halves + (x_rows + weight_rows) * padded_k);
-        const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,
+        const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.rows.stride,
                              static_cast<int>(problem.m), kTileM, halves, exponents};
         const SplitOperand weight{reinterpret_cast<const float*>(pointers[1]), problem.weight_stride,
                                   static_cast<int>(problem.n), kTileN, halves + x_rows * padded_k,
@@ -342,7 +342,7 @@ struct Fp16x3Gemm {
         constexpr bool kContiguousK = kWeightMajor == Major::kK;
         const HalvesOrigin origin{x.source,
                                   weight.source,
-                                  problem.x_stride,
+                                  problem.rows.stride,
                                   kContiguousK ? problem.weight_stride : 1,
                                   kContiguousK ? 1 : problem.weight_stride,
                                   static_cast<int>(problem.k),
