@@ -168,7 +168,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
     (height, width), windows = problem.size, None
     pixels_follow = _same((image, row), (height * width * col, width * col), (problem.images, height))
     if taps > 1 or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
-        if max(problem.kernel) > gemm.MOST_TAPS or _x_access(problem, "nhwc", problem.channels) < gemm.MAX_ACCESS:
+        if max(problem.kernel) > gemm.MOST_TAPS:
             return None
         windows = gemm.Windows(
             size=problem.size,
@@ -189,7 +189,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
         x_stride=col if width > 1 else row if height > 1 else image,
         weight_stride=problem.weight_strides[0] if problem.out_channels > 1 else problem.reduction,
         out_stride=problem.out_channels,
-        x_alignment=problem.x_alignment,
+        x_alignment=problem.x_alignment if windows is None else _x_access(problem, "nhwc", problem.channels),
         weight_alignment=problem.weight_alignment,
         rows_per_batch=problem.out_size[0] * problem.out_size[1],
         windows=windows,

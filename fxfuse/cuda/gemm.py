@@ -41,7 +41,7 @@ MOST_TAPS = 15  # kMostTaps in windows.cuh
 class Windows:
     """Rows of x that are gathered: row m is what pixel m of a convolution's output sees of the images, channels fastest.
 
-    Sides are (height, width), strides in elements; channels are contiguous, a multiple of MAX_ACCESS bytes.
+    Sides are (height, width), strides in elements; channels are contiguous.
     """
 
     size: tuple[int, int]
@@ -83,7 +83,8 @@ class Problem:
     rows_per_batch: int = 0
     """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
     windows: Windows | None = None
-    """Where x is gathered; it is aligned to MAX_ACCESS then, and `x_stride` means nothing."""
+    """Where x is gathered: the channels of every pixel then are aligned to `x_alignment`, and so is their number;
+    `x_stride` means nothing."""
     multiprocessors: int = 108
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
@@ -169,6 +170,7 @@ _TILES = (
     Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.80, full=1.08),
     Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.75, full=0.86),
     Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.65, full=0.75),
+    Tile(128, 32, 4, 1, stages=4, resident=4, alone=0.50, full=0.60),
     Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.37, full=0.44),
     Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.20, full=0.36),
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.30),
@@ -199,10 +201,16 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
     """Kernels of gemm.cuh with their times."""
     return [
         (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
-        for tile in (_TILES_TF32X3 if problem.precision == "tf32x3" else _TILES)
-        if _fits(tile, problem)
+        for tile in _tiles(problem)
         for splits in _split_counts(tile, problem)
     ]
+
+
+def _tiles(problem: Problem) -> list[Tile]:
+    """Those that fit, with no more stages than a short K fills: more thread blocks then share a multiprocessor."""
+    most = max(2, problem.tiles_k + 1)
+    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
+    return [replace(tile, stages=min(tile.stages, most)) for tile in tiles if _fits(tile, problem)]
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
@@ -452,7 +460,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
         weight_rows, weight_cols = weight_cols, weight_rows
-    access_x = MAX_ACCESS
+    access_x = problem.x_alignment
     if problem.windows is None:
         access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)

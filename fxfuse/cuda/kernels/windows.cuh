@@ -67,18 +67,25 @@ struct WindowRows {
     template <class Tile, int kThreads, int kAccess>
     class Copy {
         using T = typename Tile::Element;
-        static_assert(kAccess == kChunkBytes, "a piece has one tap");
-        static constexpr int kPiecesPerRow = Tile::kRowBytes / kAccess;
-        static constexpr int kRowsPerPass = kThreads / kPiecesPerRow;
-        static constexpr int kPasses = Tile::kRows / kRowsPerPass;
-        static constexpr int kPieceElements = kAccess / Tile::kElementBytes;
-        static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+        static constexpr int kLanes = 32;
+        // cp.async moves at least 4 bytes: halves go through registers, two at a time.
+        static constexpr int kTogether = kAccess < 4 ? 2 : 1;
+        static constexpr int kPieceBytes = kAccess * kTogether, kElements = kAccess / Tile::kElementBytes;
+        static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
+        static constexpr int kRowsPerPass = kLanes / kPiecesPerRow, kRowsPerWarp = Tile::kRows * kLanes / kThreads;
+        static constexpr int kPasses = kRowsPerWarp / kRowsPerPass;
+        static_assert(kPiecesPerRow <= kLanes && kRowsPerWarp <= kLanes && kPasses >= 1, "a lane knows one row");
+        // Pieces of 16 bytes are few: a thread keeps what it needs of their rows. Else another lane is asked.
+        static constexpr bool kKeeps = kAccess == kChunkBytes;
+        static constexpr int kKept = kKeeps ? kPasses : 1;
 
         const WindowRows& rows_;
-        const char* image_;         // the tile's first, at its first pixel's first channel, moved by the padding
-        uint32_t offset_[kPasses];  // from there to a pixel's window, in bytes
-        uint32_t visible_[kPasses];
-        ReductionDigits at_;        // this thread's pieces in (channel, kernel column, kernel row)
+        const char* image_;  // the tile's first, moved by the padding
+        struct Window {
+            uint32_t offset;   // from there to its first tap, in bytes
+            uint32_t visible;  // rows of the filter that are inside the image; columns in the upper half
+        } window_[kKept];
+        ReductionDigits at_[kTogether];  // (channel, kernel column, kernel row) of this thread's pieces
 
     public:
         __device__ __forceinline__ Copy(const WindowRows& rows, const T* x, unsigned row, int extent, int first,
@@ -88,46 +95,79 @@ struct WindowRows {
             image_ = reinterpret_cast<const char*>(x + first_image * rows.x_image -
                                                    static_cast<int64_t>(rows.pad_h) * rows.x_row -
                                                    static_cast<int64_t>(rows.pad_w) * rows.x_col);
+            const int warp_row = static_cast<int>(thread / kLanes) * kRowsPerWarp;
+            const int lane = static_cast<int>(thread % kLanes);
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) {
-                const int in_tile = static_cast<int>(thread / kPiecesPerRow) + pass * kRowsPerPass;
-                unsigned rest = row + static_cast<unsigned>(min(in_tile, extent - 1));
-                const unsigned image = rows.image_pixels.divide(rest);
-                rest -= image * rows.image_pixels.divisor;
-                const int x_out = static_cast<int>(rows.out_width.take(rest));
-                const int y = static_cast<int>(rest) * rows.stride_h, x_in = x_out * rows.stride_w;
-                offset_[pass] = (image - first_image) * static_cast<uint32_t>(rows.x_image) +
-                                static_cast<uint32_t>(y) * static_cast<uint32_t>(rows.x_row) +
-                                static_cast<uint32_t>(x_in) * static_cast<uint32_t>(rows.x_col);
-                offset_[pass] *= Tile::kElementBytes;
-                visible_[pass] = visible(y - rows.pad_h, rows.dilation_h, rows.kernel_height, rows.height) |
-                                 visible(x_in - rows.pad_w, rows.dilation_w, taps_in_row(), rows.width) << 16;
+            for (int i = 0; i < kKept; ++i) {
+                const int in_tile = warp_row + (kKeeps ? lane / kPiecesPerRow + i * kRowsPerPass : lane);
+                window_[i] = window(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
             }
-            unsigned piece = static_cast<unsigned>(first) + thread % kPiecesPerRow * kPieceElements;
-            at_.fast = static_cast<int>(rows.channels.take(piece));
-            at_.middle = static_cast<int>(rows.kernel_width.take(piece));
-            at_.slow = static_cast<int>(piece);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                unsigned k = static_cast<unsigned>(first + (lane % kPiecesPerRow * kTogether + i) * kElements);
+                at_[i].fast = static_cast<int>(rows.channels.take(k));
+                at_[i].middle = static_cast<int>(rows.kernel_width.take(k));
+                at_[i].slow = static_cast<int>(k);
+            }
         }
 
         // Starts to fill the tile at `shared` and goes on to the next one.
         __device__ __forceinline__ void start(uint32_t shared) {
-            const int thread = static_cast<int>(ptx::read_thread_index());
-            const int element =
-                at_.slow * rows_.dilation_h * rows_.x_row + at_.middle * rows_.dilation_w * rows_.x_col + at_.fast;
-            const char* tap = image_ + static_cast<int64_t>(element) * Tile::kElementBytes;
-            const uint32_t needed = 1u << min(at_.slow, kMostTaps) | 0x10000u << at_.middle;
+            const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
+            const char* tap[kTogether];
+            uint32_t needed[kTogether];
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) {
-                const uint32_t destination = shared + Tile::offset(thread / kPiecesPerRow + pass * kRowsPerPass,
-                                                                   thread % kPiecesPerRow * kAccess);
-                const bool inside = (visible_[pass] & needed) == needed;
-                ptx::cp_async_16(destination, tap + offset_[pass], inside ? kAccess : 0);
+            for (int i = 0; i < kTogether; ++i) {
+                tap[i] = image_ + static_cast<int64_t>(at_[i].slow * rows_.dilation_h * rows_.x_row +
+                                                       at_[i].middle * rows_.dilation_w * rows_.x_col + at_[i].fast) *
+                                      Tile::kElementBytes;
+                needed[i] = 1u << min(at_[i].slow, kMostTaps) | 0x10000u << at_[i].middle;
+                at_[i].step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
             }
-            at_.step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
+            constexpr int kUnroll = kTogether == 1 ? kPasses : kPasses < 8 ? kPasses : 8;
+#pragma unroll kUnroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const int in_warp = pass * kRowsPerPass + lane / kPiecesPerRow;
+                const Window window = kKeeps ? window_[kKeeps ? pass : 0] : window_of(in_warp);
+                const uint32_t destination = shared + Tile::offset(thread / kLanes * kRowsPerWarp + in_warp,
+                                                                   lane % kPiecesPerRow * kPieceBytes);
+                const auto inside = [&](int i) { return (window.visible & needed[i]) == needed[i]; };
+                if constexpr (kTogether == 2) {
+                    uint32_t half[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        half[i] = inside(i) ? __ldg(reinterpret_cast<const uint16_t*>(tap[i] + window.offset)) : 0;
+                    }
+                    ptx::store_shared_4(destination, half[0] | half[1] << 16);
+                } else if constexpr (kAccess == kChunkBytes) {
+                    ptx::cp_async_16(destination, tap[0] + window.offset, inside(0) ? kAccess : 0);
+                } else {
+                    ptx::cp_async_small<kAccess>(destination, tap[0] + window.offset, inside(0) ? kAccess : 0);
+                }
+            }
         }
 
     private:
         __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_.kernel_width.divisor); }
+
+        __device__ __forceinline__ Window window(unsigned pixel, unsigned first_image) const {
+            const unsigned image = rows_.image_pixels.divide(pixel);
+            unsigned row = pixel - image * rows_.image_pixels.divisor;
+            const int x = static_cast<int>(rows_.out_width.take(row)) * rows_.stride_w;
+            const int y = static_cast<int>(row) * rows_.stride_h;
+            const uint32_t offset = (image - first_image) * static_cast<uint32_t>(rows_.x_image) +
+                                    static_cast<uint32_t>(y) * static_cast<uint32_t>(rows_.x_row) +
+                                    static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_.x_col);
+            return {offset * Tile::kElementBytes,
+                    visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
+                        visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width) << 16};
+        }
+
+        // The window of one of the warp's rows.
+        __device__ __forceinline__ Window window_of(int row) const {
+            constexpr uint32_t kWarp = 0xffffffff;
+            return {__shfl_sync(kWarp, window_[0].offset, row), __shfl_sync(kWarp, window_[0].visible, row)};
+        }
 
         // Bit i: whether begin + i * step is in [0, size), of the first `taps` (at most kMostTaps).
         static __device__ __forceinline__ uint32_t visible(int begin, int step, int taps, int size) {
