@@ -34,7 +34,6 @@ SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspa
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 
 
-MOST_TAPS = 15  # kMostTaps in windows.cuh
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,17 @@ class Windows:
     channels: int
     out_size: tuple[int, int]
     kernel: tuple[int, int]
-    """At most MOST_TAPS each."""
+    """At most `most_taps` each."""
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
     x_strides: tuple[int, int, int]
     """Of images, rows and columns."""
+
+    @staticmethod
+    def most_taps(access: int) -> int:
+        """Where x can be read in pieces of `access` bytes: kSideBits in windows.cuh."""
+        return 7 if access == MAX_ACCESS else 15
 
     def reach(self, pixels: int) -> int:
         """Most elements from the first to the last channel that a window of so many successive pixels begins with."""

@@ -92,7 +92,13 @@ struct Gemm {
 
     // Accumulators are staged as rows of floats. 8 more than the tile has: the float2 that a half-warp writes into 4
     // consecutive rows then fall on 32 different banks.
+    // Threads read runs of 8 floats for 16-bit outputs, in two halves: in every other 32 columns they are exchanged, so
+    // that 8 threads at a time find theirs in different banks.
     static constexpr int kStagingStride = kTileN + 8;
+    static constexpr bool kHalvesExchanged = sizeof(Output) == 2;
+    static __device__ __forceinline__ int staged_col(int col) {
+        return kHalvesExchanged ? col ^ (col / 32 % 2 * 4) : col;
+    }
     static constexpr int kStagingBytes = kTileM * kStagingStride * static_cast<int>(sizeof(float));
     static constexpr int kSharedBytes = Loop::kSharedBytes > kStagingBytes ? Loop::kSharedBytes : kStagingBytes;
     static constexpr int kSharedLimit = 163 * 1024;  // A100: per thread block
@@ -215,14 +221,14 @@ protected:
 
     static __device__ __forceinline__ void stage(const typename Loop::Sum& sum, float* staging) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
-        float* corner =
-            staging + (Config::warp_m(thread) + lane / 4) * kStagingStride + Config::warp_n(thread) + lane % 4 * 2;
+        const int col = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+        float* rows = staging + (Config::warp_m(thread) + lane / 4) * kStagingStride;
 #pragma unroll
         for (int m = 0; m < Config::kMmasM; ++m) {
 #pragma unroll
             for (int n = 0; n < Config::kMmasN; ++n) {
                 const float(&d)[4] = sum.value[m][n];
-                float* at = corner + m * kMmaM * kStagingStride + n * kMmaN;
+                float* at = rows + m * kMmaM * kStagingStride + staged_col(col + n * kMmaN);
                 *reinterpret_cast<float2*>(at) = make_float2(d[0], d[1]);
                 *reinterpret_cast<float2*>(at + 8 * kStagingStride) = make_float2(d[2], d[3]);
             }
@@ -282,7 +288,7 @@ protected:
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 float value[kVector];
-                load_staged(value, staging + (row + i * kRowStep) * kStagingStride + run);
+                load_staged(value, staging + (row + i * kRowStep) * kStagingStride, run);
                 epilogue.apply(value, columns, operands[i]);
                 if (!exists || row + i * kRowStep >= rows) continue;
                 store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
@@ -298,10 +304,10 @@ protected:
     }
 
     template <int kVector>
-    static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged) {
+    static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* row, int run) {
 #pragma unroll
         for (int i = 0; i < kVector; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(staged + i);
+            const float4 four = *reinterpret_cast<const float4*>(row + staged_col(run + i));
             value[i] = four.x;
             value[i + 1] = four.y;
             value[i + 2] = four.z;

@@ -15,8 +15,6 @@ namespace fxfuse {
 
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
 struct WindowRows {
-    static constexpr int kMostTaps = 15;  // of a side of the filter: see `visible`
-
     struct Host {
         int64_t height, width, channels;
         int64_t out_height, out_width;
@@ -78,13 +76,14 @@ struct WindowRows {
         // Pieces of 16 bytes are few: a thread keeps what it needs of their rows. Else another lane is asked.
         static constexpr bool kKeeps = kAccess == kChunkBytes;
         static constexpr int kKept = kKeeps ? kPasses : 1;
+        // What is visible of a window: bits for the filter's rows, and above them for its columns. The last bit for rows
+        // is never set; so a side has at most one tap less than there are bits (MOST_TAPS in gemm.py).
+        static constexpr int kSideBits = kKeeps ? 8 : 16, kPerWord = 32 / (2 * kSideBits);
 
         const WindowRows& rows_;
         const char* image_;  // the tile's first, moved by the padding
-        struct Window {
-            uint32_t offset;   // from there to its first tap, in bytes
-            uint32_t visible;  // rows of the filter that are inside the image; columns in the upper half
-        } window_[kKept];
+        uint32_t offset_[kKept];   // from there to a window's first tap, in bytes
+        uint32_t visible_[(kKept + kPerWord - 1) / kPerWord] = {};
         ReductionDigits at_[kTogether];  // (channel, kernel column, kernel row) of this thread's pieces
 
     public:
@@ -100,7 +99,9 @@ struct WindowRows {
 #pragma unroll
             for (int i = 0; i < kKept; ++i) {
                 const int in_tile = warp_row + (kKeeps ? lane / kPiecesPerRow + i * kRowsPerPass : lane);
-                window_[i] = window(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
+                const Window window = this->window(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
+                offset_[i] = window.offset;
+                visible_[i / kPerWord] |= window.visible << shift(i);
             }
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
@@ -121,17 +122,20 @@ struct WindowRows {
                 tap[i] = image_ + static_cast<int64_t>(at_[i].slow * rows_.dilation_h * rows_.x_row +
                                                        at_[i].middle * rows_.dilation_w * rows_.x_col + at_[i].fast) *
                                       Tile::kElementBytes;
-                needed[i] = 1u << min(at_[i].slow, kMostTaps) | 0x10000u << at_[i].middle;
+                needed[i] = 1u << min(at_[i].slow, kSideBits - 1) | 1u << kSideBits << at_[i].middle;
                 at_[i].step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
             }
             constexpr int kUnroll = kTogether == 1 ? kPasses : kPasses < 8 ? kPasses : 8;
 #pragma unroll kUnroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int in_warp = pass * kRowsPerPass + lane / kPiecesPerRow;
-                const Window window = kKeeps ? window_[kKeeps ? pass : 0] : window_of(in_warp);
+                const Window window = window_of(pass, in_warp);
                 const uint32_t destination = shared + Tile::offset(thread / kLanes * kRowsPerWarp + in_warp,
                                                                    lane % kPiecesPerRow * kPieceBytes);
-                const auto inside = [&](int i) { return (window.visible & needed[i]) == needed[i]; };
+                const auto inside = [&](int i) {
+                    const uint32_t bits = needed[i] << (kKeeps ? shift(pass) : 0);
+                    return (window.visible & bits) == bits;
+                };
                 if constexpr (kTogether == 2) {
                     uint32_t half[2];
 #pragma unroll
@@ -148,6 +152,13 @@ struct WindowRows {
         }
 
     private:
+        struct Window {
+            uint32_t offset, visible;
+        };
+
+        // Of a pass's bits in their word.
+        static __device__ __forceinline__ int shift(int pass) { return pass % kPerWord * 2 * kSideBits; }
+
         __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_.kernel_width.divisor); }
 
         __device__ __forceinline__ Window window(unsigned pixel, unsigned first_image) const {
@@ -160,16 +171,18 @@ struct WindowRows {
                                     static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_.x_col);
             return {offset * Tile::kElementBytes,
                     visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
-                        visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width) << 16};
+                        visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width)
+                            << kSideBits};
         }
 
-        // The window of one of the warp's rows.
-        __device__ __forceinline__ Window window_of(int row) const {
+        // The window of one of the warp's rows, the thread's own in this pass. Its word may have bits of others.
+        __device__ __forceinline__ Window window_of(int pass, int row) const {
             constexpr uint32_t kWarp = 0xffffffff;
-            return {__shfl_sync(kWarp, window_[0].offset, row), __shfl_sync(kWarp, window_[0].visible, row)};
+            if constexpr (kKeeps) return {offset_[pass], visible_[pass / kPerWord]};
+            return {__shfl_sync(kWarp, offset_[0], row), __shfl_sync(kWarp, visible_[0], row)};
         }
 
-        // Bit i: whether begin + i * step is in [0, size), of the first `taps` (at most kMostTaps).
+        // Bit i: whether begin + i * step is in [0, size), of the first `taps`.
         static __device__ __forceinline__ uint32_t visible(int begin, int step, int taps, int size) {
             uint32_t bits = 0;
 #pragma unroll 1
