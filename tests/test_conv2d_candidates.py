@@ -84,7 +84,7 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(layout="nhwc", weight_layout="nchw"), ["Conv2d"]),  # filters in another order than the windows'
         (problem(layout="nhwc", weight_layout="nchw", kernel=(1, 1)), ["Gemm"]),
         (problem(layout="nhwc", groups=2), ["Conv2d"]),
-        (problem(layout="nhwc", kernel=(8, 1)), ["Conv2d"]),  # more taps than there are bits for
+        (problem(layout="nhwc", kernel=(16, 1)), ["Conv2d"]),  # more taps than there are bits for
         (problem(weight_layout="nhwc"), ["Conv2dDirect", "Conv2d"]),  # filters are packed from any strides
         (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
         (problem(size=(55, 55), padding=2), ["Conv2d"]),

@@ -168,7 +168,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
     (height, width), windows = problem.size, None
     pixels_follow = _same((image, row), (height * width * col, width * col), (problem.images, height))
     if taps > 1 or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
-        if max(problem.kernel) > gemm.Windows.most_taps(_x_access(problem, "nhwc", problem.channels)):
+        if max(problem.kernel) > gemm.MOST_TAPS:
             return None
         windows = gemm.Windows(
             size=problem.size,

@@ -32,6 +32,7 @@ LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeli
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
+MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
 
@@ -47,17 +48,12 @@ class Windows:
     channels: int
     out_size: tuple[int, int]
     kernel: tuple[int, int]
-    """At most `most_taps` each."""
+    """At most MOST_TAPS each."""
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
     x_strides: tuple[int, int, int]
     """Of images, rows and columns."""
-
-    @staticmethod
-    def most_taps(access: int) -> int:
-        """Where x can be read in pieces of `access` bytes: kSideBits in windows.cuh."""
-        return 7 if access == MAX_ACCESS else 15
 
     def reach(self, pixels: int) -> int:
         """Most elements from the first to the last channel that a window of so many successive pixels begins with."""

@@ -27,7 +27,7 @@ struct WindowRows {
     int height, width, kernel_height;
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     int64_t x_image;
-    int x_row, x_col;
+    int x_row, x_col, tap_row, tap_col;  // tap_row, tap_col: from one tap to the next
     ReductionDigits tile;  // a tile's length in (channel, kernel column, kernel row)
 
     static WindowRows make(const Host& host, int tile_k) {
@@ -49,6 +49,8 @@ struct WindowRows {
                 host.x_image,
                 narrow(host.x_row),
                 narrow(host.x_col),
+                narrow(host.dilation_h * host.x_row),
+                narrow(host.dilation_w * host.x_col),
                 {narrow(tile_k % host.channels), narrow(taps % host.kernel_width), narrow(taps / host.kernel_width)}};
     }
 
@@ -72,18 +74,16 @@ struct WindowRows {
         static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
         static constexpr int kRowsPerPass = kLanes / kPiecesPerRow, kRowsPerWarp = Tile::kRows * kLanes / kThreads;
         static constexpr int kPasses = kRowsPerWarp / kRowsPerPass;
-        static_assert(kPiecesPerRow <= kLanes && kRowsPerWarp <= kLanes && kPasses >= 1, "a lane knows one row");
-        // Pieces of 16 bytes are few: a thread keeps what it needs of their rows. Else another lane is asked.
-        static constexpr bool kKeeps = kAccess == kChunkBytes;
-        static constexpr int kKept = kKeeps ? kPasses : 1;
+        // A lane knows one of its warp's rows, and the others ask it: large tiles have no registers for more.
+        static_assert(kPiecesPerRow <= kLanes && kRowsPerWarp <= kLanes && kPasses >= 1);
         // What is visible of a window: bits for the filter's rows, and above them for its columns. The last bit for rows
-        // is never set; so a side has at most one tap less than there are bits (MOST_TAPS in gemm.py).
-        static constexpr int kSideBits = kKeeps ? 8 : 16, kPerWord = 32 / (2 * kSideBits);
+        // is never set, so that a side has at most kSideBits - 1 taps (MOST_TAPS in gemm.py).
+        static constexpr int kSideBits = 16;
 
         const WindowRows& rows_;
-        const char* image_;  // the tile's first, moved by the padding
-        uint32_t offset_[kKept];   // from there to a window's first tap, in bytes
-        uint32_t visible_[(kKept + kPerWord - 1) / kPerWord] = {};
+        const char* image_;              // the tile's first, moved by the padding
+        uint32_t offset_;                // from there to the first tap of the lane's row, in bytes
+        uint32_t visible_;               // of that row
         ReductionDigits at_[kTogether];  // (channel, kernel column, kernel row) of this thread's pieces
 
     public:
@@ -94,15 +94,9 @@ struct WindowRows {
             image_ = reinterpret_cast<const char*>(x + first_image * rows.x_image -
                                                    static_cast<int64_t>(rows.pad_h) * rows.x_row -
                                                    static_cast<int64_t>(rows.pad_w) * rows.x_col);
-            const int warp_row = static_cast<int>(thread / kLanes) * kRowsPerWarp;
             const int lane = static_cast<int>(thread % kLanes);
-#pragma unroll
-            for (int i = 0; i < kKept; ++i) {
-                const int in_tile = warp_row + (kKeeps ? lane / kPiecesPerRow + i * kRowsPerPass : lane);
-                const Window window = this->window(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
-                offset_[i] = window.offset;
-                visible_[i / kPerWord] |= window.visible << shift(i);
-            }
+            const int in_tile = static_cast<int>(thread / kLanes) * kRowsPerWarp + lane % kRowsPerWarp;
+            look(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 unsigned k = static_cast<unsigned>(first + (lane % kPiecesPerRow * kTogether + i) * kElements);
@@ -119,9 +113,8 @@ struct WindowRows {
             uint32_t needed[kTogether];
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                tap[i] = image_ + static_cast<int64_t>(at_[i].slow * rows_.dilation_h * rows_.x_row +
-                                                       at_[i].middle * rows_.dilation_w * rows_.x_col + at_[i].fast) *
-                                      Tile::kElementBytes;
+                const int element = at_[i].slow * rows_.tap_row + at_[i].middle * rows_.tap_col + at_[i].fast;
+                tap[i] = image_ + static_cast<int64_t>(element) * Tile::kElementBytes;
                 needed[i] = 1u << min(at_[i].slow, kSideBits - 1) | 1u << kSideBits << at_[i].middle;
                 at_[i].step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
             }
@@ -129,57 +122,45 @@ struct WindowRows {
 #pragma unroll kUnroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int in_warp = pass * kRowsPerPass + lane / kPiecesPerRow;
-                const Window window = window_of(pass, in_warp);
+                const uint32_t offset = of_row(offset_, in_warp), visible = of_row(visible_, in_warp);
                 const uint32_t destination = shared + Tile::offset(thread / kLanes * kRowsPerWarp + in_warp,
                                                                    lane % kPiecesPerRow * kPieceBytes);
-                const auto inside = [&](int i) {
-                    const uint32_t bits = needed[i] << (kKeeps ? shift(pass) : 0);
-                    return (window.visible & bits) == bits;
-                };
+                const auto inside = [&](int i) { return (visible & needed[i]) == needed[i]; };
                 if constexpr (kTogether == 2) {
                     uint32_t half[2];
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        half[i] = inside(i) ? __ldg(reinterpret_cast<const uint16_t*>(tap[i] + window.offset)) : 0;
+                        half[i] = inside(i) ? __ldg(reinterpret_cast<const uint16_t*>(tap[i] + offset)) : 0;
                     }
                     ptx::store_shared_4(destination, half[0] | half[1] << 16);
                 } else if constexpr (kAccess == kChunkBytes) {
-                    ptx::cp_async_16(destination, tap[0] + window.offset, inside(0) ? kAccess : 0);
+                    ptx::cp_async_16(destination, tap[0] + offset, inside(0) ? kAccess : 0);
                 } else {
-                    ptx::cp_async_small<kAccess>(destination, tap[0] + window.offset, inside(0) ? kAccess : 0);
+                    ptx::cp_async_small<kAccess>(destination, tap[0] + offset, inside(0) ? kAccess : 0);
                 }
             }
         }
 
     private:
-        struct Window {
-            uint32_t offset, visible;
-        };
-
-        // Of a pass's bits in their word.
-        static __device__ __forceinline__ int shift(int pass) { return pass % kPerWord * 2 * kSideBits; }
-
         __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_.kernel_width.divisor); }
 
-        __device__ __forceinline__ Window window(unsigned pixel, unsigned first_image) const {
+        // What the lane of one of the warp's rows knows.
+        static __device__ __forceinline__ uint32_t of_row(uint32_t value, int row) {
+            return __shfl_sync(0xffffffff, value, row);
+        }
+
+        // Takes this pixel's window as the lane's.
+        __device__ __forceinline__ void look(unsigned pixel, unsigned first_image) {
             const unsigned image = rows_.image_pixels.divide(pixel);
             unsigned row = pixel - image * rows_.image_pixels.divisor;
             const int x = static_cast<int>(rows_.out_width.take(row)) * rows_.stride_w;
             const int y = static_cast<int>(row) * rows_.stride_h;
+            visible_ = visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
+                       visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width) << kSideBits;
             const uint32_t offset = (image - first_image) * static_cast<uint32_t>(rows_.x_image) +
                                     static_cast<uint32_t>(y) * static_cast<uint32_t>(rows_.x_row) +
                                     static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_.x_col);
-            return {offset * Tile::kElementBytes,
-                    visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
-                        visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width)
-                            << kSideBits};
-        }
-
-        // The window of one of the warp's rows, the thread's own in this pass. Its word may have bits of others.
-        __device__ __forceinline__ Window window_of(int pass, int row) const {
-            constexpr uint32_t kWarp = 0xffffffff;
-            if constexpr (kKeeps) return {offset_[pass], visible_[pass / kPerWord]};
-            return {__shfl_sync(kWarp, offset_[0], row), __shfl_sync(kWarp, visible_[0], row)};
+            offset_ = offset * Tile::kElementBytes;
         }
 
         // Bit i: whether begin + i * step is in [0, size), of the first `taps`.
