@@ -32,6 +32,7 @@ LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeli
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
+MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
@@ -134,6 +135,8 @@ class Tile:
     """Speed of a multiprocessor with one of them, as a fraction of its speed with the best tile."""
     full: float
     """The same with many of them."""
+    holds_k: bool = False
+    """Whether every tile of K has a stage of its own."""
 
     @property
     def small_warps(self) -> bool:
@@ -167,6 +170,7 @@ _TILES = (
     Tile(128, 256, 2, 4, stages=3, resident=1, alone=1.01, full=1.01),
     Tile(256, 128, 4, 2, stages=3, resident=1, alone=1.04, full=1.04),
     Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.95, full=1.08),
+    Tile(256, 64, 4, 2, stages=3, resident=1, alone=0.84, full=0.84),
     Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.80, full=1.08),
     Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.75, full=0.86),
     Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.65, full=0.75),
@@ -207,10 +211,16 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _tiles(problem: Problem) -> list[Tile]:
-    """Those that fit, with no more stages than a short K fills: more thread blocks then share a multiprocessor."""
-    most = max(2, problem.tiles_k + 1)
+    """Those that fit, with no more stages than K has tiles: more thread blocks then share a multiprocessor."""
+    depth = problem.tiles_k
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    return [replace(tile, stages=min(tile.stages, most)) for tile in tiles if _fits(tile, problem)]
+    return [
+        replace(tile, stages=depth, holds_k=True)
+        if depth <= min(tile.stages, MOST_HELD)
+        else replace(tile, stages=min(tile.stages, depth + 1))
+        for tile in tiles
+        if _fits(tile, problem)
+    ]
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
@@ -300,7 +310,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     def wave(together: int) -> float:
         products = together * tile.m * tile.n * share * problem.tile_k / (speed * tile.speed(together))
         reads = together * (rows + cols) * share * TILE_BYTES_OF_K / _L2_BYTES
-        copies = share / (tile.stages - 1) * _LATENCY
+        copies = share / (tile.stages if tile.holds_k else tile.stages - 1) * _LATENCY
         return max(products, reads, copies) + _WAVE
 
     resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
@@ -320,6 +330,8 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
+    if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
+        return False  # spills three registers on sm_80
     if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6" and (tile.m, tile.warps_n) == (64, 4):
         return False  # spills a register on sm_80 where rows are not aligned
     # TileCopy's offsets within a tile have 32 bits.
@@ -464,12 +476,14 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     if problem.windows is None:
         access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
+    family, header, rows = "gemm", HEADER, "MatrixRows"
+    if problem.windows is not None:
+        family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
     config = (
         f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
         f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}"
-        f"{', WindowRows' * (problem.windows is not None)}>"
+        f", {rows}, {str(tile.holds_k).lower()}>"
     )
-    family, header = ("gemm", HEADER) if problem.windows is None else ("conv2d as gemm", WINDOWS_HEADER)
     name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,

@@ -37,15 +37,15 @@ struct MatrixRows {
 
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Major kWeightMajor_,
-          int kAccessX_, int kAccessW_, class Rows_ = MatrixRows>
-struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+          int kAccessX_, int kAccessW_, class Rows_ = MatrixRows, bool kHoldsK = false>
+struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
     static constexpr Major kWeightMajor = kWeightMajor_;
     static constexpr int kAccessX = kAccessX_, kAccessW = kAccessW_;
     using Rows = Rows_;
 
     // For thread blocks that find their sums not finite: rarely used, so it should be small code.
     static constexpr bool kGuarded = Mma_::kGuarded;
-    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
         static constexpr int kUnroll = 1;
     };
 };
