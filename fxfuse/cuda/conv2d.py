@@ -155,7 +155,6 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
 
     A row of x is a pixel as it lies in memory, if the filter is a single tap that steps over none.
     """
-    size, taps = problem.element_bytes, problem.kernel[0] * problem.kernel[1]
     image, channel, row, col = problem.x_strides
     filters_in_order = (1, problem.kernel[1] * problem.channels, problem.channels)
     if (
@@ -167,7 +166,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
         return None
     (height, width), windows = problem.size, None
     pixels_follow = _same((image, row), (height * width * col, width * col), (problem.images, height))
-    if taps > 1 or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
+    if problem.kernel != (1, 1) or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
         if max(problem.kernel) > gemm.MOST_TAPS:
             return None
         windows = gemm.Windows(

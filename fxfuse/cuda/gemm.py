@@ -36,11 +36,9 @@ MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kern
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
-
-
 @dataclass(frozen=True)
 class Windows:
-    """Rows of x that are gathered: row m is what pixel m of a convolution's output sees of the images, channels fastest.
+    """Rows of x that are gathered: row m is what pixel m of a convolution's output sees, channels fastest.
 
     Sides are (height, width), strides in elements; channels are contiguous.
     """
@@ -276,6 +274,7 @@ _SPLITTING_BYTES = 31.0e3  # read and written by the pass before fp16x3
 _DEVICE_BYTES = 33.0e3  # from or to device memory
 _L2_BYTES = 86e3  # from L2
 _PART_BYTES = 37e3  # of other thread blocks' sums
+_STORED = 7e3  # elements of out, those that tiles have beyond N included
 # Microseconds.
 _LAUNCH = 3.4  # of a kernel
 _WAVE = 1.7  # to fill and drain the pipelines of a wave
@@ -319,6 +318,8 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
     memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
+    beyond = -(-problem.n // tile.n) * tile.n - problem.n
+    time += problem.m * beyond / (_STORED * problem.multiprocessors)
     if splits > 1:
         time += _MEETING + _HANDING_IN * (waves + (rest > 0)) + splits * rows * cols * 4 / _PART_BYTES
         time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
