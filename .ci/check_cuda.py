@@ -67,33 +67,41 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of 3x3, a stem, a depthwise and a 1x1 convolution, and of small images, in both layouts."""
+    """The first candidates of 3x3, a stem, a depthwise and 1x1 convolutions, in both layouts.
+
+    Channels_last has filters in its own order, for 3x3 also in NCHW's.
+    """
     shapes = (
         # channels, filters, kernel, groups, height and width
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
-        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE), (512, 64, 3, 1, 9), (512, 64, 1, 1, 7),
+        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE), (24, 144, 1, 1, IMAGE), (512, 512, 3, 1, 9),
+        (512, 64, 1, 1, 7),
     )  # fmt: skip
-    for layout in ("nchw", "nhwc"):
-        for channels, filters, kernel, groups, side in shapes:
-            plane = side * side
-            steps = (plane, side, 1) if layout == "nchw" else (1, side * channels, channels)
-            problem = conv2d.Conv2dProblem(
-                images=8,
-                channels=channels,
-                size=(side, side),
-                out_channels=filters,
-                out_size=(side - kernel + 1, side - kernel + 1),
-                kernel=(kernel, kernel),
-                stride=(1, 1),
-                padding=(0, 0),
-                dilation=(1, 1),
-                groups=groups,
-                x_strides=(channels * plane, *steps),
-                weight_strides=(channels // groups * kernel * kernel, kernel * kernel, kernel, 1),
-                out_layout=layout,
-                precision=precision,
-            )
-            yield from conv2d.candidates(problem)[:first]
+    layouts: tuple[conv2d.Layout, ...] = ("nchw", "nhwc")
+    problems = [(layout, layout, shape) for layout in layouts for shape in shapes]
+    for layout, filter_layout, (channels, filters, kernel, groups, side) in (*problems, ("nhwc", "nchw", shapes[0])):
+        problem = conv2d.Conv2dProblem(
+            images=8,
+            channels=channels,
+            size=(side, side),
+            out_channels=filters,
+            out_size=(side - kernel + 1, side - kernel + 1),
+            kernel=(kernel, kernel),
+            stride=(1, 1),
+            padding=(0, 0),
+            dilation=(1, 1),
+            groups=groups,
+            x_strides=_strides(layout, channels, side),
+            weight_strides=_strides(filter_layout, channels // groups, kernel),
+            out_layout=layout,
+            precision=precision,
+        )
+        yield from conv2d.candidates(problem)[:first]
+
+
+def _strides(layout: conv2d.Layout, channels: int, side: int) -> tuple[int, int, int, int]:
+    steps = (side * side, side, 1) if layout == "nchw" else (1, side * channels, channels)
+    return (channels * side * side, *steps)
 
 
 def passes(output: torch.dtype) -> Iterator[Kernel]:

@@ -83,8 +83,15 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(precision="tf32x3"), ["Conv2d"]),
         (problem(precision="bf16"), ["Conv2dDirect", "Conv2d"]),
         (problem(precision="fp16", size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),
-        (problem(precision="bf16", layout="nhwc"), ["Conv2d"]),
-        (problem(layout="nhwc"), ["Conv2d"]),
+        (problem(precision="bf16", layout="nhwc"), ["Gemm"]),
+        (problem(layout="nhwc"), ["Gemm"]),
+        (problem(layout="nhwc", kernel=(1, 1)), ["Gemm"]),
+        (problem(layout="nhwc", precision="tf32x3"), ["Gemm"]),
+        (problem(layout="nhwc", images=1, size=(7, 7), channels=512), ["SplitGemm", "Gemm"]),
+        (problem(layout="nhwc", weight_layout="nchw"), ["Conv2d"]),  # filters in another order than the windows'
+        (problem(layout="nhwc", weight_layout="nchw", kernel=(1, 1)), ["Gemm"]),
+        (problem(layout="nhwc", groups=2), ["Conv2d"]),
+        (problem(layout="nhwc", kernel=(16, 1)), ["Conv2d"]),  # more taps than there are bits for
         (problem(weight_layout="nhwc"), ["Conv2dDirect", "Conv2d"]),  # filters are packed from any strides
         (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
         (problem(size=(55, 55), padding=2), ["Conv2d"]),
@@ -108,15 +115,60 @@ def test_families_that_fit_are_offered_in_order(case: Conv2dProblem, expected: l
         (problem(kernel=(1, 1), alignment=4), (4, "kContiguous", 4)),
         (problem(channels=3, kernel=(7, 7), stride=2), (4, "kContiguous", 4)),
         (problem(channels=3, kernel=(7, 7), precision="fp16"), (2, "kContiguous", 2)),
-        (problem(layout="nhwc"), (16, "kContiguous", 16)),
-        (problem(layout="nhwc", channels=6), (8, "kContiguous", 8)),
-        (problem(layout="nhwc", channels=6, precision="bf16"), (4, "kContiguous", 4)),
+        (problem(layout="nhwc", groups=2), (16, "kContiguous", 16)),
+        (problem(layout="nhwc", channels=12, groups=2), (8, "kContiguous", 8)),
+        (problem(layout="nhwc", channels=12, groups=2, precision="bf16"), (4, "kContiguous", 4)),
         (problem(layout="nhwc", weight_layout="nchw"), (16, "kStrided", 4)),
-        (problem(layout="nhwc", weight_layout="nchw", kernel=(1, 1)), (16, "kContiguous", 16)),
     ],
 )
 def test_copies_are_as_wide_as_alignment_allows(case: Conv2dProblem, expected: tuple[int, str, int]) -> None:
     assert access(case) == expected
+
+
+def product(of: Conv2dProblem) -> tuple[int, int, str]:
+    """Bytes per copy of x and of filters, and how rows of x are found: of the first matrix product."""
+    arguments = candidates(of)[0].type.split("GemmConfig<")[1].split(">")[0].split(", ")
+    return int(arguments[8]), int(arguments[9]), arguments[10]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (problem(kernel=(1, 1), layout="nhwc"), (16, 16, "MatrixRows")),
+        (problem(kernel=(1, 1), layout="nhwc", channels=6), (8, 8, "MatrixRows")),
+        (problem(kernel=(1, 1), layout="nhwc", channels=3, precision="bf16"), (2, 2, "MatrixRows")),
+        (problem(kernel=(1, 1), layout="nhwc", alignment=4), (4, 4, "MatrixRows")),
+        (problem(kernel=(1, 1), layout="nhwc", stride=2), (16, 16, "WindowRows")),
+        (problem(kernel=(1, 1), layout="nhwc", padding=1), (16, 16, "WindowRows")),
+        (problem(layout="nhwc", channels=6), (8, 8, "WindowRows")),
+        (problem(layout="nhwc", channels=6, precision="bf16"), (4, 4, "WindowRows")),
+        (problem(layout="nhwc", channels=3), (4, 4, "WindowRows")),
+        (problem(layout="nhwc", channels=3, kernel=(7, 7), stride=2, precision="bf16"), (2, 2, "WindowRows")),
+    ],
+)
+def test_channels_last_is_a_product_of_pixels_and_filters(case: Conv2dProblem, expected: tuple[int, int, str]) -> None:
+    assert product(case) == expected
+
+
+def test_windows_are_described_after_the_product() -> None:
+    case = replace(
+        problem(8, (20, 30), 16, (3, 5), images=2, layout="nhwc"), stride=(1, 2), padding=(3, 4), dilation=(5, 6)
+    )
+    fields = struct.unpack("<25q", candidates(case)[0].params)
+    assert fields[:6] == (2 * 18 * 26, 16, 8 * 15, 8 * 15, 16, 18 * 26)
+    assert fields[9:] == (20, 30, 8, 18, 26, 3, 5, 1, 2, 3, 4, 5, 6, 20 * 30 * 8, 30 * 8, 8)
+
+
+def test_a_slice_of_images_in_channels_last_is_gathered() -> None:
+    whole = problem(kernel=(1, 1), layout="nhwc")
+    strides = whole.x_strides
+    for cropped in (
+        replace(whole, x_strides=(strides[0] * 2, *strides[1:])),  # every second image
+        replace(whole, x_strides=nhwc(64, 60, 60)),  # a part of each
+    ):
+        assert product(cropped) == (16, 16, "WindowRows")
+    channels = replace(whole, x_strides=nhwc(96, 56, 56))  # the first 64 of 96 channels
+    assert product(channels) == (16, 16, "MatrixRows")
 
 
 def test_permuted_and_sliced_inputs_need_no_copy() -> None:

@@ -46,7 +46,7 @@ def tile(kernel_type: str) -> tuple[int, int]:
 
 def splits(kernel: Kernel) -> int:
     """Thread blocks that share a tile."""
-    return int(struct.unpack("<10q", kernel.params)[8])
+    return int(struct.unpack("<10q", kernel.params)[7])
 
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
@@ -114,7 +114,7 @@ def test_sums_are_shared_where_tiles_are_few(
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 4096), (16, 300, 2049), (200, 333, 1800), (128, 32768, 32768)])
 def test_shares_of_k_are_equal_and_none_is_empty(precision: Precision, m: int, n: int, k: int) -> None:
     for kernel in candidates(linear(m, n, k, precision)):
-        count, share = struct.unpack("<10q", kernel.params)[8:]
+        count, share = struct.unpack("<10q", kernel.params)[7:9]
         tiles = -(-k // (128 // (2 if precision in ("fp16", "bf16") else 4)))
         assert (count - 1) * share < tiles <= count * share
         assert (f"split {count}" in kernel.name) is (count > 1)
@@ -146,7 +146,7 @@ def test_one_kernel_serves_any_number_of_splits() -> None:
 def test_sums_follow_k(k: int, sums: str, block: int) -> None:
     large = next(kernel for kernel in candidates(linear(4096, 8192, k)) if tile(kernel.type) == (128, 128))
     assert config(large.type)[6] == f"Sums::{sums}"
-    assert struct.unpack("<10q", large.params)[7] == block
+    assert struct.unpack("<10q", large.params)[6] == block
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_access_is_what_alignment_allows(
     precision: Precision, changes: dict[str, Any], access: tuple[str, str]
 ) -> None:
     for kernel in candidates(replace(linear(128, 64, 64, precision), **changes)):
-        assert tuple(config(kernel.type)[8:]) == access
+        assert tuple(config(kernel.type)[8:10]) == access
 
 
 def test_layouts_have_kernels_of_their_own() -> None:
@@ -233,8 +233,8 @@ def test_sizes_are_arguments_of_the_same_kernels() -> None:
 
 def test_params_are_the_problem_struct() -> None:
     problem = replace(linear(6, 64, 32, "fp16"), x_stride=40, weight_stride=48, out_stride=56, rows_per_batch=3)
-    assert struct.unpack("<10q", candidates(problem)[0].params) == (6, 64, 32, 40, 48, 56, 3, 1, 1, 1)
-    assert struct.unpack("<10q", candidates(replace(problem, rows_per_batch=0))[0].params)[6] == 6
+    assert struct.unpack("<10q", candidates(problem)[0].params) == (6, 64, 32, 48, 56, 3, 1, 1, 1, 40)
+    assert struct.unpack("<10q", candidates(replace(problem, rows_per_batch=0))[0].params)[5] == 6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -289,4 +289,4 @@ def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> No
     kinds = [{kernel.type for kernel in candidates(each) if is_fp16x3(kernel)} for each in (problem, odd)]
     assert kinds[0] == kinds[1] != set()
     for kernel in candidates(odd):
-        assert struct.unpack("<10q", kernel.params)[:5] == (1024, 8192, 8192, 8193, 8193)
+        assert struct.unpack("<10q", kernel.params)[:4] == (1024, 8192, 8192, 8193)

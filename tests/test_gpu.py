@@ -4,6 +4,7 @@ Expected values come from torch in float64; the error may be as fxfuse.verify sa
 otherwise. Skipped without a GPU of compute capability 8.0.
 """
 
+import copy
 import random
 
 import pytest
@@ -437,9 +438,9 @@ def test_conv2d_in_float32_accuracy(channels_last):
     previous = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
-        x = tensor(2, 32, 20, 21)
-        x = x.to(memory_format=torch.channels_last) if channels_last else x
-        model = Net(lambda s, x: F.mish(s.conv(x)), conv=nn.Conv2d(32, 40, 3))
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        x = tensor(2, 32, 20, 21).to(memory_format=layout)
+        model = Net(lambda s, x: F.mish(s.conv(x)), conv=nn.Conv2d(32, 40, 3)).to(memory_format=layout)
         assert "tf32x3" in check(model, x)
         assert fxfuse.verify(model, fxfuse.optimize(model), (x,)).error < 1e-6
     finally:
@@ -451,9 +452,9 @@ def test_conv2d_in_float32_accuracy(channels_last):
     "operand", [(24, 1, 1), (1, 24, 1, 1), (2, 24, 18, 19), (1, 1, 18, 19), (2, 1, 1, 1), (2, 24, 1, 1), ()]
 )
 def test_conv2d_operands_broadcast(operand, channels_last):
-    x = tensor(2, 16, 20, 21)
-    x = x.to(memory_format=torch.channels_last) if channels_last else x
-    check(Net(lambda s, x: F.relu(s.conv(x) + s.v), conv=nn.Conv2d(16, 24, 3), v=torch.randn(operand)), x)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = Net(lambda s, x: F.relu(s.conv(x) + s.v), conv=nn.Conv2d(16, 24, 3), v=torch.randn(operand))
+    check(model.to(memory_format=layout), tensor(2, 16, 20, 21).to(memory_format=layout))
 
 
 def test_conv2d_with_batch_norm_and_residual():
@@ -516,6 +517,60 @@ def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and
         first = fast(x)
         assert all(torch.equal(fast(x), first) for _ in range(20))
         x[0, 3, 4, 5], x[1, 60, 0, 0], x[1, 0, 13, 13] = float("inf"), float("nan"), float("-inf")
+        have, want = fast(x), model.double()(x.double())
+    assert torch.equal(have.isnan(), want.isnan())
+    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+
+
+def in_channels_last(conv, x, dtype=torch.float32):
+    """The kernel that runs conv and relu, both tensors in channels_last; checked like all."""
+    model = Net(lambda s, x: F.relu(s.conv(x)), conv=copy.deepcopy(conv)).to(memory_format=torch.channels_last)
+    return check(model, x, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name", [n for n, (c, x) in CONVOLUTIONS.items() if c.groups == 1 < c.in_channels and len(x) == 4]
+)
+def test_channels_last_is_a_matrix_product(name, dtype):
+    conv, shape = CONVOLUTIONS[name]
+    x = tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+    kernel = in_channels_last(conv, x, dtype)
+    gathered = conv.kernel_size != (1, 1) or conv.stride != (1, 1)
+    assert kernel.startswith("conv2d as gemm" if gathered else "gemm"), kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", gemm._TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
+    monkeypatch.setattr(gemm, "_TILES", (tile,))
+    # pieces of 16 bytes, and single elements; more pixels than in a tile, and an image's last ones alone in theirs
+    for channels, kernel in ((24, 3), (3, 5)):
+        x = tensor(3, channels, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
+        assert f"{tile.m}x{tile.n}x" in in_channels_last(nn.Conv2d(channels, 72, kernel, padding=1, stride=2), x, dtype)
+
+
+def test_windows_share_sums_over_k():
+    x = tensor(1, 512, 7, 7).to(memory_format=torch.channels_last)
+    assert "split" in in_channels_last(nn.Conv2d(512, 64, 3, padding=1), x)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize(
+    "layout", [lambda x: x[:, :16], lambda x: x[:, 3:19], lambda x: x[..., 1:-1], lambda x: x[::2], lambda x: x[:, ::2]]
+)
+def test_slices_in_channels_last(layout, kernel):
+    x = layout(tensor(4, 32, 12, 13).to(memory_format=torch.channels_last))
+    assert "gemm" in in_channels_last(nn.Conv2d(x.shape[1], 24, kernel), x)
+
+
+def test_windows_keep_infinities_and_nan_where_they_belong():
+    conv = nn.Conv2d(24, 40, 3, padding=1, bias=False)
+    model = Net(lambda s, x: s.conv(x) * 2, conv=conv).cuda().eval().to(memory_format=torch.channels_last)
+    x = tensor(2, 24, 30, 60).to(memory_format=torch.channels_last)
+    x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, 59] = float("inf"), float("nan"), float("-inf")
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
         have, want = fast(x), model.double()(x.double())
     assert torch.equal(have.isnan(), want.isnan())
     assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())

@@ -37,22 +37,44 @@ struct Epilogue {{
 
 {function}
 
-    // What the operands hold at a run of kVector columns.
+    // What the operands hold at a run of kVector columns: those that are the same in all rows, and the others.
+    template <int kVector, class At>
+    struct ColumnValues {{
+{column_values}
+    }};
+    template <int kVector, class At>
+    struct RowValues {{
+{row_values}
+    }};
     template <int kVector, class At>
     struct Values {{
-{values}
+        ColumnValues<kVector, At> columns;
+        RowValues<kVector, At> rows;
     }};
 
     template <Runs kRuns, int kVector, class At>
-    __device__ __forceinline__ Values<kVector, At> load({at}, {count}) const {{
-        return {{{loads}}};
+    __device__ __forceinline__ ColumnValues<kVector, At> load_columns({column_at}, {column_count}) const {{
+        return {{{column_loads}}};
+    }}
+    template <Runs kRuns, int kVector, class At>
+    __device__ __forceinline__ RowValues<kVector, At> load_rows({row_at}, {row_count}) const {{
+        return {{{row_loads}}};
+    }}
+    template <Runs kRuns, int kVector, class At>
+    __device__ __forceinline__ Values<kVector, At> load(const At& at, int count) const {{
+        return {{load_columns<kRuns, kVector>(at, count), load_rows<kRuns, kVector>(at, count)}};
     }}
 
     // Accumulators in, results out.
     template <int kVector, class At>
-    __device__ __forceinline__ void apply(float (&value)[kVector], const Values<kVector, At>& {operands}) const {{
+    __device__ __forceinline__ void apply(float (&value)[kVector], const ColumnValues<kVector, At>& {columns_name},
+                                          const RowValues<kVector, At>& {rows_name}) const {{
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[i] = expression({arguments});
+    }}
+    template <int kVector, class At>
+    __device__ __forceinline__ void apply(float (&value)[kVector], const Values<kVector, At>& operands) const {{
+        apply(value, operands.columns, operands.rows);
     }}
 
     // The same for the run at `at`, `count` columns of which exist.
@@ -125,11 +147,18 @@ def generate(
         f"    static Epilogue make(const uint64_t* {pointers}, const OperandStrides* {strides}) {{\n"
         f"        return {{{made}}};\n    }}"
     )
-    values = "\n".join(
-        f"        typename {operand_type(kind, CPP_TYPES, True)}::template Values<kVector, At> o{i};"
-        for i, kind in enumerate(operands)
-    )
-    loads = ", ".join(f"operand{i}.template load<kRuns, kVector>(at, count)" for i in range(len(operands)))
+    in_rows = [i for i, kind in enumerate(operands) if any(kind.varies[:2])]
+    in_columns = [i for i in range(len(operands)) if i not in in_rows]
+
+    def values(which: Sequence[int]) -> str:
+        return "\n".join(
+            f"        typename {operand_type(operands[i], CPP_TYPES, True)}::template Values<kVector, At> o{i};"
+            for i in which
+        )
+
+    def loads(which: Sequence[int]) -> str:
+        return ", ".join(f"operand{i}.template load<kRuns, kVector>(at, count)" for i in which)
+
     source = _TEMPLATE.format(
         header=kernel.header,
         functions=_functions(expression, output, tf32),
@@ -142,12 +171,19 @@ def generate(
         varies_along_cols="true" if any(kind.dtype and kind.varies[2] for kind in operands) else "false",
         make=make,
         function=function(expression, len(operands), "static __device__ __forceinline__"),
-        values=values,
-        at="const At& at" if operands else "const At&",
-        count="int count" if operands else "int",
-        loads=loads,
-        operands="operands" if operands else "",
-        arguments=", ".join(["value[i]", *(f"operands.o{i}[i]" for i in range(len(operands)))]),
+        column_values=values(in_columns),
+        row_values=values(in_rows),
+        column_at="const At& at" if in_columns else "const At&",
+        column_count="int count" if in_columns else "int",
+        column_loads=loads(in_columns),
+        row_at="const At& at" if in_rows else "const At&",
+        row_count="int count" if in_rows else "int",
+        row_loads=loads(in_rows),
+        columns_name="columns" if in_columns else "",
+        rows_name="rows" if in_rows else "",
+        arguments=", ".join(
+            ["value[i]", *(f"{'rows' if i in in_rows else 'columns'}.o{i}[i]" for i in range(len(operands)))]
+        ),
         kernel=kernel.type.format(output=CPP_TYPES[output], epilogue="Epilogue"),
     )
     return source + _LAUNCH

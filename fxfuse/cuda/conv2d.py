@@ -44,6 +44,10 @@ class Conv2dProblem:
     precision: Precision
     x_alignment: int = 16
     weight_alignment: int = 16
+    multiprocessors: int = 108
+    """Of the device. The default, like the next one, is the A100's."""
+    shared_memory: int = 164 * 1024
+    """Bytes per multiprocessor."""
 
     @property
     def element_bytes(self) -> int:
@@ -92,10 +96,14 @@ def unsupported(problem: Conv2dProblem) -> str | None:
 def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     """The kernels that can run the problem, best first; none if `unsupported` gives a reason.
 
-    Depthwise problems have their own kernel, which comes first. The others are ordered by what they cost.
+    Depthwise problems have their own kernel, which comes first. The others are matrix products, where the layouts allow
+    it, or ordered by what they cost.
     """
     if unsupported(problem) is not None:
         return ()
+    product = _as_gemm(problem)
+    if product is not None and (kernels := gemm.candidates(product)):
+        return kernels
     by_cost = sorted((*_direct(problem), *_implicit_gemm(problem)), key=lambda costed: costed[0])
     return (*_depthwise(problem), *(kernel for _, kernel in by_cost))
 
@@ -139,6 +147,56 @@ def _same(strides: tuple[int, ...], expected: tuple[int, ...], sizes: tuple[int,
 
 def _varying(strides: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[int]:
     return (stride for stride, size in zip(strides, sizes, strict=True) if size > 1)
+
+
+# --------------------------------------------------------------------------------------- channels_last as GEMM
+
+
+def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
+    """A convolution on channels_last as a product of its pixels' windows and its filters; None where it is none.
+
+    A row of x is a pixel as it lies in memory, if the filter is a single tap that steps over none.
+    """
+    image, channel, row, col = problem.x_strides
+    filters_in_order = (1, problem.kernel[1] * problem.channels, problem.channels)
+    if (
+        problem.groups != 1
+        or problem.out_layout != "nhwc"
+        or (channel != 1 and problem.channels > 1)
+        or not _same(problem.weight_strides[1:], filters_in_order, (problem.channels, *problem.kernel))
+    ):
+        return None
+    (height, width), windows = problem.size, None
+    pixels_follow = _same((image, row), (height * width * col, width * col), (problem.images, height))
+    if problem.kernel != (1, 1) or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
+        if max(problem.kernel) > gemm.MOST_TAPS:
+            return None
+        windows = gemm.Windows(
+            size=problem.size,
+            channels=problem.channels,
+            out_size=problem.out_size,
+            kernel=problem.kernel,
+            stride=problem.stride,
+            padding=problem.padding,
+            dilation=problem.dilation,
+            x_strides=(image, row, col),
+        )
+    return gemm.Problem(
+        m=problem.pixels,
+        n=problem.out_channels,
+        k=problem.reduction,
+        precision=problem.precision,
+        weight_layout="nk",
+        x_stride=col if width > 1 else row if height > 1 else image,
+        weight_stride=problem.weight_strides[0] if problem.out_channels > 1 else problem.reduction,
+        out_stride=problem.out_channels,
+        x_alignment=problem.x_alignment if windows is None else _x_access(problem, "nhwc", problem.channels),
+        weight_alignment=problem.weight_alignment,
+        rows_per_batch=problem.out_size[0] * problem.out_size[1],
+        windows=windows,
+        multiprocessors=problem.multiprocessors,
+        shared_memory=problem.shared_memory,
+    )
 
 
 # ------------------------------------------------------------------------------------------- implicit GEMM

@@ -18,6 +18,7 @@ from fxfuse.cuda.precision import Precision
 Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
+WINDOWS_HEADER = "windows.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
@@ -31,6 +32,33 @@ LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeli
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
+MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
+MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of x that are gathered: row m is what pixel m of a convolution's output sees, channels fastest.
+
+    Sides are (height, width), strides in elements; channels are contiguous.
+    """
+
+    size: tuple[int, int]
+    channels: int
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    """At most MOST_TAPS each."""
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    x_strides: tuple[int, int, int]
+    """Of images, rows and columns."""
+
+    def reach(self, pixels: int) -> int:
+        """Most elements from the first to the last channel that a window of so many successive pixels begins with."""
+        images = 1 + -(-pixels // (self.out_size[0] * self.out_size[1]))
+        image, row, col = self.x_strides
+        return (images - 1) * image + self.size[0] * row + self.size[1] * col
 
 
 @dataclass(frozen=True)
@@ -53,6 +81,9 @@ class Problem:
     """Powers of two that divide the address of the first element."""
     rows_per_batch: int = 0
     """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
+    windows: Windows | None = None
+    """Where x is gathered: the channels of every pixel then are aligned to `x_alignment`, and so is their number;
+    `x_stride` means nothing."""
     multiprocessors: int = 108
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
@@ -71,6 +102,21 @@ class Problem:
     def tiles_k(self) -> int:
         return -(-self.k // self.tile_k)
 
+    @property
+    def x_elements(self) -> int:
+        """That are read from memory."""
+        if self.windows is None:
+            return self.m * self.k
+        out_height, out_width = self.windows.out_size
+        images = self.m // (out_height * out_width)
+        seen = [
+            min(size, out * min(stride, kernel))
+            for size, out, stride, kernel in zip(
+                self.windows.size, self.windows.out_size, self.windows.stride, self.windows.kernel, strict=True
+            )
+        ]
+        return images * seen[0] * seen[1] * self.windows.channels
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -87,6 +133,8 @@ class Tile:
     """Speed of a multiprocessor with one of them, as a fraction of its speed with the best tile."""
     full: float
     """The same with many of them."""
+    holds_k: bool = False
+    """Whether every tile of K has a stage of its own."""
 
     @property
     def small_warps(self) -> bool:
@@ -120,9 +168,11 @@ _TILES = (
     Tile(128, 256, 2, 4, stages=3, resident=1, alone=1.01, full=1.01),
     Tile(256, 128, 4, 2, stages=3, resident=1, alone=1.04, full=1.04),
     Tile(128, 128, 2, 2, stages=3, resident=2, alone=0.95, full=1.08),
+    Tile(256, 64, 4, 2, stages=3, resident=1, alone=0.84, full=0.84),
     Tile(128, 64, 2, 2, stages=4, resident=3, alone=0.80, full=1.08),
     Tile(64, 128, 2, 2, stages=4, resident=3, alone=0.75, full=0.86),
     Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.65, full=0.75),
+    Tile(128, 32, 4, 1, stages=4, resident=4, alone=0.50, full=0.60),
     Tile(32, 64, 1, 4, stages=8, resident=4, alone=0.37, full=0.44),
     Tile(16, 64, 1, 4, stages=8, resident=8, alone=0.20, full=0.36),
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.30),
@@ -153,9 +203,21 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
     """Kernels of gemm.cuh with their times."""
     return [
         (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
-        for tile in (_TILES_TF32X3 if problem.precision == "tf32x3" else _TILES)
-        if _fits(tile, problem)
+        for tile in _tiles(problem)
         for splits in _split_counts(tile, problem)
+    ]
+
+
+def _tiles(problem: Problem) -> list[Tile]:
+    """Those that fit, with no more stages than K has tiles: more thread blocks then share a multiprocessor."""
+    depth = problem.tiles_k
+    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
+    return [
+        replace(tile, stages=depth, holds_k=True)
+        if depth <= min(tile.stages, MOST_HELD)
+        else replace(tile, stages=min(tile.stages, depth + 1))
+        for tile in tiles
+        if _fits(tile, problem)
     ]
 
 
@@ -220,6 +282,7 @@ _SPLITTING_BYTES = 31.0e3  # read and written by the pass before fp16x3
 _DEVICE_BYTES = 33.0e3  # from or to device memory
 _L2_BYTES = 86e3  # from L2
 _PART_BYTES = 37e3  # of other thread blocks' sums
+_STORED = 7e3  # elements of out, those that tiles have beyond N included
 # Microseconds.
 _LAUNCH = 3.4  # of a kernel
 _WAVE = 1.7  # to fill and drain the pipelines of a wave
@@ -254,15 +317,17 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     def wave(together: int) -> float:
         products = together * tile.m * tile.n * share * problem.tile_k / (speed * tile.speed(together))
         reads = together * (rows + cols) * share * TILE_BYTES_OF_K / _L2_BYTES
-        copies = share / (tile.stages - 1) * _LATENCY
+        copies = share / (tile.stages if tile.holds_k else tile.stages - 1) * _LATENCY
         return max(products, reads, copies) + _WAVE
 
     resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
     waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
     time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
-    elements = (problem.m + problem.n) * problem.k + problem.m * problem.n
+    elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
     memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
+    beyond = -(-problem.n // tile.n) * tile.n - problem.n
+    time += problem.m * beyond / (_STORED * problem.multiprocessors)
     if splits > 1:
         time += _MEETING + _HANDING_IN * (waves + (rest > 0)) + splits * rows * cols * 4 / _PART_BYTES
         time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
@@ -274,12 +339,15 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
+    if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
+        return False  # spills three registers on sm_80
     if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6" and (tile.m, tile.warps_n) == (64, 4):
         return False  # spills a register on sm_80 where rows are not aligned
     # TileCopy's offsets within a tile have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
-    rows = max(min(tile.m, problem.m) * problem.x_stride, weight_rows * problem.weight_stride)
-    if rows * problem.element_bytes >= 2**32:
+    x_rows = min(tile.m, problem.m)
+    x_reach = x_rows * problem.x_stride if problem.windows is None else problem.windows.reach(x_rows)
+    if max(x_reach, weight_rows * problem.weight_stride) * problem.element_bytes >= 2**32:
         return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
     return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
@@ -413,16 +481,22 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
         weight_rows, weight_cols = weight_cols, weight_rows
-    access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
+    access_x = problem.x_alignment
+    if problem.windows is None:
+        access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
     access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
+    family, header, rows = "gemm", HEADER, "MatrixRows"
+    if problem.windows is not None:
+        family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
     config = (
         f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
-        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}>"
+        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}"
+        f", {rows}, {str(tile.holds_k).lower()}>"
     )
-    name = f"gemm {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
+    name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
-        header=HEADER,
+        header=header,
         type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
         params=_params(problem, block, splits),
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
@@ -430,19 +504,24 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
-    """Gemm::Problem in gemm.cuh."""
+    """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows or WindowRows::Host in windows.cuh."""
+    rows: tuple[int, ...] = (problem.x_stride,)
+    if problem.windows is not None:
+        of = problem.windows
+        sides = (*of.kernel, *of.stride, *of.padding, *of.dilation)
+        rows = (*of.size, of.channels, *of.out_size, *sides, *of.x_strides)
     return struct.pack(
-        "<10q",
+        f"<{9 + len(rows)}q",
         problem.m,
         problem.n,
         problem.k,
-        problem.x_stride,
         problem.weight_stride,
         problem.out_stride,
         problem.rows_per_batch or problem.m,
         block_tiles,
         splits,
         math.ceil(problem.tiles_k / splits),
+        *rows,
     )
 
 

@@ -166,6 +166,8 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
         if source.convert is not None:
             source = Input(source.meta, functools.partial(_convert_unbatched, source.convert))
 
+    device = torch.cuda.get_device_properties(x.device)
+
     def candidates(result: Layout) -> Sequence[Kernel]:
         described = conv2d.Conv2dProblem(
             images=images,
@@ -184,6 +186,8 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             precision=precision(problem.kind, x.dtype),
             x_alignment=source.meta.alignment,
             weight_alignment=weight.alignment,
+            multiprocessors=device.multi_processor_count,
+            shared_memory=device.shared_memory_per_multiprocessor,
         )
         reason = conv2d.unsupported(described)
         if reason is not None:
@@ -193,7 +197,10 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     def grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
         return group(sizes, tensors, groups)
 
-    return Prepared(source, Input(weight), shape, strides, grouping, candidates, lambda result: True)
+    def splits_rows(result: Layout) -> bool:
+        return any(batch != result.sizes[1] * row for batch, row, _ in result.strides[1:])
+
+    return Prepared(source, Input(weight), shape, strides, grouping, candidates, splits_rows)
 
 
 def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:

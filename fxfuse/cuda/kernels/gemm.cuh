@@ -1,7 +1,8 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
 //
 // x is (M, K), K contiguous. The weight is (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous
-// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride.
+// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride. Convolutions on
+// channels_last gather the rows of x: see windows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -16,26 +17,46 @@
 
 namespace fxfuse {
 
+// Rows of x that lie a constant distance apart.
+struct MatrixRows {
+    int64_t stride;  // in elements
+
+    using Host = MatrixRows;  // as the host packs them
+    static MatrixRows make(const Host& rows, int) { return rows; }
+
+    template <class Tile, int kThreads, int kAccess>
+    using Copy = TileCopy<Tile, kThreads, kAccess>;
+
+    // Of `extent` rows from `row` on, and of `k` elements of K from `first` on.
+    template <class Copy, class Element>
+    __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int k,
+                                         uint32_t thread) const {
+        return Copy(x + row * stride + first, stride, extent, k, thread);
+    }
+};
+
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Major kWeightMajor_,
-          int kAccessX_, int kAccessW_>
-struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+          int kAccessX_, int kAccessW_, class Rows_ = MatrixRows, bool kHoldsK = false>
+struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
     static constexpr Major kWeightMajor = kWeightMajor_;
     static constexpr int kAccessX = kAccessX_, kAccessW = kAccessW_;
+    using Rows = Rows_;
 
     // For thread blocks that find their sums not finite: rarely used, so it should be small code.
     static constexpr bool kGuarded = Mma_::kGuarded;
-    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
+    struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
         static constexpr int kUnroll = 1;
     };
 };
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads)
-    gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Element* __restrict__ x,
-                const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
-                const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, weight, out, workspace, epilogue);
+    gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
+                const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
+                typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
+                const typename Kernel::Epilogue epilogue) {
+    Kernel::run(problem, rows, x, weight, out, workspace, epilogue);
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of K.
@@ -45,21 +66,23 @@ struct Gemm {
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Element = typename Config::Element;
+    using Rows = typename Config::Rows;
 
     static constexpr int kTensors = kSplits ? 4 : 3;  // x, weight, out, workspace
 
     struct Problem {
         int64_t m, n, k;
-        int64_t x_stride, weight_stride, out_stride;  // of rows, in elements
-        int64_t rows_per_batch;                       // row m of out is row m % rows_per_batch of a batch
-        int64_t block_tiles;                          // tiles of K in a block, for sums that have blocks
-        int64_t splits, split_tiles;                  // thread blocks per tile of out, and tiles of K in each
+        int64_t weight_stride, out_stride;  // of rows, in elements
+        int64_t rows_per_batch;             // row m of out is row m % rows_per_batch of a batch
+        int64_t block_tiles;                // tiles of K in a block, for sums that have blocks
+        int64_t splits, split_tiles;        // thread blocks per tile of out, and tiles of K in each
+        typename Rows::Host rows;           // of x
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
     using TileX = OperandTile<Element, Major::kK, kTileM>;
     using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
-    using CopyX = TileCopy<TileX, kThreads, Config::kAccessX>;
+    using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
     using CopyW = TileCopy<TileW, kThreads, Config::kAccessW>;
     using ReadX = Fragments<TileX, Side::kA>;
     using ReadW = Fragments<TileW, Side::kB>;
@@ -69,22 +92,29 @@ struct Gemm {
 
     // Accumulators are staged as rows of floats. 8 more than the tile has: the float2 that a half-warp writes into 4
     // consecutive rows then fall on 32 different banks.
+    // Threads read runs of 8 floats for 16-bit outputs, in two halves: in every other 32 columns they are exchanged, so
+    // that 8 threads at a time find theirs in different banks.
     static constexpr int kStagingStride = kTileN + 8;
+    static constexpr bool kHalvesExchanged = sizeof(Output) == 2;
+    static __device__ __forceinline__ int staged_col(int col) {
+        return kHalvesExchanged ? col ^ (col / 32 % 2 * 4) : col;
+    }
     static constexpr int kStagingBytes = kTileM * kStagingStride * static_cast<int>(sizeof(float));
     static constexpr int kSharedBytes = Loop::kSharedBytes > kStagingBytes ? Loop::kSharedBytes : kStagingBytes;
     static constexpr int kSharedLimit = 163 * 1024;  // A100: per thread block
     static_assert(kSharedBytes <= kSharedLimit);
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
-                                               Output* out, const SplitWorkspace& workspace, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows, const Element* x,
+                                               const Element* weight, Output* out, const SplitWorkspace& workspace,
+                                               const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         if (tile_origin(problem).row >= problem.m) return;
         typename Loop::Sum sum;
-        multiply<Config>(sum, problem, x, weight, shared);
+        multiply<Config>(sum, problem, rows, x, weight, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
-                multiply<typename Config::Guarded>(sum, problem, x, weight, shared);
+                multiply<typename Config::Guarded>(sum, problem, rows, x, weight, shared);
             }
         }
         if constexpr (kSplits) {
@@ -115,8 +145,9 @@ struct Gemm {
             workspace = SplitWorkspace::make(pointers[3], tiles_m * tiles_n(problem));
         }
         kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
+            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
+            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
+            epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
@@ -155,11 +186,10 @@ protected:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Element* x,
-                                                    const Element* weight, unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Rows& rows,
+                                                    const Element* x, const Element* weight, unsigned char* shared) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
         const Origin origin = tile_origin(problem);
-        const int rows = rows_of(problem, origin);
         const int cols = static_cast<int>(problem.n - origin.col);
         int64_t first = 0;
         int k = static_cast<int>(problem.k);  // from there on
@@ -171,7 +201,7 @@ protected:
         const Element* weight_tile = Config::kWeightMajor == Major::kK
                                          ? weight + origin.col * problem.weight_stride + first
                                          : weight + first * problem.weight_stride + origin.col;
-        LoopOf<Shape> loop(CopyX(x + origin.row * problem.x_stride + first, problem.x_stride, rows, k, thread),
+        LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
                            CopyW(weight_tile, problem.weight_stride, cols, k, thread),
                            ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
         // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which
@@ -183,14 +213,14 @@ protected:
 
     static __device__ __forceinline__ void stage(const typename Loop::Sum& sum, float* staging) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
-        float* corner =
-            staging + (Config::warp_m(thread) + lane / 4) * kStagingStride + Config::warp_n(thread) + lane % 4 * 2;
+        const int col = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+        float* rows = staging + (Config::warp_m(thread) + lane / 4) * kStagingStride;
 #pragma unroll
         for (int m = 0; m < Config::kMmasM; ++m) {
 #pragma unroll
             for (int n = 0; n < Config::kMmasN; ++n) {
                 const float(&d)[4] = sum.value[m][n];
-                float* at = corner + m * kMmaM * kStagingStride + n * kMmaN;
+                float* at = rows + m * kMmaM * kStagingStride + staged_col(col + n * kMmaN);
                 *reinterpret_cast<float2*>(at) = make_float2(d[0], d[1]);
                 *reinterpret_cast<float2*>(at + 8 * kStagingStride) = make_float2(d[2], d[3]);
             }
@@ -199,16 +229,19 @@ protected:
 
     // Writes the tile: a thread has one run of columns in every kRowStep-th row. It works on kTogether rows at once, so
     // that the latencies of one hide those of the others, and reads their operands kAhead turns ahead: those of the
-    // first turns before the accumulators are staged.
+    // first turns before the accumulators are staged. What is the same in all rows is read once, and what follows from
+    // it alone computed once: without that a batch normalisation's scale took more time than all the rest of a
+    // pointwise convolution.
     static __device__ __forceinline__ void store(const Problem& problem, const typename Loop::Sum& sum, float* staging,
                                                  Output* out, const Epilogue& epilogue) {
         constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
         constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
+        constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
         constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow, kSteps = kTileM / kRowStep;
         constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
         constexpr int kTogether = kSteps == 1 ? 1 : kSteps == 2 || kRunBytes > 16 ? 2 : 4, kTurns = kSteps / kTogether;
         static_assert(kThreads % kRunsPerRow == 0 && kTileM == kRowStep * kTogether * kTurns);
-        using Values = typename Epilogue::template Values<kVector, Position>;
+        using Values = typename Epilogue::template RowValues<kVector, Position>;
         constexpr int kAhead = turns_ahead(kTurns, kTogether * kRunBytes);
         const Origin origin = tile_origin(problem);
         const uint32_t thread = ptx::read_thread_index();
@@ -222,20 +255,20 @@ protected:
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 const int row = min(first + (turn * kTogether + i) * kRowStep, rows - 1);
-                values[i] = epilogue.template load<kWhole ? Runs::kWhole : Runs::kAligned, kVector>(
-                    position(problem, origin.row + row, col), count);
+                values[i] = epilogue.template load_rows<kRuns, kVector>(position(problem, origin.row + row, col), count);
             }
         };
+        const auto columns = epilogue.template load_columns<kRuns, kVector>(Position{0, 0, col}, count);
         Values ahead[kAhead][kTogether];
 #pragma unroll
         for (int turn = 0; turn < kAhead; ++turn) load(ahead[turn], turn);
         __syncthreads();  // everyone has read the last tile
         stage(sum, staging);
         __syncthreads();
+        const int turns = (rows - first + kTogether * kRowStep - 1) / (kTogether * kRowStep);
 #pragma unroll 1
-        for (int turn = 0; turn < kTurns; ++turn) {
+        for (int turn = 0; turn < turns; ++turn) {
             const int row = first + turn * kTogether * kRowStep;
-            if (row >= rows) break;
             Values operands[kTogether];
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
@@ -247,8 +280,8 @@ protected:
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 float value[kVector];
-                load_staged(value, staging + (row + i * kRowStep) * kStagingStride + run);
-                epilogue.apply(value, operands[i]);
+                load_staged(value, staging + (row + i * kRowStep) * kStagingStride, run);
+                epilogue.apply(value, columns, operands[i]);
                 if (!exists || row + i * kRowStep >= rows) continue;
                 store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
                     out + (origin.row + row + i * kRowStep) * problem.out_stride + col, value, count);
@@ -263,10 +296,10 @@ protected:
     }
 
     template <int kVector>
-    static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged) {
+    static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* row, int run) {
 #pragma unroll
         for (int i = 0; i < kVector; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(staged + i);
+            const float4 four = *reinterpret_cast<const float4*>(row + staged_col(run + i));
             value[i] = four.x;
             value[i + 1] = four.y;
             value[i + 2] = four.z;

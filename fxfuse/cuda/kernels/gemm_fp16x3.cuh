@@ -271,7 +271,7 @@ private:
             const int row = i / Base::kTileN, col = i % Base::kTileN;
             if (col >= cols) continue;
             if (is_finite(origin.x_exponents[tile.row + row] + origin.weight_exponents[tile.col + col])) continue;
-            staging[row * Base::kStagingStride + col] = multiply_in_float(tile.row + row, tile.col + col, origin);
+            staging[row * Base::kStagingStride + Base::staged_col(col)] = multiply_in_float(tile.row + row, tile.col + col, origin);
         }
         __syncthreads();
         unstage(sum, staging);
@@ -295,13 +295,13 @@ private:
     // The inverse of stage.
     static __device__ __forceinline__ void unstage(Sum& sum, const float* staging) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
-        const float* corner = staging + (Config::warp_m(thread) + lane / 4) * Base::kStagingStride +
-                              Config::warp_n(thread) + lane % 4 * 2;
+        const int col = static_cast<int>(Config::warp_n(thread) + lane % 4 * 2);
+        const float* rows = staging + (Config::warp_m(thread) + lane / 4) * Base::kStagingStride;
 #pragma unroll
         for (int m = 0; m < Config::kMmasM; ++m) {
 #pragma unroll
             for (int n = 0; n < Config::kMmasN; ++n) {
-                const float* at = corner + m * kMmaM * Base::kStagingStride + n * kMmaN;
+                const float* at = rows + m * kMmaM * Base::kStagingStride + Base::staged_col(col + n * kMmaN);
                 const float2 upper = *reinterpret_cast<const float2*>(at);
                 const float2 lower = *reinterpret_cast<const float2*>(at + 8 * Base::kStagingStride);
                 sum.value[m][n][0] = upper.x;
@@ -330,7 +330,7 @@ struct Fp16x3Gemm {
         const int64_t x_rows = padded(problem.m, kTileM), weight_rows = padded(problem.n, kTileN);
         auto* halves = reinterpret_cast<HalfPair*>(pointers[3]);
         int* exponents = reinterpret_cast<int*>(halves + (x_rows + weight_rows) * padded_k);
-        const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.x_stride,
+        const SplitOperand x{reinterpret_cast<const float*>(pointers[0]), problem.rows.stride,
                              static_cast<int>(problem.m), kTileM, halves, exponents};
         const SplitOperand weight{reinterpret_cast<const float*>(pointers[1]), problem.weight_stride,
                                   static_cast<int>(problem.n), kTileN, halves + x_rows * padded_k,
@@ -342,7 +342,7 @@ struct Fp16x3Gemm {
         constexpr bool kContiguousK = kWeightMajor == Major::kK;
         const HalvesOrigin origin{x.source,
                                   weight.source,
-                                  problem.x_stride,
+                                  problem.rows.stride,
                                   kContiguousK ? problem.weight_stride : 1,
                                   kContiguousK ? 1 : problem.weight_stride,
                                   static_cast<int>(problem.k),

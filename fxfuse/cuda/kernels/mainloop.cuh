@@ -20,19 +20,22 @@ enum class Sums {
     kBlockwise,  // the same, but steps are added up in fp32 to blocks and blocks to the total: like a tree
 };
 
-template <class Mma_, int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_, Sums kSums_>
+// kHoldsK: every tile of K has a stage of its own, so that all copies are under way before the first product.
+template <class Mma_, int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_, Sums kSums_,
+          bool kHoldsK_ = false>
 struct MainloopShape {
     using Mma = Mma_;
     using Element = typename Mma::Element;
     static constexpr int kTileM = kTileM_, kTileN = kTileN_, kTileK = kTileBytesOfK / static_cast<int>(sizeof(Element));
     static constexpr int kStages = kStages_, kSteps = kTileBytesOfK / kMmaBytesOfK;
     static constexpr Sums kSums = kSums_;
+    static constexpr bool kHoldsK = kHoldsK_;
     static constexpr int kUnroll = kSteps;  // steps of the loop's body
     static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kThreads = kWarpsM * kWarpsN * 32;
     static constexpr int kWarpTileM = kTileM / kWarpsM, kWarpTileN = kTileN / kWarpsN;
     static constexpr int kMmasM = kWarpTileM / kMmaM, kMmasN = kWarpTileN / kMmaN;
     static_assert(kTileM % (kWarpsM * kMmaM) == 0 && kTileN % (kWarpsN * 2 * kMmaN) == 0, "B is read in pairs");
-    static_assert(kStages >= 2, "one stage is filled while another is used");
+    static_assert(kStages >= 2 || kHoldsK, "one stage is filled while another is used");
 
     // Where a warp's tile begins in the block's.
     static __device__ __forceinline__ uint32_t warp_m(uint32_t thread) { return thread / 32 % kWarpsM * kWarpTileM; }
@@ -99,6 +102,7 @@ struct Mainloop {
     static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
     // Steps from reading fragments to multiplying them. Few products hide no read, but leave registers for more of them.
     static constexpr int kAhead = kPairs == 1 ? 2 : 1;
+    static constexpr int kCopiesAhead = Shape::kHoldsK ? Shape::kStages : Shape::kStages - 1;  // of the products
     static constexpr bool kSumsSmallApart = kSmallProducts<Mma> > 0;
     static_assert(kSteps > kAhead, "a step starts a copy, another waits for one");
     static_assert(Shape::kSums == Sums::kBlockwise || !kSumsSmallApart);
@@ -119,9 +123,9 @@ struct Mainloop {
     __device__ __forceinline__ void run(Sum& total, uint32_t shared, int tiles, int block) {
         first_stage_ = fill_ = use_ = shared;
 #pragma unroll
-        for (int i = 0; i < Shape::kStages - 1; ++i) {
-            start_copy_x();
-            start_copy_w();
+        for (int i = 0; i < kCopiesAhead; ++i) {
+            copy_x.start(fill_);
+            start_copy_w<true>();
         }
         wait_for_copy();
         read_first_fragments();
@@ -154,17 +158,19 @@ private:
         return stage == first_stage_ + (Shape::kStages - 1) * kStageBytes ? first_stage_ : stage + kStageBytes;
     }
 
-    // After the last tile of K these fill in zeros that nobody multiplies.
-    __device__ __forceinline__ void start_copy_x() { copy_x.start(fill_); }
+    // Ends a tile's copies; without copies too, so that as many are in flight wherever one is waited for.
+    template <bool kCopies>
     __device__ __forceinline__ void start_copy_w() {
-        copy_w.start(fill_ + kBytesX);
+        if constexpr (kCopies) {
+            copy_w.start(fill_ + kBytesX);
+            fill_ = after(fill_);
+        }
         ptx::cp_async_commit();
-        fill_ = after(fill_);
     }
 
     // For the oldest copy in flight, of all threads.
     static __device__ __forceinline__ void wait_for_copy() {
-        ptx::cp_async_wait<Shape::kStages - 2>();
+        ptx::cp_async_wait<kCopiesAhead - 1>();
         __syncthreads();
     }
 
@@ -194,8 +200,9 @@ private:
     __device__ __forceinline__ void multiply_tile(Sum& total, Sum& sum) {
 #pragma unroll Shape::kUnroll
         for (int step = 0; step < kSteps; ++step) {
-            if (step == 0) start_copy_x();  // over the previous tile
-            if (step == 1) start_copy_w();
+            // Over the previous tile. After the last tile of K they fill in zeros that nobody multiplies.
+            if (step == 0 && !Shape::kHoldsK) copy_x.start(fill_);
+            if (step == 1) start_copy_w<!Shape::kHoldsK>();
             if (step == kSteps - kAhead) {
                 wait_for_copy();  // of the next tile. Everyone has now read all of this one.
                 use_ = after(use_);

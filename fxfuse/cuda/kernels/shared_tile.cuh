@@ -120,11 +120,15 @@ private:
     // Of this thread's piece, in bytes from the tile's first element.
     __device__ __forceinline__ uint32_t source_offset(int pass) const {
         const int row = static_cast<int>(row_) + pass * kRowsPerPass;
-        const int nearest_row = kKMajor ? min(row, extent_ - 1) : row;
-        const int nearest_col = kKMajor || col() < extent_ ? col() : 0;
-        return (static_cast<uint32_t>(nearest_row) * static_cast<uint32_t>(stride_) + nearest_col) *
+        const int existing_row = kKMajor && row >= extent_ ? row & below_extent() : row;
+        const int existing_col = kKMajor || col() < extent_ ? col() : 0;
+        return (static_cast<uint32_t>(existing_row) * static_cast<uint32_t>(stride_) + existing_col) *
                Tile::kElementBytes;
     }
+
+    // A mask for numbers below the largest power of two that is not above extent_. The rows that stand for missing ones
+    // are spread like this because thread blocks that all read the last one would wait for the part of L2 that has it.
+    __device__ __forceinline__ int below_extent() const { return static_cast<int>(0x7fffffffu >> __clz(extent_)); }
 
     static __device__ __forceinline__ uint4 gather(const T* source, int count) {
         alignas(kChunkBytes) uint16_t piece[kPieceElements];

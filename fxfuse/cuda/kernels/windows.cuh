@@ -1,0 +1,178 @@
+// Convolutions on channels_last as matrix products (gemm.cuh): row m of x is what output pixel m sees through the filter,
+// in the order (kernel row, kernel column, channel) of a channels_last filter. It is never stored: tiles are gathered
+// from the images, with zeros outside.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+#include "divisor.cuh"
+#include "gemm.cuh"
+#include "ptx.cuh"
+#include "shared_tile.cuh"
+
+namespace fxfuse {
+
+// Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
+struct WindowRows {
+    struct Host {
+        int64_t height, width, channels;
+        int64_t out_height, out_width;
+        int64_t kernel_height, kernel_width;
+        int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+        int64_t x_image, x_row, x_col;
+    };
+
+    FastDivisor image_pixels, out_width, channels, kernel_width;
+    int height, width, kernel_height;
+    int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int64_t x_image;
+    int x_row, x_col, tap_row, tap_col;  // tap_row, tap_col: from one tap to the next
+    ReductionDigits tile;  // a tile's length in (channel, kernel column, kernel row)
+
+    static WindowRows make(const Host& host, int tile_k) {
+        const auto narrow = [](int64_t value) { return static_cast<int>(value); };
+        const int64_t taps = tile_k / host.channels;
+        return {FastDivisor(static_cast<unsigned>(host.out_height * host.out_width)),
+                FastDivisor(static_cast<unsigned>(host.out_width)),
+                FastDivisor(static_cast<unsigned>(host.channels)),
+                FastDivisor(static_cast<unsigned>(host.kernel_width)),
+                narrow(host.height),
+                narrow(host.width),
+                narrow(host.kernel_height),
+                narrow(host.stride_h),
+                narrow(host.stride_w),
+                narrow(host.pad_h),
+                narrow(host.pad_w),
+                narrow(host.dilation_h),
+                narrow(host.dilation_w),
+                host.x_image,
+                narrow(host.x_row),
+                narrow(host.x_col),
+                narrow(host.dilation_h * host.x_row),
+                narrow(host.dilation_w * host.x_col),
+                {narrow(tile_k % host.channels), narrow(taps % host.kernel_width), narrow(taps / host.kernel_width)}};
+    }
+
+    // Of `extent` rows from `row` on, and of K from `first` on.
+    template <class Copy, class Element>
+    __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int,
+                                         uint32_t thread) const {
+        return Copy(*this, x, static_cast<unsigned>(row), extent, static_cast<int>(first), thread);
+    }
+
+    // A thread's share of filling tile after tile along K, as TileCopy has it. Which taps of a pixel's window are inside
+    // the image is the same for every channel: one bit per row and column of the filter, looked at instead of
+    // coordinates. Beyond the end of K no tap is inside.
+    template <class Tile, int kThreads, int kAccess>
+    class Copy {
+        using T = typename Tile::Element;
+        static constexpr int kLanes = 32;
+        // cp.async moves at least 4 bytes: halves go through registers, two at a time.
+        static constexpr int kTogether = kAccess < 4 ? 2 : 1;
+        static constexpr int kPieceBytes = kAccess * kTogether, kElements = kAccess / Tile::kElementBytes;
+        static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
+        static constexpr int kRowsPerPass = kLanes / kPiecesPerRow, kRowsPerWarp = Tile::kRows * kLanes / kThreads;
+        static constexpr int kPasses = kRowsPerWarp / kRowsPerPass;
+        // A lane knows one of its warp's rows, and the others ask it: large tiles have no registers for more.
+        static_assert(kPiecesPerRow <= kLanes && kRowsPerWarp <= kLanes && kPasses >= 1);
+        // What is visible of a window: bits for the filter's rows, and above them for its columns. The last bit for rows
+        // is never set, so that a side has at most kSideBits - 1 taps (MOST_TAPS in gemm.py).
+        static constexpr int kSideBits = 16;
+
+        const WindowRows& rows_;
+        const char* image_;              // the tile's first, moved by the padding
+        uint32_t offset_;                // from there to the first tap of the lane's row, in bytes
+        uint32_t visible_;               // of that row
+        ReductionDigits at_[kTogether];  // (channel, kernel column, kernel row) of this thread's pieces
+
+    public:
+        __device__ __forceinline__ Copy(const WindowRows& rows, const T* x, unsigned row, int extent, int first,
+                                        uint32_t thread)
+            : rows_(rows) {
+            const unsigned first_image = rows.image_pixels.divide(row);
+            image_ = reinterpret_cast<const char*>(x + first_image * rows.x_image -
+                                                   static_cast<int64_t>(rows.pad_h) * rows.x_row -
+                                                   static_cast<int64_t>(rows.pad_w) * rows.x_col);
+            const int lane = static_cast<int>(thread % kLanes);
+            const int in_tile = static_cast<int>(thread / kLanes) * kRowsPerWarp + lane % kRowsPerWarp;
+            look(row + static_cast<unsigned>(min(in_tile, extent - 1)), first_image);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                unsigned k = static_cast<unsigned>(first + (lane % kPiecesPerRow * kTogether + i) * kElements);
+                at_[i].fast = static_cast<int>(rows.channels.take(k));
+                at_[i].middle = static_cast<int>(rows.kernel_width.take(k));
+                at_[i].slow = static_cast<int>(k);
+            }
+        }
+
+        // Starts to fill the tile at `shared` and goes on to the next one.
+        __device__ __forceinline__ void start(uint32_t shared) {
+            const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
+            const char* tap[kTogether];
+            uint32_t needed[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int element = at_[i].slow * rows_.tap_row + at_[i].middle * rows_.tap_col + at_[i].fast;
+                tap[i] = image_ + static_cast<int64_t>(element) * Tile::kElementBytes;
+                needed[i] = 1u << min(at_[i].slow, kSideBits - 1) | 1u << kSideBits << at_[i].middle;
+                at_[i].step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
+            }
+            constexpr int kUnroll = kTogether == 1 ? kPasses : kPasses < 8 ? kPasses : 8;
+#pragma unroll kUnroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const int in_warp = pass * kRowsPerPass + lane / kPiecesPerRow;
+                const uint32_t offset = of_row(offset_, in_warp), visible = of_row(visible_, in_warp);
+                const uint32_t destination = shared + Tile::offset(thread / kLanes * kRowsPerWarp + in_warp,
+                                                                   lane % kPiecesPerRow * kPieceBytes);
+                const auto inside = [&](int i) { return (visible & needed[i]) == needed[i]; };
+                if constexpr (kTogether == 2) {
+                    uint32_t half[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        half[i] = inside(i) ? __ldg(reinterpret_cast<const uint16_t*>(tap[i] + offset)) : 0;
+                    }
+                    ptx::store_shared_4(destination, half[0] | half[1] << 16);
+                } else if constexpr (kAccess == kChunkBytes) {
+                    ptx::cp_async_16(destination, tap[0] + offset, inside(0) ? kAccess : 0);
+                } else {
+                    ptx::cp_async_small<kAccess>(destination, tap[0] + offset, inside(0) ? kAccess : 0);
+                }
+            }
+        }
+
+    private:
+        __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_.kernel_width.divisor); }
+
+        // What the lane of one of the warp's rows knows.
+        static __device__ __forceinline__ uint32_t of_row(uint32_t value, int row) {
+            return __shfl_sync(0xffffffff, value, row);
+        }
+
+        // Takes this pixel's window as the lane's.
+        __device__ __forceinline__ void look(unsigned pixel, unsigned first_image) {
+            const unsigned image = rows_.image_pixels.divide(pixel);
+            unsigned row = pixel - image * rows_.image_pixels.divisor;
+            const int x = static_cast<int>(rows_.out_width.take(row)) * rows_.stride_w;
+            const int y = static_cast<int>(row) * rows_.stride_h;
+            visible_ = visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
+                       visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width) << kSideBits;
+            const uint32_t offset = (image - first_image) * static_cast<uint32_t>(rows_.x_image) +
+                                    static_cast<uint32_t>(y) * static_cast<uint32_t>(rows_.x_row) +
+                                    static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_.x_col);
+            offset_ = offset * Tile::kElementBytes;
+        }
+
+        // Bit i: whether begin + i * step is in [0, size), of the first `taps`.
+        static __device__ __forceinline__ uint32_t visible(int begin, int step, int taps, int size) {
+            uint32_t bits = 0;
+#pragma unroll 1
+            for (int tap = taps; tap-- > 0;) {
+                bits = bits * 2 + (static_cast<unsigned>(begin + tap * step) < static_cast<unsigned>(size));
+            }
+            return bits;
+        }
+    };
+};
+
+}  // namespace fxfuse
