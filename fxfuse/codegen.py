@@ -48,6 +48,8 @@ def statements(expression: Expr) -> list[str]:
             case Call(op, args):
                 name = f"v{len(lines)}"
                 temporaries, code = ops.expand_code(ops.row(op), [text[arg] for arg in args], name)
+                if op == "div" and _has_inverse(args[1]):
+                    code = f"divide_by_constant({text[args[0]]}, {text[args[1]]})"
                 if code in text.values():  # a row without arithmetic of its own
                     text[node] = code
                     continue
@@ -55,6 +57,11 @@ def statements(expression: Expr) -> list[str]:
                 lines.append(f"const {'bool' if ops.row(op).boolean else 'float'} {name} = {code};")
                 text[node] = name
     return [*lines, f"return {text[expression]};"]
+
+
+def _has_inverse(node: Expr) -> bool:
+    """Whether it is a number of which both itself and its inverse are normal floats: division can be multiplication."""
+    return isinstance(node, Const) and 2.0**-126 <= abs(float(node.value)) <= 2.0**126
 
 
 def function(expression: Expr, operand_count: int, qualifiers: str) -> str:

@@ -128,17 +128,18 @@ def direct(of: Conv2dProblem) -> list[Kernel]:
     return [kernel for kernel in candidates(of) if kernel.type.startswith("Conv2dDirect<")]
 
 
-def test_direct_kernels_know_whether_rows_are_aligned() -> None:
-    for case, aligned in (
-        (problem(), "true"),
-        (problem(size=(55, 55)), "false"),
-        (problem(alignment=4), "false"),
-        (problem(size=(60, 60)), "true"),
-        (problem(size=(60, 60), precision="bf16"), "false"),  # 120 bytes
-        (problem(precision="bf16"), "true"),
-        (replace(problem(), x_strides=nchw(64, 60, 60)), "true"),  # a slice whose rows are aligned
+def test_direct_kernels_know_how_rows_are_aligned() -> None:
+    for case, skew in (
+        (problem(), "0"),
+        (problem(padding=1), "3"),  # the leftmost pixel is one before a multiple of 16 bytes
+        (problem(padding=1, precision="bf16"), "7"),
+        (problem(size=(55, 55)), "kAnySkew"),
+        (problem(alignment=4), "kAnySkew"),
+        (problem(size=(60, 60)), "0"),
+        (problem(size=(60, 60), precision="bf16"), "kAnySkew"),  # 120 bytes
+        (replace(problem(), x_strides=nchw(64, 60, 60)), "0"),  # a slice whose rows are aligned
     ):
-        assert {kernel.type.split("Config<")[1].split(">")[0].split(", ")[-1] for kernel in direct(case)} == {aligned}
+        assert {kernel.type.split("Config<")[1].split(">")[0].split(", ")[-1] for kernel in direct(case)} == {skew}
 
 
 def test_few_channels_keep_their_filters_in_shared_memory() -> None:

@@ -41,6 +41,10 @@ class Function:
     """Arguments of which the bound holds."""
 
 
+def F32(number):
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 def gelu(x):
     return x * 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
 
@@ -65,6 +69,10 @@ def tanhshrink(x):
 
 # The bounds of functions whose value changes faster than their argument, relatively, hold where it does not.
 FUNCTIONS = [
+    Function("acc / 6.0", lambda x: x / 6.0, ulps=0.5),
+    Function("acc / -0.75", lambda x: x / -0.75, ulps=0.5),
+    Function("acc / 1e-30", lambda x: x / F32(1e-30), ulps=0.5),
+    Function("acc / 1e30", lambda x: x / F32(1e30), ulps=0.5),
     Function("exp(acc)", torch.exp),
     Function("expm1(acc)", torch.expm1),
     Function("log(acc)", torch.log),

@@ -412,7 +412,8 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
             *(tile.blocks_per_multiprocessor, int(tile.resident)),
         )
-        config = f"{_MMA[problem.precision]}, {', '.join(map(str, numbers))}, {str(aligned).lower()}"
+        skew = str(-problem.padding[1] % (16 // size)) if aligned else "kAnySkew"
+        config = f"{_MMA[problem.precision]}, {', '.join(map(str, numbers))}, {skew}"
         cpp = f"Conv2dDirect<Conv2dDirectConfig<{config}>, {{output}}, {{epilogue}}>"
         kernel = Kernel(
             f"conv2d direct 3x3 {problem.precision} {tile.name}",

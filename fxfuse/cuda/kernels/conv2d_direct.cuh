@@ -23,14 +23,17 @@
 
 namespace fxfuse {
 
+constexpr int kAnySkew = -1;
+
 // A warp computes 16 * kMmasM filters of kWarpRows rows of 8 * kMmasN pixels. kWarpsM x kWarpsY x kWarpsX warps share
 // a patch; kImages patches, of as many images, make up a tile where feature maps are small.
 // kBlocksPerSm: how many blocks the register allocation must leave room for.
 // kResidentChunks: if not 0, all filters that a block needs are packed by itself and stay in shared memory, up to
 // kChannels * kResidentChunks channels of them. If 0, they are packed into the workspace and streamed.
-// kAlignedRows: whether all rows of x start at multiples of 16 bytes.
-template <class Mma_, int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_, int kStages_,
-          int kBlocksPerSm_, int kResidentChunks_, bool kAlignedRows_>
+// kSkew: how many pixels after a multiple of 16 bytes the leftmost pixel stands that a tile needs, if all rows of x
+// start at multiples of 16 bytes; else kAnySkew.
+template <class Mma_, int kMmasM_, int kWarpRows_, int kMmasN_, int kWarpsM_, int kWarpsY_, int kWarpsX_, int kImages_,
+          int kStages_, int kBlocksPerSm_, int kResidentChunks_, int kSkew_>
 struct Conv2dDirectConfig {
     using Mma = Mma_;
     using Element = typename Mma::Element;
@@ -40,7 +43,8 @@ struct Conv2dDirectConfig {
     static constexpr int kMmasM = kMmasM_, kWarpRows = kWarpRows_, kMmasN = kMmasN_;
     static constexpr int kWarpsM = kWarpsM_, kWarpsY = kWarpsY_, kWarpsX = kWarpsX_, kImages = kImages_;
     static constexpr int kStages = kStages_, kBlocksPerSm = kBlocksPerSm_, kResidentChunks = kResidentChunks_;
-    static constexpr bool kAlignedRows = kAlignedRows_;
+    static constexpr int kSkew = kSkew_;
+    static constexpr bool kAlignedRows = kSkew != kAnySkew;
     static_assert(kStages == 2 || (kStages == 3 && !kPairs), "PatchCopy remembers what it copied two stages ago");
     // Whether the stage after the one in use is complete, too, so that its first fragments are read before the barrier.
     static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0;
@@ -51,6 +55,18 @@ struct Conv2dDirectConfig {
     static constexpr int kWords = kMmaBytesOfK / 4, kChannels = kMmaBytesOfK / kSize;  // per stage
     static constexpr int kFilterTile = kWarpsM * kMmasM * kMmaM;
     static constexpr int kTileRows = kWarpsY * kWarpRows, kTileCols = kWarpsX * kMmasN * kMmaN;
+
+    // The skew of a row of words: interleaving removes it where it is not the same for all.
+    static constexpr int kWordSkew = kPairs && !kAlignedRows ? 0 : kSkew;
+    static constexpr bool kAlignedWords = kWordSkew != kAnySkew;
+
+    // Column c of a warp's n-th instruction is this pixel of its row. Single pixels that stand kWindow apart share few
+    // banks: where they are not aligned, so that they are read one by one, it is 2.
+    static constexpr int kWindow = kAlignedWords && kMmasN % 4 == 0 ? 4 : 2;
+    static_assert(kMmasN % kWindow == 0);
+    static __device__ __forceinline__ constexpr int pixel(int n, int c) {
+        return (n / kWindow * kMmaN + c) * kWindow + n % kWindow;
+    }
 
     // A row of the patch is copied from a multiple of 16 bytes in x, up to 3 columns early, or 7 of 16 bits.
     static constexpr int kPatchRows = kTileRows + kKernel - 1, kPatchCols = kTileCols + 2 * (16 / kSize);
@@ -71,10 +87,12 @@ struct Conv2dDirectConfig {
     static_assert(kSharedBytes <= 163 * 1024, "an A100 block's limit");
 
     // Accumulators leave through the stage that was multiplied last, 16 or 8 filters of every warp at a time. Rows are
-    // 4 columns longer, because spans of outputs start up to 3 late (see `lead`). A warp writes 8 filters x 4 pairs of
-    // pixels at once: filters are 8 or 24 banks apart.
+    // 4 columns longer, because spans of outputs start up to 3 late (see Span). Half a warp writes 4 filters x 4 pairs
+    // of pixels at once: two share a bank, and no fewer could, because spans are multiples of 16 bytes.
     static constexpr int kStagedCols = kTileCols + 4, kUnpaddedSpanPitch = kTileRows * kStagedCols;
-    static constexpr int kSpanPitch = kUnpaddedSpanPitch + (40 - kUnpaddedSpanPitch % 16) % 16;
+    static constexpr int kSpanPitch =
+        kWindow == 4 ? kUnpaddedSpanPitch + (12 - kUnpaddedSpanPitch % 8) % 8
+                     : kUnpaddedSpanPitch + (48 - kUnpaddedSpanPitch % 32) % 32;
     static constexpr int kHalfSliceBytes = kWarpsM * 8 * kImages * kSpanPitch * 4;
     static constexpr int kRoom = kUsedBytes - 32;  // spans are read in pieces of up to 8 elements
     static constexpr int kHalvesPerSlice = 2 * kHalfSliceBytes <= kRoom ? 2 : 1;
@@ -112,6 +130,8 @@ struct Conv2dDirect {
     static constexpr int kTensors = kResident ? 3 : 4;  // x, w, out, workspace
     static constexpr int kMmasM = Config::kMmasM, kMmasN = Config::kMmasN, kKernel = Config::kKernel;
     static constexpr int kWarpRows = Config::kWarpRows, kThreads = Config::kThreads;
+    static constexpr int kInputRows = kWarpRows + kKernel - 1;
+    static constexpr int kWindow = Config::kWindow;
     using PatchCopy = detail::PatchCopy<Config>;
     using PatchRow = detail::PatchRow<Element>;
     using PatchWords = detail::PatchWords<Config>;
@@ -141,11 +161,11 @@ struct Conv2dDirect {
         for (unsigned index = blockIdx.x; index < tiles.count; index += gridDim.x) {
             Sum sum = {};
             const uint32_t skews = Skews::of(problem, Tile(problem, tiles, index), x);
-            Ahead ahead;
+            Operands operands;
             for (int chunk = 0; chunk < stream.chunks(); ++chunk) {
                 stream.complete(Config::kReadsAhead ? next_stage(use) : use);
                 __syncthreads();  // everyone's copies are complete, and everyone has read the stage before
-                multiply(sum, ahead, stream, shared, use, chunk, skews);
+                multiply(sum, operands, stream, shared, use, chunk, skews);
                 use = next_stage(use);
             }
             __syncthreads();  // everyone has read the last stage
@@ -302,9 +322,12 @@ private:
         template <int kSlots>
         __device__ __forceinline__ void work(int slot) const {
             constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
+            // Where reads of shared memory have come before, ptxas puts three idle instructions before a copy, but not
+            // before those that follow it directly.
+            constexpr int kGroup = 6, kGroups = (kUnits + kGroup - 1) / kGroup;
 #pragma unroll
             for (int unit = 0; unit < kUnits; ++unit) {
-                if (unit * kCopySlots / kUnits == slot) copy(unit);
+                if (unit / kGroup * kCopySlots / kGroups == slot) copy(unit);
             }
             if constexpr (kPairs) {
 #pragma unroll
@@ -366,24 +389,19 @@ private:
         }
     };
 
-    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each. Rows that start at multiples
-    // of 16 bytes all start alike; other rows of words that were interleaved have no skew. Else it is the same for
-    // channels that are 4 apart, so for all that a lane reads.
+    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each, unless it is known beforehand.
+    // It is the same for channels that are 4 apart, so for all that a lane reads.
     struct Skews {
-        static constexpr int kRows = kWarpRows + kKernel - 1;
-        static constexpr bool kAlike = Config::kAlignedRows || Config::kPairs;
-        static_assert(2 * kRows <= 32);
+        static_assert(2 * kInputRows <= 32);
 
         static __device__ __forceinline__ uint32_t of(const Problem& problem, const Tile& tile, const Element* x) {
-            if constexpr (Config::kAlignedRows) {
-                return PatchRow::aligned_skew(problem, tile);
-            } else if constexpr (kAlike) {
+            if constexpr (Config::kAlignedWords) {
                 return 0;
             } else {
                 const Warp warp(threadIdx.x);
                 uint32_t skews = 0;
 #pragma unroll
-                for (int y = 0; y < kRows; ++y) {
+                for (int y = 0; y < kInputRows; ++y) {
                     const PatchRow row(problem, x, tile, static_cast<int>(threadIdx.x) % 4, warp.image, warp.row + y);
                     skews |= static_cast<uint32_t>(row.skew()) << (2 * y);
                 }
@@ -391,83 +409,148 @@ private:
             }
         }
         static __device__ __forceinline__ int of_row(uint32_t skews, int y) {
-            return kAlike ? 0 : static_cast<int>(skews >> (2 * y) & 3);
+            return Config::kAlignedWords ? 0 : static_cast<int>(skews >> (2 * y) & 3);
         }
     };
 
-    // What a chunk is begun with.
-    struct Ahead {
-        typename Mma::A a[kMmasM];
-        typename Mma::B b[kMmasN];
+    // A row of a warp's pixels in registers. A lane's columns of kWindow instructions are adjacent pixels: with the two
+    // after them, they are what it needs for all columns of the filter, in one or two reads.
+    struct Pixels {
+        static constexpr int kLength = kWindow + kKernel - 1, kSkew = Config::kWordSkew;
+
+        typename Mma::B window[kMmasN / kWindow][kLength];
+
+        // Of instruction n, for the filter's column s.
+        __device__ __forceinline__ const typename Mma::B& operand(int n, int s) const {
+            return window[n / kWindow][n % kWindow + s];
+        }
+
+        // `first`: the pixel of column 0 in the patch; if rows are aligned, the aligned one before it.
+        __device__ __forceinline__ void load(const uint32_t* first) {
+#pragma unroll
+            for (int i = 0; i < kMmasN / kWindow; ++i) {
+                uint32_t raw[2][kLength];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    read(raw[half], first + i * (kWindow * kMmaN) + half * 4 * Config::kChannelPitch);
+                }
+#pragma unroll
+                for (int j = 0; j < kLength; ++j) window[i][j] = Mma::make_b({apart(raw[0][j]), apart(raw[1][j])});
+            }
+        }
+
+    private:
+        // The addition changes nothing but the sign of zero. Without it, ptxas leaves in place what a wide read has
+        // brought, rounded or not, and moves it to the pair of registers that an instruction takes at each of its uses.
+        static __device__ __forceinline__ uint32_t apart(uint32_t bits) {
+            if constexpr (Config::kPairs) {
+                using Two = typename Mma::Two;
+                const uint32_t zero = 0;
+                const Two sum = __hadd2(reinterpret_cast<const Two&>(bits), reinterpret_cast<const Two&>(zero));
+                return reinterpret_cast<const uint32_t&>(sum);
+            }
+#if __CUDA_ARCH__ >= 900
+            if constexpr (Config::kAlignedWords) return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
+#endif
+            return bits;
+        }
+
+        static __device__ __forceinline__ void read(uint32_t (&raw)[kLength], const uint32_t* first) {
+            if constexpr (Config::kAlignedWords) {
+#pragma unroll
+                for (int piece = 0; piece < kSkew + kLength; piece += kWindow) {
+                    read_piece(raw, first, piece, max(piece, kSkew), min(piece + kWindow, kSkew + kLength));
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < kLength; ++j) raw[j] = first[j];
+            }
+        }
+
+        // Those from `begin` to `end` of the kWindow pixels from `piece` on, which stand at a multiple of kWindow words.
+        static __device__ __forceinline__ void read_piece(uint32_t (&raw)[kLength], const uint32_t* first, int piece,
+                                                          int begin, int end) {
+            if (end - begin == 1) {
+                raw[begin - kSkew] = first[begin];
+            } else if (begin < end && end - begin <= 2 && begin % 2 == 0) {
+                const uint2 two = *reinterpret_cast<const uint2*>(first + begin);
+                raw[begin - kSkew] = two.x;
+                raw[begin + 1 - kSkew] = two.y;
+            } else if (begin < end) {
+                const uint4 four = *reinterpret_cast<const uint4*>(first + piece);
+                const uint32_t value[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int j = begin; j < end; ++j) raw[j - kSkew] = value[j - piece];
+            }
+        }
     };
 
-    // One row of the filters' column s, for the stage whose fragments are at `w`.
-    static __device__ __forceinline__ void load_filters(typename Mma::A (&a)[kMmasM], const uint4* w, int s, int r) {
+    // What the next products take.
+    struct Operands {
+        typename Mma::A a[kMmasM];
+        Pixels rows[kInputRows];
+    };
+
+    static __device__ __forceinline__ typename Mma::A load_filters(const uint4* w, int tap, int m) {
+        const uint4 raw = w[Fragments::index(tap % kKernel, tap / kKernel, m) * 32];
+        return {{raw.x, raw.y, raw.z, raw.w}};
+    }
+
+    // Multiplies the stage at `use`. Operands are read as soon as the registers are free that they go to, and what else
+    // there is to do with the stages is spread over the multiplications: together after the barrier, it would keep the
+    // tensor cores waiting.
+    static __device__ __forceinline__ void multiply(Sum& sum, Operands& operands, Stream& stream,
+                                                    const unsigned char* shared, uint32_t use, int chunk,
+                                                    uint32_t skews) {
+        constexpr int kSlots = Config::kTaps * kMmasM;
+        constexpr int kRowsAhead = kKernel - 1;  // rows of the next stage for which there is room in the end
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const Warp warp(threadIdx.x);
+        const int x_offset = lane % 4 * Config::kChannelPitch + warp.image * Config::kImagePitch +
+                             warp.row * Config::kPatchCols + warp.col + lane / 4 * kWindow;
+        const int w_offset = warp.m * kMmasM * 32 + lane;
+        const auto pixels = [&](uint32_t stage, int y) {
+            return reinterpret_cast<const uint32_t*>(shared + stage) + x_offset + y * Config::kPatchCols +
+                   Skews::of_row(skews, y);
+        };
+        const auto filters = [&](uint32_t stage) {
+            const unsigned char* first = kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
+                                                   : shared + stage + Config::kPatchBytes;
+            return reinterpret_cast<const uint4*>(first) + w_offset;
+        };
+        const bool ahead = Config::kReadsAhead && chunk > 0;  // whether the stage before has begun this one
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
-            const uint4 raw = w[Fragments::index(s, r, m) * 32];
-            a[m] = {{raw.x, raw.y, raw.z, raw.w}};
+            if (!ahead) operands.a[m] = load_filters(filters(use), 0, m);
         }
-    }
-
-    static __device__ __forceinline__ void load_pixels(typename Mma::B (&b)[kMmasN], const uint32_t* row) {
 #pragma unroll
-        for (int n = 0; n < kMmasN; ++n) {
-            b[n] = Mma::make_b({row[n * kMmaN], row[n * kMmaN + 4 * Config::kChannelPitch]});
-        }
-    }
-
-    // Multiplies the stage at `use`. What else there is to do with the stages is spread over the multiplications:
-    // together after the barrier, it would keep the tensor cores waiting.
-    static __device__ __forceinline__ void multiply(Sum& sum, Ahead& ahead, Stream& stream, const unsigned char* shared,
-                                                    uint32_t use, int chunk, uint32_t skews) {
-        constexpr int kInputRows = kWarpRows + kKernel - 1, kSlots = kKernel * kInputRows;
-        const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, in_group = lane % 4;
-        const Warp warp(threadIdx.x);
-        const int x_offset = in_group * Config::kChannelPitch + warp.image * Config::kImagePitch +
-                             warp.row * Config::kPatchCols + warp.col + group +
-                             (Skews::kAlike ? static_cast<int>(skews) : 0);
-        const int w_offset = warp.m * kMmasM * 32 + lane;
-        const uint32_t* x = reinterpret_cast<const uint32_t*>(shared + use) + x_offset;
-        const unsigned char* filters = kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
-                                                 : shared + use + Config::kPatchBytes;
-        const uint4* w = reinterpret_cast<const uint4*>(filters) + w_offset;
-        if (!Config::kReadsAhead || chunk == 0) {
-            load_filters(ahead.a, w, 0, 0);
-            load_pixels(ahead.b, x + Skews::of_row(skews, 0));
+        for (int y = 0; y < kWarpRows; ++y) {
+            if (!ahead || y >= kRowsAhead) operands.rows[y].load(pixels(use, y));
         }
 
 #pragma unroll
-        for (int s = 0; s < kKernel; ++s) {
-            typename Mma::A a[kKernel][kMmasM];  // row r of the filters is used for input rows r to r + kWarpRows - 1
+        for (int tap = 0; tap < Config::kTaps; ++tap) {
+            const int r = tap / kKernel, s = tap % kKernel;
+            if (r < kKernel - 1) {
+                if (s == 1) operands.rows[r + kWarpRows].load(pixels(use, r + kWarpRows));
+            } else if (Config::kReadsAhead && s < kRowsAhead) {  // after the last chunk in vain
+                operands.rows[s].load(pixels(next_stage(use), s));
+            }
 #pragma unroll
-            for (int y = 0; y < kInputRows; ++y) {
-                const int slot = s * kInputRows + y;
-                typename Mma::B b[kMmasN];
-                if (slot == 0) {
+            for (int m = 0; m < kMmasM; ++m) {
 #pragma unroll
-                    for (int m = 0; m < kMmasM; ++m) a[0][m] = ahead.a[m];
-#pragma unroll
-                    for (int n = 0; n < kMmasN; ++n) b[n] = ahead.b[n];
-                } else {
-                    if (y < kKernel) load_filters(a[y], w, s, y);
-                    load_pixels(b, x + y * Config::kPatchCols + s + Skews::of_row(skews, y));
-                }
-                if (Config::kReadsAhead && slot == kSlots - 1) {  // of the next stage; after the last chunk in vain
-                    const unsigned char* next = shared + next_stage(use);
-                    load_filters(ahead.a, reinterpret_cast<const uint4*>(next + Config::kPatchBytes) + w_offset, 0, 0);
-                    load_pixels(ahead.b, reinterpret_cast<const uint32_t*>(next) + x_offset + Skews::of_row(skews, 0));
-                }
-#pragma unroll
-                for (int r = 0; r < kKernel; ++r) {
-                    if (y - r < 0 || y - r >= kWarpRows) continue;
+                for (int y = 0; y < kWarpRows; ++y) {
 #pragma unroll
                     for (int n = 0; n < kMmasN; ++n) {
-#pragma unroll
-                        for (int m = 0; m < kMmasM; ++m) Mma::template product<0>(sum[y - r][m][n], a[r][m], b[n]);
+                        Mma::template product<0>(sum[y][m][n], operands.a[m], operands.rows[r + y].operand(n, s));
                     }
                 }
-                stream.template work<kSlots>(slot);
+                if (tap < Config::kTaps - 1) {
+                    operands.a[m] = load_filters(filters(use), tap + 1, m);
+                } else if (Config::kReadsAhead) {
+                    operands.a[m] = load_filters(filters(next_stage(use)), 0, m);
+                }
+                stream.template work<kSlots>(tap * kMmasM + m);
             }
         }
         ptx::cp_async_commit();
@@ -477,90 +560,106 @@ private:
     // How a tile of outputs lies in memory: as spans of consecutive ones, each whole rows of one image and filter, or,
     // if the tile is narrower than the image, one row.
     struct Spans {
-        static constexpr int kFilters = Config::kWarpsM * 8 * Config::kHalvesPerSlice;  // of a slice
+        static constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;  // filters of a slice that a warp has computed
+        static constexpr int kFilters = Config::kWarpsM * kOfWarp;   // of a slice
+        static constexpr int kCount = Config::kImages * kFilters;
         static constexpr int kLongest = Config::kTileRows * Config::kTileCols;
 
         bool whole_rows;
         int rows, length, pitch;  // pitch: between staged rows
-        int64_t plane;            // outputs of a channel
+        int width;                // outputs of a row
+        uint32_t plane;           // of a channel
+        int64_t image;            // of an image
         int64_t first;            // the tile's first output
         uint32_t place;           // its address in units of Output, modulo 2^32
+        int filters, images;      // that exist, from there
 
-        __device__ __forceinline__ Spans(const Problem& problem, const Tile& tile, const Output* out) {
-            const int out_width = static_cast<int>(problem.out_width);
-            const int cols = min(Config::kTileCols, out_width - tile.col);
+        __device__ __forceinline__ Spans(const Problem& problem, const Tile& tile, const Output* out)
+            : width(static_cast<int>(problem.out_width)),
+              plane(static_cast<uint32_t>(problem.out_height * problem.out_width)),
+              image(problem.out_channels * plane), filters(tile.filters) {
+            const int cols = min(Config::kTileCols, width - tile.col);
             rows = min(Config::kTileRows, static_cast<int>(problem.out_height) - tile.row);
-            whole_rows = cols == out_width;
+            whole_rows = cols == width;
             length = whole_rows ? rows * cols : cols;
-            pitch = whole_rows ? out_width : Config::kStagedCols;
-            plane = problem.out_height * problem.out_width;
-            first = (tile.image * problem.out_channels + tile.channel) * plane + tile.row * out_width + tile.col;
+            pitch = whole_rows ? width : Config::kStagedCols;
+            first = tile.image * image + tile.channel * static_cast<int64_t>(plane) + tile.row * width + tile.col;
             place = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out) / sizeof(Output) + first);
+            images = static_cast<int>(min(problem.images - tile.image, static_cast<int64_t>(Config::kImages)));
         }
 
         // Whether a span may have no 16 bytes that are aligned.
         __device__ __forceinline__ bool short_ones() const { return length < 2 * kVector - 1; }
 
-        // Which of the tile's filters is the index-th of a slice.
+        // Which of the tile's filters is the index-th of a slice, and in which image.
         static __device__ __forceinline__ int filter(int slice, int index) {
-            constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;
-            return index / kOfWarp * (kMmasM * kMmaM) + slice * kOfWarp + index % kOfWarp;
+            if constexpr (Config::kImages > 1) index %= kFilters;
+            const int warp = Config::kWarpsM == 1 ? 0 : index / kOfWarp;
+            return warp * (kMmasM * kMmaM - kOfWarp) + slice * kOfWarp + index;
+        }
+        static __device__ __forceinline__ int image_of(int index) {
+            return Config::kImages == 1 ? 0 : index / kFilters;
         }
     };
 
-    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row.
+    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row. Its number in the
+    // slice is `index` + `more`; with `more` it is still a filter of the same warp and image.
     struct Span {
         int row, image, filter;  // in the tile
-        int64_t offset;          // from the first output of the tile
-        uint32_t place;          // as in Spans, of the span's first output
-        int staged;              // where that is staged: aligned to 16 bytes as its place in memory is
+        bool exists;
+        int64_t offset;  // from the first output of the tile
+        int head;        // outputs before the first that is aligned to 16 bytes
+        int staged;      // where its first output is staged: aligned to 16 bytes as its place in memory is
 
-        __device__ __forceinline__ Span(const Problem& problem, const Spans& spans, int slice, int index, int image,
-                                        int row)
-            : row(row), image(image), filter(Spans::filter(slice, index)) {
-            offset = (image * problem.out_channels + filter) * spans.plane;
-            if (!spans.whole_rows) offset += row * problem.out_width;
-            place = spans.place + static_cast<uint32_t>(offset);
-            staged = (image * Spans::kFilters + index) * Config::kSpanPitch + row * spans.pitch +
-                     static_cast<int>(place % 4);
+        // What depends on `more` and on `index` is added up apart: the one is the same for all spans of a thread.
+        __device__ __forceinline__ Span(const Spans& spans, int slice, int index, int more, int row)
+            : row(row), image(Spans::image_of(index)) {
+            const int first = Spans::filter(slice, index), before = spans.whole_rows ? 0 : row * spans.width;
+            filter = first + more;
+            exists = first < spans.filters - more && (Config::kImages == 1 || image < spans.images);
+            offset = times(more, spans.plane) + before + times(first, spans.plane);
+            if constexpr (Config::kImages > 1) offset += image * spans.image;
+            uint32_t place = spans.place + more * spans.plane + before + static_cast<uint32_t>(first) * spans.plane;
+            if constexpr (Config::kImages > 1) place += static_cast<uint32_t>(image * spans.image);
+            head = static_cast<int>(-place % kVector);
+            staged = more * Config::kSpanPitch + row * spans.pitch + static_cast<int>(place % 4) +
+                     index * Config::kSpanPitch;
         }
 
-        __device__ __forceinline__ bool exists(const Problem& problem, const Tile& tile) const {
-            return filter < tile.filters && tile.image + image < problem.images;
+        static __device__ __forceinline__ int64_t times(int number, uint32_t plane) {
+            return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * plane);
         }
-        // Outputs before the first that is aligned to 16 bytes.
-        __device__ __forceinline__ int head() const { return static_cast<int>(-place % kVector); }
+
         // Of its first output; if the span does not exist, of one that does.
-        __device__ __forceinline__ Position position(const Problem& problem, const Tile& tile) const {
-            const bool real = exists(problem, tile);
-            return {tile.image + (real ? image : 0), tile.channel + (real ? filter : 0),
-                    (tile.row + row) * problem.out_width + tile.col};
+        __device__ __forceinline__ Position position(const Tile& tile, const Spans& spans) const {
+            return {tile.image + (exists ? image : 0), tile.channel + (exists ? filter : 0),
+                    (tile.row + row) * spans.width + tile.col};
         }
     };
 
     // Writes a slice of the accumulators to `staged`, kTogether columns at once.
     template <int kTogether>
-    static __device__ __forceinline__ void stage(const Problem& problem, const Sum& sum, int slice, const Spans& spans,
-                                                 float* staged) {
+    static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const Warp warp(threadIdx.x);
-        const int cols = spans.whole_rows ? spans.pitch : spans.length;
+        const int cols = spans.whole_rows ? spans.width : spans.length;
 #pragma unroll
-        for (int i = 0; i < Config::kHalvesPerSlice; ++i) {
-            const int half = slice * Config::kHalvesPerSlice + i, m = half / 2;
-            const int index = (warp.m * Config::kHalvesPerSlice + i) * 8 + lane / 4;
+        for (int y = 0; y < kWarpRows; ++y) {
+            const int index = warp.image * Spans::kFilters + warp.m * Spans::kOfWarp;
+            float* row = staged + Span(spans, slice, index, lane / 4, warp.row + y).staged;
 #pragma unroll
-            for (int y = 0; y < kWarpRows; ++y) {
-                float* row = staged + Span(problem, spans, slice, index, warp.image, warp.row + y).staged;
+            for (int i = 0; i < Config::kHalvesPerSlice; ++i) {
+                const int half = slice * Config::kHalvesPerSlice + i, m = half / 2;
 #pragma unroll
-                for (int n = 0; n < kMmasN; ++n) {
-                    const int col = warp.col + n * kMmaN + lane % 4 * 2;
-                    const float first = sum[y][m][n][half % 2 * 2], second = sum[y][m][n][half % 2 * 2 + 1];
+                for (int pair = 0; pair < kMmasN; ++pair) {
+                    const int n = pair / 2 * 2, column = pair % 2, d = half % 2 * 2 + column;
+                    const int col = warp.col + Config::pixel(n, lane % 4 * 2 + column);
+                    float* to = row + i * 8 * Config::kSpanPitch + col;
                     if constexpr (kTogether == 2) {
-                        if (col < cols) *reinterpret_cast<float2*>(row + col) = make_float2(first, second);
+                        if (col < cols) *reinterpret_cast<float2*>(to) = {sum[y][m][n][d], sum[y][m][n + 1][d]};
                     } else {
-                        if (col < cols) row[col] = first;
-                        if (col + 1 < cols) row[col + 1] = second;
+                        if (col < cols) to[0] = sum[y][m][n][d];
+                        if (col + 1 < cols) to[1] = sum[y][m][n + 1][d];
                     }
                 }
             }
@@ -592,7 +691,7 @@ private:
         __device__ __forceinline__ Integer offset(const Problem& problem, int index, int image, int row) const {
             const Integer filters = image * static_cast<Integer>(problem.out_channels) + filter(index);
             const Integer start = filters * static_cast<Integer>(spans.plane);
-            return spans.whole_rows ? start : start + row * static_cast<Integer>(problem.out_width);
+            return spans.whole_rows ? start : start + row * static_cast<Integer>(spans.width);
         }
         // Outputs from the last one that is aligned to 16 bytes to the span's first.
         __device__ __forceinline__ int misaligned(const Problem& problem, int index, int image, int row) const {
@@ -600,7 +699,7 @@ private:
         }
         // Where a row of a span is staged: aligned to 16 bytes as the span's place in memory is.
         __device__ __forceinline__ int staged(const Problem& problem, int index, int image, int row) const {
-            return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.pitch : kCols) +
+            return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.width : kCols) +
                    misaligned(problem, index, image, row);
         }
     };
@@ -626,8 +725,8 @@ private:
         const uint32_t thread = ptx::read_thread_index();
         const int lane = static_cast<int>(thread % 32);
         const Warp warp(thread);
-        const int cols = spans.whole_rows ? spans.pitch : spans.length;
-        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+        const int cols = spans.whole_rows ? spans.width : spans.length;
+        const bool in_pairs = (spans.place | spans.width) % 2 == 0;
         const auto operands_of = [&](int half) {
             const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
             return epilogue.template load<Runs::kAnywhere, kValues>(
@@ -649,9 +748,11 @@ private:
                 const int row = warp.row + y;
                 Output* to = staged + slice.staged(problem, index, warp.image, row);
 #pragma unroll
-                for (int n = 0; n < kMmasN; ++n) {
-                    const int col = warp.col + n * kMmaN + lane % 4 * 2;
-                    const float first = value[(y * kMmasN + n) * 2], second = value[(y * kMmasN + n) * 2 + 1];
+                for (int pair = 0; pair < kMmasN; ++pair) {
+                    const int n = pair / 2 * 2, column = pair % 2;
+                    const int col = warp.col + Config::pixel(n, lane % 4 * 2 + column);
+                    const float first = value[(y * kMmasN + n) * 2 + column];
+                    const float second = value[(y * kMmasN + n + 1) * 2 + column];
                     if (in_pairs) {
                         if (col < cols) *reinterpret_cast<uint32_t*>(to + col) = pack_two<Output>(first, second);
                     } else {
@@ -675,7 +776,7 @@ private:
         const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
         const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
         const bool aligned =
-            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
+            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : spans.width)) % kVector) == 0;
 #pragma unroll 1
         for (int number = thread / kLanes; number < count; number += kAtOnce * kTogether) {
             int from[kTogether], head[kTogether];
@@ -734,7 +835,7 @@ private:
             }
             return;
         }
-        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+        const bool in_pairs = (spans.place | spans.width) % 2 == 0;
         out += spans.first;
         // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
 #pragma unroll 1
@@ -745,106 +846,108 @@ private:
             for (int known = 0; known < Config::kSlices; ++known) {  // registers cannot be indexed
                 if (slice != known) continue;
                 if (in_pairs) {
-                    stage<2>(problem, sum, known, spans, staged);
+                    stage<2>(sum, known, spans, staged);
                 } else {
-                    stage<1>(problem, sum, known, spans, staged);
+                    stage<1>(sum, known, spans, staged);
                 }
             }
             __syncthreads();
             const int rows = spans.whole_rows ? 1 : spans.rows;
             for (int row = 0; row < rows; ++row) {
-                store_ends(problem, tile, spans, slice, row, staged, out, epilogue);
-                store_runs(problem, tile, spans, slice, row, staged, out, epilogue);
+                store_ends(tile, spans, slice, row, staged, out, epilogue);
+                store_runs(tile, spans, slice, row, staged, out, epilogue);
             }
         }
     }
 
-    // The part of a slice's spans that fills whole, aligned 16 bytes.
-    static __device__ __forceinline__ void store_runs(const Problem& problem, const Tile& tile, const Spans& spans,
-                                                      int slice, int row, const float* staged, Output* out,
-                                                      const Epilogue& epilogue) {
+    // The part of a slice's spans that fills whole, aligned 16 bytes: a run of 16 bytes per lane and pass.
+    static __device__ __forceinline__ void store_runs(const Tile& tile, const Spans& spans, int slice, int row,
+                                                      const float* staged, Output* out, const Epilogue& epilogue) {
         // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
         constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
         constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
         constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
-        constexpr int kAtOnce = kThreads / kLanes, kSpans = Spans::kFilters * Config::kImages;
+        constexpr int kPass = kLanes * kVector, kMostPasses = (Spans::kLongest + kPass - 1) / kPass;
+        constexpr int kAtOnce = kThreads / kLanes;
+        static_assert(Spans::kOfWarp % kAtOnce == 0 && Spans::kCount % kAtOnce == 0);
         // Runs and what operands hold take registers, of which a multiprocessor has 65536.
         constexpr int kRegisters = 65536 / (kThreads * Config::kBlocksPerSm);
-        constexpr int kMost = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
-        constexpr int kTogether = kSpans / kAtOnce > kMost ? kMost : kSpans / kAtOnce;
-        static_assert(kTogether > 0 && kSpans % (kAtOnce * kTogether) == 0);
-        const int thread = static_cast<int>(threadIdx.x);
+        constexpr int kRunsTogether = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
+        constexpr int kPasses = kMostPasses < kRunsTogether ? kMostPasses : kRunsTogether;
+        constexpr int kMostSpans = Spans::kCount / kAtOnce, kSpansTogether = kRunsTogether / kPasses;
+        constexpr int kSpans = kSpansTogether < kMostSpans ? kSpansTogether : kMostSpans;
+        static_assert(Spans::kCount % (kAtOnce * kSpans) == 0);
+        const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
         if (spans.short_ones()) return;
 #pragma unroll 1
-        for (int number = thread / kLanes; number < kSpans; number += kAtOnce * kTogether) {
-            int first[kTogether], last[kTogether];  // columns of this lane's first run and of the span's last
-            bool exists[kTogether];
-            const float* source[kTogether];
-            Output* destination[kTogether];
-            Position at[kTogether];
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const int index = number + i * kAtOnce;
-                const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
-                const int head = span.head();
-                exists[i] = span.exists(problem, tile);
-                first[i] = head + thread % kLanes * kVector;
-                last[i] = head + (spans.length - head) / kVector * kVector - kVector;
-                source[i] = staged + span.staged;
-                destination[i] = out + span.offset;
-                at[i] = span.position(problem, tile);
-            }
-            // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by side,
-            // without a branch between them.
+        for (int index = 0; index < Spans::kCount; index += kAtOnce * kSpans) {
+            int begin = 0;
 #pragma unroll 1
-            for (int done = 0; done < spans.length; done += kLanes * kVector) {
-                alignas(16) float value[kTogether][kVector];
-                typename Epilogue::template Values<kVector, Position> operands[kTogether];
+            do {
+                alignas(16) float value[kSpans][kPasses][kVector];
+                typename Epilogue::template Values<kVector, Position> operands[kSpans][kPasses];
+                Output* destination[kSpans];
+                int end[kSpans];  // of the part of the span that is stored, from the lane's first run of the passes
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int64_t col = at[i].col + min(first[i] + done, last[i]);
-                    operands[i] =
-                        epilogue.template load<kRuns, kVector>(Position{at[i].batch, at[i].row, col}, kVector);
-                }
+                for (int i = 0; i < kSpans; ++i) {
+                    const Span span(spans, slice, index + i * kAtOnce, group, row);
+                    const Position at = span.position(tile, spans);
+                    const int first = begin + lane * kVector, whole = (spans.length - span.head) & -kVector;
+                    destination[i] = out + span.offset + span.head + first;
+                    end[i] = span.exists ? whole - first : 0;
+                    // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by
+                    // side, without a branch between them.
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float* from = source[i] + min(first[i] + done, last[i]);
+                    for (int pass = 0; pass < kPasses; ++pass) {
+                        const int col = span.head + min(first + pass * kPass, whole - kVector);
+                        operands[i][pass] = epilogue.template load<kRuns, kVector>(
+                            Position{at.batch, at.row, at.col + col}, kVector);
 #pragma unroll
-                    for (int j = 0; j < kVector; j += 4) {
-                        *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(from + j);
+                        for (int j = 0; j < kVector; j += 4) {
+                            *reinterpret_cast<float4*>(value[i][pass] + j) =
+                                *reinterpret_cast<const float4*>(staged + span.staged + col + j);
+                        }
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) epilogue.apply(value[i], operands[i]);
+                for (int i = 0; i < kSpans; ++i) {
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int col = first[i] + done;
-                    if (exists[i] && col <= last[i]) {
-                        store_run<Output, kVector, Runs::kAligned>(destination[i] + col, value[i], kVector);
+                    for (int pass = 0; pass < kPasses; ++pass) epilogue.apply(value[i][pass], operands[i][pass]);
+                }
+#pragma unroll
+                for (int i = 0; i < kSpans; ++i) {
+#pragma unroll
+                    for (int pass = 0; pass < kPasses; ++pass) {
+                        if (pass * kPass < end[i]) {
+                            Elements<Output, kVector> packed;
+                            packed.set(value[i][pass]);
+                            // In C++ the stores of two runs, interleaved, end as stores of 4 bytes.
+                            __stwb(reinterpret_cast<uint4*>(destination[i] + pass * kPass),
+                                   reinterpret_cast<const uint4&>(packed));
+                        }
                     }
                 }
-            }
+                begin += kPasses * kPass;
+            } while (kPasses * kPass < Spans::kLongest && begin < spans.length);
         }
     }
 
     // What is left of them: up to kVector - 1 outputs at either end, or all of short spans.
-    static __device__ __forceinline__ void store_ends(const Problem& problem, const Tile& tile, const Spans& spans,
-                                                      int slice, int row, const float* staged, Output* out,
-                                                      const Epilogue& epilogue) {
-        constexpr int kSpans = Spans::kFilters * Config::kImages;
+    static __device__ __forceinline__ void store_ends(const Tile& tile, const Spans& spans, int slice, int row,
+                                                      const float* staged, Output* out, const Epilogue& epilogue) {
         const bool aligned =
-            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
+            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : spans.width)) % kVector) == 0;
         if (aligned && !spans.short_ones()) return;
 #pragma unroll 1
-        for (int item = static_cast<int>(threadIdx.x); item < kSpans * 2 * kVector; item += kThreads) {
-            const int index = item / (2 * kVector), i = item % (2 * kVector);
-            const Span span(problem, spans, slice, index % Spans::kFilters, index / Spans::kFilters, row);
-            const int head = span.head(), tail = (spans.length - head) % kVector;
+        for (int item = static_cast<int>(threadIdx.x); item < Spans::kCount * 2 * kVector; item += kThreads) {
+            const int i = item % (2 * kVector);
+            const Span span(spans, slice, item / (2 * kVector), 0, row);
+            const int tail = (spans.length - span.head) % kVector;
             const bool in_tail = !spans.short_ones() && i >= kVector;
             const int col = in_tail ? spans.length - tail + i - kVector : i;
-            if (col >= (in_tail || spans.short_ones() ? spans.length : head) || !span.exists(problem, tile)) continue;
+            if (col >= (in_tail || spans.short_ones() ? spans.length : span.head) || !span.exists) continue;
             float value[1] = {staged[span.staged + col]};
-            Position at = span.position(problem, tile);
+            Position at = span.position(tile, spans);
             at.col += col;
             epilogue.apply(value, at, 1);
             out[span.offset + col] = from_float<Output>(value[0]);

@@ -210,9 +210,10 @@ template <>
 constexpr int kSmallProducts<SplitBf16> = 3;
 
 // What fp16 and bf16 share: the raw registers are the fragments.
-template <class T>
+template <class T, class Two_>
 struct Half {
     using Element = T;
+    using Two = Two_;  // that make up a register
     struct A {
         uint32_t value[4];
     };
@@ -225,7 +226,7 @@ struct Half {
     static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
 };
 
-struct Fp16 : Half<__half> {
+struct Fp16 : Half<__half, __half2> {
     static constexpr bool kGuarded = false;
     using Unguarded = Fp16;
 
@@ -235,7 +236,7 @@ struct Fp16 : Half<__half> {
     }
 };
 
-struct Bf16 : Half<__nv_bfloat16> {
+struct Bf16 : Half<__nv_bfloat16, __nv_bfloat162> {
     static constexpr bool kGuarded = false;
     using Unguarded = Bf16;
 
