@@ -336,7 +336,7 @@ DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.95),
     DirectTile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.3),
     DirectTile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.35),
-    DirectTile(2, 7, 2, (2, 2, 1), 1, 3, 2, 1.0),
+    DirectTile(4, 4, 2, (1, 4, 1), 1, 3, 2, 1.0),
 )
 
 HALF_DIRECT_TILES: Final = (
@@ -345,6 +345,7 @@ HALF_DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
     DirectTile(4, 2, 4, (1, 2, 2), 1, 2, 2, 1.3),
     DirectTile(4, 2, 4, (2, 2, 1), 1, 2, 2, 1.35),
+    DirectTile(4, 4, 2, (1, 4, 1), 1, 2, 2, 1.0),
 )
 """For 16-bit elements, whose patches take twice the shared memory until they are interleaved."""
 

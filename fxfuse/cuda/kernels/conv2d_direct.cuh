@@ -503,7 +503,8 @@ private:
                                                     const unsigned char* shared, uint32_t use, int chunk,
                                                     uint32_t skews) {
         constexpr int kSlots = Config::kTaps * kMmasM;
-        constexpr int kRowsAhead = kKernel - 1;  // rows of the next stage for which there is room in the end
+        // Rows of the next stage for which there are registers in the end.
+        constexpr int kRowsAhead = kWindow == 4 ? kKernel - 1 : 0;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const Warp warp(threadIdx.x);
         const int x_offset = lane % 4 * Config::kChannelPitch + warp.image * Config::kImagePitch +
@@ -640,8 +641,9 @@ private:
     // Writes a slice of the accumulators to `staged`, kTogether columns at once.
     template <int kTogether>
     static __device__ __forceinline__ void stage(const Sum& sum, int slice, const Spans& spans, float* staged) {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const Warp warp(threadIdx.x);
+        const uint32_t thread = ptx::read_thread_index();
+        const int lane = static_cast<int>(thread % 32);
+        const Warp warp(thread);
         const int cols = spans.whole_rows ? spans.width : spans.length;
 #pragma unroll
         for (int y = 0; y < kWarpRows; ++y) {
@@ -877,7 +879,7 @@ private:
         constexpr int kMostSpans = Spans::kCount / kAtOnce, kSpansTogether = kRunsTogether / kPasses;
         constexpr int kSpans = kSpansTogether < kMostSpans ? kSpansTogether : kMostSpans;
         static_assert(Spans::kCount % (kAtOnce * kSpans) == 0);
-        const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+        const int thread = static_cast<int>(ptx::read_thread_index()), group = thread / kLanes, lane = thread % kLanes;
         if (spans.short_ones()) return;
 #pragma unroll 1
         for (int index = 0; index < Spans::kCount; index += kAtOnce * kSpans) {
