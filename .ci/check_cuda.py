@@ -1,7 +1,7 @@
 """Compiles every kernel template, with generated epilogues, for sm_80: no GPU needed.
 
-With nvcc: no register spills, at most 163 KB of shared memory. With NVRTC 12.1, if it is installed: the sources stay
-within CUDA 12.1. Exits non-zero with a table of what failed.
+With nvcc: no register spills, no arrays in local memory, at most 163 KB of shared memory. With NVRTC 12.1, if it is
+installed: the sources stay within CUDA 12.1. Exits non-zero with a table of what failed.
 
     python .ci/check_cuda.py [--arch 80] [--only SUBSTRING]
 """
@@ -41,6 +41,9 @@ OPERANDS = (
     OperandKind(torch.float32, (False, True, True), 16),
     OperandKind(torch.float32, (False, False, True), 16),
 )
+CHANNEL_EPILOGUE = parse("gelu(mish(acc + o0))")
+CHANNEL_OPERANDS = (OperandKind(torch.float32, (False, True, False), 0),)
+"""For kernels that store in another way where no operand varies along the columns."""
 OUTPUTS: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -126,6 +129,10 @@ def sources() -> dict[str, str]:
             found[kernel.type] = codegen.generate(
                 EPILOGUE, output, OPERANDS, kernel, columns=8, tf32=precision == "tf32"
             )
+            if kernel.header == "conv2d_direct.cuh" and output.itemsize == 2:
+                found[f"{kernel.type}, operands by channel"] = codegen.generate(
+                    CHANNEL_EPILOGUE, output, CHANNEL_OPERANDS, kernel, columns=8
+                )
     return found
 
 
@@ -136,6 +143,8 @@ class Outcome:
     name: str
     registers: int = 0
     spills: int = 0
+    local: int = 0
+    """Bytes of local memory per thread: spilled registers, and arrays whose indices the compiler does not know."""
     shared: int = 0
     error: str = ""
 
@@ -155,6 +164,7 @@ def compile_with_nvcc(name: str, text: str, arch: int) -> Outcome:
         return outcome
     outcome.registers = max(map(int, re.findall(r"Used (\d+) registers", result.stderr)), default=0)
     outcome.spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", result.stderr)))
+    outcome.local = max(map(int, re.findall(r"(\d+) bytes stack frame", result.stderr)), default=0)
     outcome.shared = max(map(int, re.findall(r"(\d+) bytes smem", result.stderr)), default=0)
     return outcome
 
@@ -218,6 +228,7 @@ def main() -> int:
     for outcome in outcomes:
         problem = outcome.error.splitlines()[0] if outcome.error else ""
         problem = problem or (f"{outcome.spills} bytes spilled" if outcome.spills else "")
+        problem = problem or (f"{outcome.local} bytes of local memory" if outcome.local else "")
         problem = problem or ("more than 163 KB shared" if outcome.shared > SHARED_LIMIT else "")
         rows.append((outcome.name, outcome.registers, outcome.spills, problem or "ok"))
         if problem:

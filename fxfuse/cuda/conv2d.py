@@ -475,7 +475,6 @@ DIRECT_TILES: Final = (
 HALF_DIRECT_TILES: Final = (
     DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 0.9, resident=True),
     DirectTile(4, 2, 4, (1, 1, 8), 1, 2, 1, 0.8, resident=True),
-    DirectTile(4, 2, 4, (2, 1, 4), 1, 2, 1, 0.95),
     DirectTile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
     DirectTile(4, 2, 4, (1, 2, 2), 1, 2, 2, 1.3),
     DirectTile(4, 2, 4, (2, 2, 1), 1, 2, 2, 1.35),

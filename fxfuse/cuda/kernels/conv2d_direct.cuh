@@ -693,7 +693,7 @@ private:
         __device__ __forceinline__ Integer offset(const Problem& problem, int index, int image, int row) const {
             const Integer filters = image * static_cast<Integer>(problem.out_channels) + filter(index);
             const Integer start = filters * static_cast<Integer>(spans.plane);
-            return spans.whole_rows ? start : start + row * static_cast<Integer>(problem.out_width);
+            return spans.whole_rows ? start : start + row * static_cast<Integer>(spans.width);
         }
         // Outputs from the last one that is aligned to 16 bytes to the span's first.
         __device__ __forceinline__ int misaligned(const Problem& problem, int index, int image, int row) const {
@@ -701,7 +701,7 @@ private:
         }
         // Where a row of a span is staged: aligned to 16 bytes as the span's place in memory is.
         __device__ __forceinline__ int staged(const Problem& problem, int index, int image, int row) const {
-            return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.pitch : kCols) +
+            return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.width : kCols) +
                    misaligned(problem, index, image, row);
         }
     };
@@ -727,8 +727,8 @@ private:
         const uint32_t thread = ptx::read_thread_index();
         const int lane = static_cast<int>(thread % 32);
         const Warp warp(thread);
-        const int cols = spans.whole_rows ? spans.pitch : spans.length;
-        const bool in_pairs = (spans.place | problem.out_width) % 2 == 0;
+        const int cols = spans.whole_rows ? spans.width : spans.length;
+        const bool in_pairs = (spans.place | spans.width) % 2 == 0;
         const auto operands_of = [&](int half) {
             const int index = (warp.m * ResultSlice::kHalves + half) * 8 + lane / 4;
             return epilogue.template load<Runs::kAnywhere, kValues>(
@@ -778,7 +778,7 @@ private:
         const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
         const int count = spans.whole_rows ? kSpans : kSpans * spans.rows;
         const bool aligned =
-            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : problem.out_width)) % kVector) == 0;
+            ((spans.place | spans.plane | spans.length | (spans.whole_rows ? 0 : spans.width)) % kVector) == 0;
 #pragma unroll 1
         for (int number = thread / kLanes; number < count; number += kAtOnce * kTogether) {
             int from[kTogether], head[kTogether];
