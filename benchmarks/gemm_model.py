@@ -41,8 +41,8 @@ def kernels_of(problem: gemm.Problem) -> dict[tuple[gemm.Tile, int], Kernel]:
     """By tile and number of splits. Accuracy is no question here."""
     return {
         (tile, splits): gemm._kernel(tile, problem, splits)
-        for tile in (gemm._TILES_TF32X3 if problem.precision == "tf32x3" else gemm._TILES)
-        if gemm._fits(tile, problem) and (tile.m == 16 or tile.m < 2 * problem.m)
+        for tile in gemm._tiles(problem)
+        if tile.m == 16 or tile.m < 2 * problem.m
         for splits in {1, *gemm.possible_splits(tile, problem)} & set(SPLITS)
     }
 

@@ -238,6 +238,21 @@ def test_params_are_the_problem_struct() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_tile_has_stages_that_a_short_k_leaves_empty(precision: Precision) -> None:
+    for k in (1, 24, 64, 100, 256, 300):
+        case = linear(4096, 256, k, precision)
+        for kernel in candidates(case):
+            stages, holds = int(config(kernel.type)[5]), config(kernel.type)[11] == "true"
+            assert stages == case.tiles_k if holds else stages <= case.tiles_k + 1
+            assert holds or case.tiles_k > 1
+
+
+def test_columns_beyond_n_make_a_tile_slower() -> None:
+    tiles = [tile(kernel.type) for kernel in candidates(linear(200704, 144, 24, "bf16"))]
+    assert tiles.index((128, 32)) < tiles.index((128, 128))  # 160 columns instead of 256
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_tiles_fit_into_shared_memory_of_an_a100(precision: Precision) -> None:
     for kernel in candidates(linear(8192, 8192, 8192, precision)):
         m, n = tile(kernel.type)

@@ -1,4 +1,4 @@
-"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3 and depthwise (cuda/kernels).
+"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3, depthwise (cuda/kernels), GEMM.
 
 A problem comes in as sizes, strides, alignment and precision; kernels go out, best first by a model of their cost.
 Everything here is arithmetic on these numbers: no GPU is needed.

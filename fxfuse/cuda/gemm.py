@@ -2,7 +2,8 @@
 
 `candidates` turns a `Problem` (sizes, layouts and alignments of one call) into the `Kernel`s of kernels/gemm.cuh that
 can solve it, best first by a model of their time. Where a tile's thread blocks do not fill the device, several of them
-may share a tile's sum over K. Nothing here needs a GPU.
+may share a tile's sum over K. Convolutions on channels_last are such problems, too: rows of x that are no matrix are
+gathered (`Windows`). Nothing here needs a GPU.
 """
 
 from __future__ import annotations
