@@ -507,7 +507,8 @@ def _direct_cost(problem: Conv2dProblem, tile: DirectTile) -> float:
     blocks = waves * together + min(together, ceil(rest / _MULTIPROCESSORS))
     # Rows cut into pieces are stored as many short runs: 1.5 times slower for 64 columns, 1.1 for 128 (H200).
     cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
-    return blocks * products * tile.cost * cut * _slower(blocks) / _DIRECT_SPEED
+    slower = _slower(min(blocks, together)) / _slower(together)  # than with as many blocks as fit
+    return blocks * products * tile.cost * cut * slower / _DIRECT_SPEED
 
 
 def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
