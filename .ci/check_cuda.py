@@ -67,11 +67,11 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of 3x3, a stem, a depthwise and a 1x1 convolution, in both layouts."""
+    """The first candidates of 3x3, a stem, depthwise and a 1x1 convolution, in both layouts."""
     shapes = (
         # channels, filters, kernel, groups, height and width
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
-        (64, 64, 3, 64, IMAGE), (64, 256, 1, 1, IMAGE),
+        (64, 64, 3, 64, IMAGE), (64, 64, 5, 64, IMAGE), (64, 64, 7, 64, IMAGE), (64, 256, 1, 1, IMAGE),
     )  # fmt: skip
     for layout in ("nchw", "nhwc"):
         for channels, filters, kernel, groups, side in shapes:
