@@ -71,7 +71,8 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
     shapes = (
         # channels, filters, kernel, groups, height and width
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
-        (64, 64, 3, 64, IMAGE), (64, 64, 5, 64, IMAGE), (64, 64, 7, 64, IMAGE), (64, 256, 1, 1, IMAGE),
+        (64, 64, 3, 64, IMAGE), (64, 64, 5, 64, IMAGE), (64, 64, 7, 64, IMAGE), (64, 64, 9, 64, IMAGE),
+        (64, 256, 1, 1, IMAGE),
     )  # fmt: skip
     for layout in ("nchw", "nhwc"):
         for channels, filters, kernel, groups, side in shapes:

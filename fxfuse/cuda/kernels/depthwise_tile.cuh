@@ -43,6 +43,23 @@ inline __host__ __device__ int tiles_of(int64_t extent, int tile) {
 
 inline __host__ __device__ int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
+// to[i] = load(i) for all i below `count`, by all threads. Loads go out in batches: nothing else hides their latency.
+template <class Load>
+__device__ __forceinline__ void fill(float* to, int count, Load load) {
+    constexpr int kBatch = 4;
+    const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+    for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * threads) {
+        float value[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) value[j] = load(min(first + j * threads, count - 1));
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            if (first + j * threads < count) to[first + j * threads] = value[j];
+        }
+    }
+}
+
 // Computes one strip. `load(i, in)` reads row i of its input; `finish(i, sum)` takes row i of its output.
 template <class Config, int kCols, int kVector, class Load, class Finish>
 __device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKernel][Config::kKernel][kVector],
@@ -179,7 +196,7 @@ struct DepthwiseTileNchw {
         // Where everything is in shared memory, for tiles of `planes` and that many strips.
         void place(int along_x, int along_y, int out_width) {
             rows = along_y * kRows;
-            filters_at = detail::round_up(planes * static_cast<int>(sizeof(int64_t)), 16);
+            filters_at = detail::round_up(planes * static_cast<int>(sizeof(Element*)), 16);
             x_at = filters_at + detail::round_up(planes * kKernel * kKernel * static_cast<int>(sizeof(float)), 16);
             // The last strip of the last row reads past its end.
             const int past = (along_x - 1) * kCols * kStride + kRead - pitch;
@@ -226,17 +243,17 @@ private:
     static __device__ __forceinline__ void copy_tile(const Problem& problem, const Tiles& tiles, unsigned char* shared,
                                                      const Element* x, uint32_t first, int planes, int out_top) {
         const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-        int64_t* starts = reinterpret_cast<int64_t*>(shared);
+        const Element** starts = reinterpret_cast<const Element**>(shared);
         for (int plane = thread; plane < planes; plane += threads) {
             uint32_t image = first + plane;
             const uint32_t channel = tiles.channels.take(image);
-            starts[plane] = image * problem.x_image + tiles.multiplier.divide(channel) * problem.x_channel;
+            starts[plane] = x + (image * problem.x_image + tiles.multiplier.divide(channel) * problem.x_channel);
         }
         Element* tile = reinterpret_cast<Element*>(shared + tiles.x_at);
         if (thread < kLead + tiles.shift) tile[thread] = from_float<Element>(0.0f);
         __syncthreads();
 
-        const int height = static_cast<int>(problem.height), width = static_cast<int>(problem.width);
+        const int height = static_cast<int>(problem.height), x_row = static_cast<int>(problem.x_row);
         const int top = out_top * kStride - static_cast<int>(problem.pad_h);
         const int runs = static_cast<int>(tiles.runs.divisor), in_rows = static_cast<int>(tiles.in_rows.divisor);
         const int first_row = static_cast<int>(tiles.runs.divide(thread));
@@ -244,13 +261,15 @@ private:
         tile += kLead + tiles.shift;
         // Usually a thread stays in its column and walks down; rows longer than a block take several rounds each.
         for (int col = (thread - first_row * runs) * kRun; col < tiles.pitch; col += threads * kRun) {
+            const int exist = static_cast<int>(problem.width) - col;
+            Element* to = tile + (first_row * tiles.pitch + col);
 #pragma unroll 2
             for (int row = first_row; row < planes * in_rows; row += tiles.copy_rows) {
                 const int plane = static_cast<int>(tiles.in_rows.divide(row));
                 const int y = top + row - plane * in_rows;
                 const bool inside = static_cast<uint32_t>(y) < static_cast<uint32_t>(height);
-                const Element* source = x + starts[plane] + (y * static_cast<int>(problem.x_row) + col);
-                copy_run(tile + row * tiles.pitch + col, source, inside ? width - col : 0);
+                copy_run(to, starts[plane] + (y * x_row + col), inside ? exist : 0);
+                to += tiles.copy_rows * tiles.pitch;
             }
         }
         ptx::cp_async_commit();
@@ -264,7 +283,7 @@ private:
         } else if constexpr (Config::kAccess >= 4) {
 #pragma unroll
             for (int i = 0; i < kRun; i += kPiece) {
-                ptx::cp_async_small<Config::kAccess>(ptx::shared_address(to + i), from + i,
+                ptx::cp_async_small<Config::kAccess>(ptx::shared_address(to) + i * kElement, from + i,
                                                      i < count ? Config::kAccess : 0);
             }
         } else {
@@ -282,13 +301,13 @@ private:
     static __device__ __forceinline__ void copy_filters(const Problem& problem, const Tiles& tiles, float* filters,
                                                         const Element* w, uint32_t first, int planes) {
         constexpr int kTaps = kKernel * kKernel;
-        for (int i = static_cast<int>(threadIdx.x); i < planes * kTaps; i += static_cast<int>(blockDim.x)) {
+        detail::fill(filters, planes * kTaps, [&](int i) {
             const int tap = i % kTaps;
             uint32_t image = first + i / kTaps;
             const int64_t channel = tiles.channels.take(image);
-            filters[i] = to_float(__ldg(w + channel * problem.w_filter + tap / kKernel * problem.w_row +
-                                        tap % kKernel * problem.w_col));
-        }
+            return to_float(__ldg(w + channel * problem.w_filter + tap / kKernel * static_cast<int>(problem.w_row) +
+                                  tap % kKernel * static_cast<int>(problem.w_col)));
+        });
     }
 
     static __device__ __forceinline__ void multiply(const Problem& problem, const Tiles& tiles,
@@ -382,7 +401,7 @@ struct DepthwiseTileNhwc {
 
     struct Tiles {
         FastDivisor chunks, tiles_x, tiles_y, in_cols, strips_y;
-        int in_rows, strips;  // of a tile
+        int in_rows, strips, strips_x;  // of a tile
         int threads;          // of a block
         int x_at, bytes;      // in shared memory, behind the filters
         int64_t count;
@@ -404,6 +423,7 @@ struct DepthwiseTileNhwc {
                         detail::tiles_of(all_y, along_y);
             }
             strips = along_x * along_y;
+            strips_x = along_x;
             threads = detail::threads_for(strips * kLanes, Config::kThreads);
             chunks = FastDivisor(chunk_count);
             tiles_x = FastDivisor(detail::tiles_of(all_x, along_x));
@@ -427,9 +447,8 @@ struct DepthwiseTileNhwc {
                                                const Epilogue& epilogue) {
         uint32_t index = blockIdx.x;
         const int first = static_cast<int>(tiles.chunks.take(index)) * kChunk;
-        const int strips_y = static_cast<int>(tiles.strips_y.divisor), strips_x = tiles.strips / strips_y;
-        const int left = static_cast<int>(tiles.tiles_x.take(index)) * strips_x * kCols;
-        const int top = static_cast<int>(tiles.tiles_y.take(index)) * strips_y * kRows;
+        const int left = static_cast<int>(tiles.tiles_x.take(index)) * tiles.strips_x * kCols;
+        const int top = static_cast<int>(tiles.tiles_y.take(index) * tiles.strips_y.divisor) * kRows;
         const int64_t image = index;
         float* filters = reinterpret_cast<float*>(shared);
         Element* tile = reinterpret_cast<Element*>(shared + tiles.x_at);
@@ -478,13 +497,12 @@ private:
 
     static __device__ __forceinline__ void copy_filters(const Problem& problem, float* filters, const Element* w,
                                                         int first) {
-        for (int i = static_cast<int>(threadIdx.x); i < kKernel * kKernel * kChunk; i += static_cast<int>(blockDim.x)) {
-            const int tap = i / kChunk, channel = first + i % kChunk;
-            const bool exists = channel < static_cast<int>(problem.out_channels);
-            filters[i] = exists ? to_float(__ldg(w + channel * problem.w_filter + tap / kKernel * problem.w_row +
-                                                 tap % kKernel * problem.w_col))
-                                : 0.0f;
-        }
+        const int last = static_cast<int>(problem.out_channels) - 1;  // what lies behind it is not used
+        detail::fill(filters, kKernel * kKernel * kChunk, [&](int i) {
+            const int tap = i / kChunk, channel = min(first + i % kChunk, last);
+            return to_float(__ldg(w + channel * problem.w_filter + tap / kKernel * static_cast<int>(problem.w_row) +
+                                  tap % kKernel * static_cast<int>(problem.w_col)));
+        });
     }
 
     // (row, col): of the strip in the tile, which starts at (top, left); `lane`: its first channel in the chunk.
