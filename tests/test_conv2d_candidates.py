@@ -95,9 +95,18 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(weight_layout="nhwc"), ["Conv2dDirect", "Conv2d"]),  # filters are packed from any strides
         (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
         (problem(size=(55, 55), padding=2), ["Conv2d"]),
-        (problem(groups=64), ["DepthwiseNchw", "Conv2d"]),
-        (problem(groups=64, layout="nhwc"), ["DepthwiseNhwc", "Conv2d"]),
-        (problem(filters=128, groups=64), ["DepthwiseNchw", "Conv2d"]),
+        (problem(groups=64), ["DepthwiseTileNchw", "Conv2d"]),
+        (problem(groups=64, layout="nhwc"), ["DepthwiseTileNhwc", "Conv2d"]),
+        (problem(filters=128, groups=64), ["DepthwiseTileNchw", "Conv2d"]),
+        (problem(filters=128, groups=64, layout="nhwc"), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, kernel=(3, 5)), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, kernel=(9, 9)), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, stride=3), ["Depthwise", "Conv2d"]),
+        (replace(problem(groups=64), dilation=(2, 2), out_size=(52, 52)), ["Depthwise", "Conv2d"]),
+        (replace(problem(groups=64), x_strides=(64 * 56 * 56, 56 * 56, 1, 56)), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, padding=4), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, size=(14, 9000)), ["Depthwise", "Conv2d"]),  # a strip of rows exceeds shared memory
+        (problem(channels=66, filters=66, groups=66, layout="nhwc"), ["Depthwise", "Conv2d"]),
     ],
 )
 def test_families_that_fit_are_offered_in_order(case: Conv2dProblem, expected: list[str]) -> None:
@@ -169,6 +178,25 @@ def test_a_slice_of_images_in_channels_last_is_gathered() -> None:
         assert product(cropped) == (16, 16, "WindowRows")
     channels = replace(whole, x_strides=nhwc(96, 56, 56))  # the first 64 of 96 channels
     assert product(channels) == (16, 16, "MatrixRows")
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (problem(groups=64, padding=1), 16),
+        (problem(groups=64), 4),  # without padding rows are shifted by a column in shared memory
+        (problem(groups=64, padding=1, size=(14, 14)), 8),
+        (problem(groups=64, padding=1, size=(7, 7)), 4),
+        (problem(groups=64, padding=1, alignment=4), 4),
+        (problem(groups=64, padding=1, precision="bf16"), 16),
+        (problem(groups=64, padding=2, kernel=(5, 5), size=(28, 28), precision="fp16"), 8),
+        (problem(groups=64, padding=1, size=(14, 14), precision="bf16"), 4),
+        (problem(groups=64, padding=1, size=(7, 7), precision="bf16"), 2),
+        (problem(groups=64, padding=1, layout="nhwc"), 16),
+    ],
+)
+def test_depthwise_tiles_are_copied_in_pieces_that_are_aligned(case: Conv2dProblem, expected: int) -> None:
+    assert candidates(case)[0].type.split("Config<")[1].split(">")[0].split(", ")[-1] == str(expected)
 
 
 def test_permuted_and_sliced_inputs_need_no_copy() -> None:

@@ -618,6 +618,49 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
         assert tile.name in kernel, (kernel, x.shape, conv)
 
 
+def depthwise_configurations(seed, count):
+    """Depthwise convolutions, the shape of a tensor for each, and which part of it is the input."""
+    chosen = random.Random(seed)
+    for _ in range(count):
+        kernel, stride = chosen.choice(((3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2), (4, 3)))
+        channels, multiplier = chosen.choice((1, 3, 8, 40, 72, 136)), chosen.choice((1, 1, 1, 2))
+        height, width = chosen.choice((7, 9, 14, 17, 28, 56)), chosen.choice((7, 8, 14, 15, 28, 31, 56, 58, 112, 700))
+        padding = chosen.choice((kernel // 2, kernel // 2, 0, 1, kernel - 1, kernel))
+        channels_cut, columns_cut = chosen.choice(((0, 0), (0, 0), (8, 0), (0, 2)))
+        shape = (chosen.choice((1, 3, 40)), channels + channels_cut, height, width + columns_cut)
+        conv = nn.Conv2d(channels, channels * multiplier, kernel, stride, padding, groups=channels, bias=False)
+        yield conv, shape, (slice(None), slice(channels_cut, None), slice(None), slice(width))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    for conv, shape, part in depthwise_configurations(3, 24):
+        x = tensor(*shape, dtype=dtype)
+        x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
+        bn = nn.BatchNorm2d(conv.out_channels)
+        kernel = check(Net(lambda s, x: F.relu6(s.bn(s.conv(x))), conv=conv, bn=bn), x, dtype)
+        assert "depthwise" in kernel, (kernel, conv, x.shape, x.stride())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channels_last, dtype, monkeypatch):
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    for size in (7, 14, 30):
+        conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
+        model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), tensor(3, 24, size, size)
+        x[0, 3, 4, 5], x[1, 20, 0, 0], x[2, 0, -1, -1] = float("inf"), float("nan"), float("-inf")
+        x = x.to(dtype, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        fast = fxfuse.optimize(model, strict=True)
+        with torch.no_grad():
+            have, want = fast(x), model.double()(x.double())
+        assert "depthwise" in (fxfuse.explain(fast).regions[0].kernel or "")
+        assert torch.equal(have.isnan(), want.isnan())
+        assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+
+
 @pytest.mark.parametrize("width", [60, 61, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(dtype, width, monkeypatch):

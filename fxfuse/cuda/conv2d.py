@@ -561,8 +561,11 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
 
 # ----------------------------------------------------------------------------------------------- depthwise
 
-_UNROLLED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
-"""(kernel, stride) of the depthwise kernels whose loops are unrolled: those of the common networks."""
+_TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
+"""(kernel, stride) of depthwise_tile.cuh: those of the common networks."""
+
+_STRIP_ROWS: Final = 7
+"""DepthwiseTileConfig::kRows."""
 
 _ELEMENT: Final[dict[Precision, str]] = {
     "tf32x3": "float",
@@ -573,20 +576,44 @@ _ELEMENT: Final[dict[Precision, str]] = {
 
 
 def _depthwise(problem: Conv2dProblem) -> list[Kernel]:
-    if problem.group_channels != 1:
+    """The kernel for one input channel per output channel."""
+    layout = problem.out_layout
+    if problem.group_channels != 1 or (layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1):
         return []
-    if problem.out_layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1:
-        return []
-    square = problem.kernel[0] == problem.kernel[1] and problem.stride[0] == problem.stride[1]
-    shape = (problem.kernel[0], problem.stride[0])
-    unrolled = square and problem.dilation == (1, 1) and shape in _UNROLLED
-    if problem.out_layout == "nhwc":  # these fetch 16 bytes of channels at a time
+    element = _ELEMENT[problem.precision]
+    access = _tiled_access(problem)
+    if access is None:
+        cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
+        return [Kernel(f"depthwise {layout} {element.strip('_')}", "depthwise.cuh", cpp, pack(problem))]
+    kernel, stride = problem.kernel[0], problem.stride[0]
+    config = f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
+    name = f"depthwise {layout} {element.strip('_')}, {kernel}x{kernel}, stride {stride}"
+    cpp = f"DepthwiseTile{layout.capitalize()}<{config}, {{output}}, {{epilogue}}>"
+    return [Kernel(name, "depthwise_tile.cuh", cpp, pack(problem))]
+
+
+def _tiled_access(problem: Conv2dProblem) -> int | None:
+    """Bytes of x that a copy of depthwise_tile.cuh takes, None if it does not fit the problem."""
+    (kernel, width), (stride, _), size = problem.kernel, problem.stride, problem.element_bytes
+    square = kernel == width and stride == problem.stride[1] and (kernel, stride) in _TILED
+    if not square or problem.dilation != (1, 1):
+        return None
+    if problem.out_layout == "nhwc":
         one_to_one = problem.channels == problem.out_channels
-        unrolled = unrolled and one_to_one and _x_access(problem, "nhwc", problem.channels) == 16
-    kernel, stride = shape if unrolled else (0, 0)
-    template = "DepthwiseNchw" if problem.out_layout == "nchw" else "DepthwiseNhwc"
-    config = f"DepthwiseConfig<{_ELEMENT[problem.precision]}, {kernel}, {stride}>"
-    which = f"{kernel}x{kernel}, stride {stride}" if unrolled else "any kernel"
-    dtype = _ELEMENT[problem.precision].strip("_")
-    name = f"depthwise {problem.out_layout} {dtype}, {which}"
-    return [Kernel(name, "depthwise.cuh", f"{template}<{config}, {{output}}, {{epilogue}}>", pack(problem))]
+        return 16 if one_to_one and _x_access(problem, "nhwc", problem.channels) == 16 else None
+    left = problem.padding[1]
+    right = (problem.out_size[1] - 1) * stride + kernel - left - problem.size[1]
+    # The least tile, seven rows of a plane, with rows of 4 bytes an element as they are and as they leave.
+    bytes_of_tile = 4 * (
+        ((_STRIP_ROWS - 1) * stride + kernel) * (problem.size[1] + max(left, right) + 8) + 7 * problem.out_size[1]
+    )
+    planes = problem.images * problem.out_channels
+    if problem.x_strides[3] != 1 or left >= kernel or bytes_of_tile > _TILE_BYTES or planes > _MAX_TILES:
+        return None
+    steps = _varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
+    shift = (left - kernel // 2) * size % 16  # a row's first column, in shared memory
+    return _access(size, problem.x_alignment, problem.size[1] * size, shift, *(step * size for step in steps))
+
+
+_TILE_BYTES: Final = 160 << 10
+"""Shared memory that a block may have on an A100, less what filters take."""

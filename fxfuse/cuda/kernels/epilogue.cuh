@@ -111,6 +111,18 @@ struct WordOf<16> {
 template <int kBytes>
 using Word = typename WordOf<kBytes>::Type;
 
+// The element that starts at bit `first` of a unit.
+template <class T, class Unit>
+__device__ __forceinline__ float part_to_float(Unit unit, int first) {
+    const Word<static_cast<int>(sizeof(T))> bits = static_cast<Word<static_cast<int>(sizeof(T))>>(unit >> first);
+    return to_float(reinterpret_cast<const T&>(bits));
+}
+// bfloat16 is the upper half of a float: one instruction for either half of a register.
+template <>
+__device__ __forceinline__ float part_to_float<__nv_bfloat16, uint32_t>(uint32_t unit, int first) {
+    return __uint_as_float(first == 0 ? unit << 16 : unit & 0xffff0000u);
+}
+
 // A run's elements as they lie in memory: half the registers of floats if they have 16 bits, and a load that nothing
 // waits for before the values are used. Kept in units of 32 bits, as registers are, so that no branch takes them apart.
 template <class T, int kVector>
@@ -126,8 +138,7 @@ struct Elements {
         if constexpr (kSize >= kUnit) {
             return to_float(reinterpret_cast<const T*>(unit)[i]);
         } else {
-            const Word<kSize> bits = static_cast<Word<kSize>>(unit[i * kSize / kUnit] >> (i * kSize % kUnit * 8));
-            return to_float(reinterpret_cast<const T&>(bits));
+            return part_to_float<T>(unit[i * kSize / kUnit], i * kSize % kUnit * 8);
         }
     }
 
