@@ -108,6 +108,8 @@ class _Tracer(fx.Tracer):
         self._asked = given
         self.given: frozenset[str] = given or frozenset()
         self.defaults: dict[str, Any] = {}
+        self._modes = _modes()
+        self._entered: list[nn.Module] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -118,7 +120,18 @@ class _Tracer(fx.Tracer):
         """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        if _modes() != self._modes:
+            return super().call_module(m, forward, args, kwargs)
+        self._entered.append(m)
+        result = super().call_module(m, forward, args, kwargs)
+        self._entered.pop()
+        return result
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As fx.Tracer.create_node; a graph does not hold under which autocast or gradient mode its nodes run."""
+        if _modes() != self._modes:
+            raise _ModeError(self._entered[-1] if self._entered else None)
+        return super().create_node(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
@@ -169,6 +182,22 @@ class _Tracer(fx.Tracer):
             values = {item.name: self.create_arg(getattr(a, item.name)) for item in dataclasses.fields(a)}
             return self.create_node("call_function", type(a), (), values)
         return super().create_arg(a)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What torch.autocast, no_grad and inference_mode have switched."""
+    autocast = torch._C._is_any_autocast_enabled()
+    dtype_of = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
+    dtypes = [dtype_of(device) for device in ("cpu", "cuda")] if autocast and dtype_of is not None else []
+    return (autocast, *dtypes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+class _ModeError(fx.proxy.TraceError):
+    """Operations run under an autocast or gradient mode that `module` has entered; None is the root."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        super().__init__("it switches autocast or gradients for a part of its operations")
+        self.module = module
 
 
 def _is_literal(value: Any) -> bool:
@@ -228,6 +257,8 @@ def trace(
             break
         except Exception as error:  # tracing runs the user's code, which may raise anything
             module, reason = _where(error)
+            if isinstance(error, _ModeError):
+                module = error.module or root
             if strict:
                 raise CaptureError(f"the model cannot be traced: {reason}") from error
             if module is None or module not in paths or module in opaque:

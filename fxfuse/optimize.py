@@ -22,13 +22,14 @@ from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
 from fxfuse.patterns.anchors import Source
+from fxfuse.patterns.recompose import recompose
 from fxfuse.state import copies, unchanged
 
 logger = logging.getLogger("fxfuse")
 
 
 def optimize(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram,
     example_inputs: Sequence[Any] | None = None,
     *,
     strict: bool = False,
@@ -40,8 +41,9 @@ def optimize(
         print(fxfuse.explain(fast))
 
     Args:
-        model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device. It is not changed. Its
-            parameters and buffers are shared with the result, under the same names.
+        model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device, or a program that
+            torch.export made of one. It is not changed. Its parameters and buffers are shared with the result, under
+            the same names.
         example_inputs: positional arguments for one call. If given, all kernels that it needs are compiled now (in
             parallel) instead of at the first call.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
@@ -56,13 +58,13 @@ def optimize(
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
     traced model with nothing fused.
     """
+    if isinstance(model, torch.export.ExportedProgram):
+        model = model.module()
     if not isinstance(model, nn.Module):
         raise FxfuseError(f"optimize takes an nn.Module, not {type(model).__name__}; wrap a function in a module")
     if isinstance(model, torch.jit.ScriptModule):
         raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if fp32 not in ("exact", "fast"):
-        raise FxfuseError(f'fp32 is "exact" or "fast", not {fp32!r}')
     settings = Settings(strict, fp32)
     before = settings
     if isinstance(model, FusedModule):
@@ -169,6 +171,10 @@ class Settings:
     strict: bool = False
     fp32: str = "exact"
 
+    def __post_init__(self) -> None:
+        if self.fp32 not in ("exact", "fast"):
+            raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
+
     def changed(self) -> dict[str, Any]:
         """Keyword arguments for the fused operators: those that are not their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
@@ -262,6 +268,7 @@ class FusedModule(fx.GraphModule):
         else:
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
+                recompose(graph)
                 found, skipped = find_regions(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:

@@ -97,11 +97,11 @@ ONE_REGION = {
     ),
     "batch norm": (
         Net(lambda m, x: m.bn(m.conv(x)).relu(), conv=conv(), bn=nn.BatchNorm2d(8)),
-        "relu(batch_norm(acc, o0, o1, o2, o3, 1e-05))",
+        "relu(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05))",
     ),
     "batch norm without affine": (
         Net(lambda m, x: m.bn(m.conv(x)), conv=conv(), bn=nn.BatchNorm2d(8, affine=False, eps=0.5)),
-        "batch_norm(acc, o0, o1, 1.0, 0.0, 0.5)",
+        "batch_norm_2d(acc, o0, o1, 1.0, 0.0, 0.5)",
     ),
 }  # fmt: skip
 
