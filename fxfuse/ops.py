@@ -28,7 +28,7 @@ from torch import nn
 
 from fxfuse import interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call
+from fxfuse.expression import Call, Const, Expr, call, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -62,6 +62,8 @@ class PointwiseOp:
     """Whether a range of arguments comes through as it is, negated or as a constant: eager then rounds nothing more."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
+    recast: bool = False
+    """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
@@ -263,11 +265,11 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("neg", operator.neg, "-{0}", interval.negate, UNARY, ("negative", operator.neg), passing=True),
     PointwiseOp("abs", torch.abs, "abs({0})", interval.valley(0.0, 0.0), UNARY, ("absolute", operator.abs),
                 passing=True),
-    PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0)),
-    PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}),
-    PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive),
-    PointwiseOp("rsqrt", torch.rsqrt, "rsqrt({0})"),
-    PointwiseOp("reciprocal", torch.reciprocal, "1.0f / {0}"),
+    PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0), recast=True),
+    PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}, recast=True),
+    PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive, recast=True),
+    PointwiseOp("rsqrt", torch.rsqrt, "rsqrt({0})", recast=True),
+    PointwiseOp("reciprocal", torch.reciprocal, "1.0f / {0}", recast=True),
     Composite("add", _add, {**BINARY, "alpha": 1}, (operator.add, operator.iadd)),
     Composite("sub", _sub, {**BINARY, "alpha": 1}, ("subtract", operator.sub, operator.isub)),
     Composite("rsub", _rsub, {**BINARY, "alpha": 1}),
@@ -278,10 +280,12 @@ _ROWS: Final[list[Row]] = [
                 "abs({2}) < 0.5f ? {0} + {2} * ({1} - {0}) : {1} - ({1} - {0}) * (1.0f - {2})",
                 params={"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
     # special functions
-    PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY),
-    PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,)),
-    PointwiseOp("log", torch.log, "log({0})", interval.increasing()),
-    PointwiseOp("log1p", torch.log1p, "log1p({0})", interval.increasing(), UNARY, (torch.special.log1p,)),
+    PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY, recast=True),
+    PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,),
+                recast=True),
+    PointwiseOp("log", torch.log, "log({0})", interval.increasing(), recast=True),
+    PointwiseOp("log1p", torch.log1p, "log1p({0})", interval.increasing(), UNARY, (torch.special.log1p,),
+                recast=True),
     PointwiseOp("sin", torch.sin, "sin({0})", interval.always(-1.0, 1.0)),
     PointwiseOp("cos", torch.cos, "cos({0})", interval.always(-1.0, 1.0)),
     PointwiseOp("tanh", torch.tanh, "tanh({0})", _unit, UNARY, (nn.Tanh,)),
@@ -317,7 +321,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,), passing=True),
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
-                spellings=(nn.PReLU,), channel_args=(1,), passing=True),
+                spellings=(nn.PReLU,), channel_args=(1,), passing=True, recast=True),
     # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/region.py finds the modules.
     PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4)),
     PointwiseOp("batch_norm_1d", _batch_norm_of(2, 3), _BATCH_NORM_CODE, params=_BATCH_NORM,
@@ -350,7 +354,7 @@ _ROWS: Final[list[Row]] = [
                 interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,), passing=True),
     PointwiseOp("softplus", F.softplus, "{0} * {1} > {2} ? {0} : log1p(exp({0} * {1})) / {1}",
                 interval.increasing(0.0, sign=lambda beta, threshold: beta > 0 and threshold >= 10),
-                {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,), passing=True),
+                {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,), passing=True, recast=True),
     PointwiseOp("softsign", F.softsign, "{0} / (1.0f + abs({0}))", interval.always(-1.0, 1.0), UNARY, (nn.Softsign,)),
     PointwiseOp("hardswish", F.hardswish, f"{{0}} * minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
                 interval.valley(-1.5, -0.375, left_limit=0.0), UNARY, (nn.Hardswish,), passing=True),
@@ -562,7 +566,7 @@ def register_pointwise(
         raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
     if name in _by_name:
         raise FxfuseError(f"register_pointwise: the operation {name!r} exists already")
-    new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings))
+    new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings), recast=True)
     try:
         expand_code(new, [f"x{i}" for i in range(len(new.params))], "t")
     except (IndexError, KeyError, ValueError) as error:
@@ -598,6 +602,16 @@ def expand_code(op: PointwiseOp, args: Sequence[str], prefix: str) -> tuple[list
         names[variable] = f"{prefix}_{variable}"
         temporaries.append((names[variable], text))
     return temporaries, value.format(*args, **names)
+
+
+def is_recast(expression: Expr) -> bool:
+    """Whether torch.autocast might cast what the expression's operations work on (see PointwiseOp.recast)."""
+    return any(
+        # number / tensor is the tensor's reciprocal
+        row(node.op).recast or (node.op == "div" and isinstance(node.args[0], Const))
+        for node in postorder(expression)
+        if isinstance(node, Call)
+    )
 
 
 def is_boolean(expression: Expr) -> bool:
