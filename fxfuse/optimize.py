@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx, nn
 
-from fxfuse import functional, plans
+from fxfuse import channels_last, functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
@@ -196,6 +196,15 @@ class FusedRegion:
     epilogue: str
 
 
+@dataclass(frozen=True)
+class FusedRun:
+    """What the report needs to know of convolutions that run in channels_last (see channels_last.py)."""
+
+    source: str
+    """The node whose value is converted."""
+    convolutions: int
+
+
 _TABLES: Final = ("_parameters", "_modules", "_buffers")
 
 _SHARED: Final = (
@@ -216,6 +225,7 @@ class FusedState:
     settings: Settings
     regions: tuple[FusedRegion, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    runs: tuple[FusedRun, ...] = ()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
     variants: dict[frozenset[str], FusedModule] = field(default_factory=dict)
@@ -262,6 +272,7 @@ class FusedModule(fx.GraphModule):
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
+        runs: list[channels_last.Run] = []
         if captured.graph is None:
             self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
             graph = _python_graph()
@@ -276,8 +287,11 @@ class FusedModule(fx.GraphModule):
                     number = next(_region_numbers)
                     fused = _replace(graph, region, number, replaced, state.settings)
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
+                if not captured.root.training:
+                    runs = channels_last.convert_runs(captured.root, graph)
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
+        state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
         finalizer = weakref.finalize(self, plans.forget, [region.number for region in regions])
         finalizer.atexit = False
         state.forget = finalizer

@@ -79,6 +79,10 @@ class Mutations:
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
+    def any(self) -> bool:
+        """Whether any node overwrites anything."""
+        return bool(self._writes)
+
     def same_section(self, node: fx.Node, other: fx.Node) -> bool:
         """Whether both run under the same autocast and gradient mode, as far as the graph itself switches them."""
         return self._section[node] == self._section[other]
