@@ -12,13 +12,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
+from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
 from fxfuse.patterns.anchors import Source
@@ -217,6 +217,10 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
+Arguments: TypeAlias = tuple[frozenset[str], Constants]
+"""What decides which graph is right for a call: Captured.given and Captured.constants."""
+
+
 @dataclass
 class FusedState:
     """What a FusedModule knows beside what every module has; in one attribute, to hide but one name of the model's."""
@@ -228,8 +232,8 @@ class FusedState:
     runs: tuple[FusedRun, ...] = ()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
-    variants: dict[frozenset[str], FusedModule] = field(default_factory=dict)
-    """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
+    variants: dict[Arguments, FusedModule] = field(default_factory=dict)
+    """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
     forget: Callable[[], Any] | None = None
@@ -361,15 +365,16 @@ def _extras(module: FusedModule) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in own}
 
 
-def _variant(module: FusedModule, given: frozenset[str]) -> FusedModule:
-    """The model traced for calls that give the arguments `given`, of those with a default, another value."""
+def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
+    """The model traced for calls that give these arguments, of those with a default, another value."""
     state = state_of(module)
-    if given not in state.variants:
+    if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
-        logger.info("fxfuse: %s is traced for arguments %s", type(root).__name__, sorted(given))
-        captured = trace(root, _is_fused, settings.strict, given)
-        state.variants[given] = FusedModule(_with_fused_children(captured, settings), settings)
-    return state.variants[given]
+        given, constants = arguments
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, sorted(given), dict(constants))
+        captured = trace(root, _is_fused, settings.strict, given, constants)
+        state.variants[arguments] = FusedModule(_with_fused_children(captured, settings), settings)
+    return state.variants[arguments]
 
 
 def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
@@ -402,11 +407,11 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
-    """`forward`, which is right for calls that give the arguments `captured.given`; others go to a variant."""
+    """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
     names = list(inspect.signature(forward).parameters)[1:]
     defaults = {name: value for name, value in captured.defaults.items() if name in names}
     positions = {names.index(name): name for name in defaults}
-    no_more_keywords = VARIABLE_KEYWORDS in captured.defaults
+    takes_more = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
         return given is value or (
@@ -417,12 +422,24 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         passed = {positions[i]: arg for i, arg in enumerate(args) if i in positions}
         passed.update((name, value) for name, value in kwargs.items() if name in defaults)
-        given = frozenset(name for name, value in passed.items() if not is_default(value, defaults[name]))
-        if no_more_keywords and not all(name in names for name in kwargs):
-            return captured.root.forward(*args, **kwargs)
-        return forward(self, *args, **kwargs) if given == captured.given else _variant(self, given)(*args, **kwargs)
+        others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
+        if takes_more:
+            more = {name: value for name, value in kwargs.items() if name not in names}
+            if not all(map(_is_constant, more.values())):
+                return captured.root.forward(*args, **kwargs)
+            others.update(more)
+        constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
+        given = frozenset(name for name, value in others.items() if not _is_constant(value))
+        if (given, constants) == (captured.given, captured.constants):
+            return forward(self, *args, **kwargs)
+        return _variant(self, (given, constants))(*args, **kwargs)
 
     return guarded
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
+    return value is None or isinstance(value, bool | str)
 
 
 def _disabled() -> bool:

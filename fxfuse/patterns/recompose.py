@@ -1,4 +1,4 @@
-"""What AOTAutograd and torch.export took apart, put together, so that regions can grow over it.
+"""What AOTAutograd, torch.export and some models take apart, put together, so that regions can grow over it.
 
 view, addmm or mm, view                             → linear or matmul of more than two dimensions
 _native_batch_norm_legit_no_training, getitem 0     → batch_norm
@@ -18,18 +18,20 @@ from fxfuse import ops
 from fxfuse.patterns.anchors import noted
 
 _aten = torch.ops.aten
-_VIEWS: Final = (_aten.view, _aten.reshape, _aten._unsafe_view)
+_VIEWS: Final = (_aten.view, _aten.reshape, _aten._unsafe_view, torch.reshape)
+_ADDMM: Final = (_aten.addmm, torch.addmm)
+_MM: Final = (_aten.mm, torch.mm)
 
 
 def recompose(graph: fx.Graph) -> None:
-    """Rewrites `graph`, whose nodes carry what torch.export notes of their values; others stay as they are."""
+    """Rewrites `graph`, where Dynamo or torch.export noted the shapes of its values; the rest stays as it is."""
     for node in list(graph.nodes):
         target = ops.function_of(node.target)
-        if target in (_aten.addmm, _aten.mm):
-            _recompose_product(graph, node, target is _aten.addmm)
+        if target in (*_ADDMM, *_MM):
+            _recompose_product(graph, node, target in _ADDMM)
         elif target is _aten._native_batch_norm_legit_no_training:
             _recompose_batch_norm(graph, node)
-        elif target in _VIEWS:
+        elif _is_view(node):
             _remove_view_back(graph, node)
 
 
@@ -39,7 +41,11 @@ def _sizes(value: Any) -> list[str] | None:
 
 
 def _is_view(node: Any) -> bool:
-    return isinstance(node, fx.Node) and ops.function_of(node.target) in _VIEWS
+    if not isinstance(node, fx.Node) or not node.args:
+        return False
+    if node.op == "call_method":
+        return node.target in ("view", "reshape")
+    return node.op == "call_function" and ops.function_of(node.target) in _VIEWS
 
 
 def _transposed(weight: Any) -> fx.Node | None:
@@ -61,7 +67,7 @@ def _recompose_product(graph: fx.Graph, product: fx.Node, has_bias: bool) -> Non
         return
     bias, flat, right = product.args if has_bias else (None, *product.args)
     weight = _transposed(right)
-    if (weight is None and has_bias) or not _is_view(flat) or not all(map(_is_view, product.users)):
+    if not _is_view(flat) or not all(map(_is_view, product.users)):
         return
     assert isinstance(flat, fx.Node)
     x = flat.args[0]
@@ -74,10 +80,12 @@ def _recompose_product(graph: fx.Graph, product: fx.Node, has_bias: bool) -> Non
     if isinstance(bias, fx.Node) and _sizes(noted(bias)) != features[1:]:
         return
     with graph.inserting_before(product):
-        if weight is None:
-            whole = graph.call_function(torch.matmul, (x, right))
-        else:
+        if weight is not None:
             whole = graph.call_function(F.linear, (x, weight, bias))
+        else:
+            whole = graph.call_function(torch.matmul, (x, right))
+            whole.meta = dict(next(iter(product.users)).meta)
+            whole = whole if bias is None else graph.call_function(torch.add, (whole, bias))
     for view in list(product.users):
         whole.meta = dict(view.meta)
         view.replace_all_uses_with(whole)
