@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxfuse import channels_last, functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
 from fxfuse.errors import FxfuseError
-from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
+from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions, is_region_alone
 from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.recompose import recompose
 from fxfuse.state import copies, unchanged
@@ -98,12 +98,20 @@ def _fuse_children(module: nn.Module, settings: Settings) -> None:
         elif (
             isinstance(child, torch.jit.ScriptModule)
             or _is_fused(child)
-            or (type(child).__module__.startswith("torch.nn.") and not list(child.children()))
+            or (_is_single_layer(child) and not _is_worth_while(child))
         ):
-            continue  # a single layer: nothing to fuse it with
+            continue  # nothing to fuse it with
         else:
             captured = _with_fused_children(trace(child, _is_fused, settings.strict), settings)
             setattr(module, name, FusedModule(captured, settings))
+
+
+def _is_single_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
+
+
+def _is_worth_while(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | nn.Conv2d) and is_region_alone(layer.weight)
 
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

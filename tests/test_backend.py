@@ -35,7 +35,8 @@ NETWORKS = {
     "matmul": (Net(lambda m, x: torch.tanh(x @ m.w), w=randn(8, 5)), ROWS, 1),
     "addmm": (Net(lambda m, x: torch.addmm(m.b, x, m.w).relu(), b=randn(5), w=randn(8, 5)), (3, 8), 1),
     "flattened addmm": (
-        Net(lambda m, x: F.gelu(torch.addmm(m.b, x.view(-1, 8), m.w).view(2, 3, 5)), b=randn(5), w=randn(8, 5)), ROWS, 1,
+        Net(lambda m, x: F.gelu(torch.addmm(m.b, x.view(-1, 8), m.w).view(2, 3, 5)), b=randn(5), w=randn(8, 5)),
+        ROWS, 1,
     ),
     "convolution": (Net(lambda m, x: F.relu6(m.bn(m.c(x))), c=conv(stride=2), bn=batch_norm()), IMAGE, 1),
     "residual": (Net(lambda m, x: F.relu(m.b(F.relu(m.a(x))) + x), a=linear(), b=linear()), ROWS, 2),

@@ -292,6 +292,14 @@ def _describe(root: nn.Module, node: fx.Node) -> str:
     return f"'{node.name}' ({target})"
 
 
+def is_region_alone(weight: torch.Tensor | None) -> bool:
+    """Whether an anchor with this weight is a region even if nothing pointwise follows it.
+
+    In float32 on a GPU there are faster kernels for many than torch's.
+    """
+    return weight is not None and weight.is_cuda and weight.dtype == torch.float32
+
+
 def _close(growth: _Growth, mutations: Mutations) -> Region | str:
     """The largest region of `growth` that can be one kernel, or why there is none."""
     reasons: list[str] = []
@@ -304,7 +312,11 @@ def _close(growth: _Growth, mutations: Mutations) -> Region | str:
             reasons.append(obstacle)
             continue
         epilogue = simplify(growth.values[output])
-        if len(members) == 1 and isinstance(epilogue, Acc):
+        if (
+            len(members) == 1
+            and isinstance(epilogue, Acc)
+            and not is_region_alone(known_tensor(growth.root, growth.anchor.weight))
+        ):
             break
         return Region(growth.anchor, tuple(members), *_compact(epilogue, growth.operands))
     if reasons:
