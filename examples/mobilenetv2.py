@@ -15,7 +15,7 @@ from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
 
 def build(small: bool) -> nn.Module:
-    """Without tf_padding, which computes every layer's padding in Python from the image's size: no graph can hold it."""
+    """Without tf_padding, which computes paddings in Python from the image's size: no graph can hold that."""
     sizes = {"depth_multiplier": 0.25, "image_size": 32, "num_labels": 10} if small else {"num_labels": 1000}
     return MobileNetV2ForImageClassification(MobileNetV2Config(tf_padding=False, **sizes))
 
