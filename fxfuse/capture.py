@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -26,6 +26,9 @@ from fxfuse.patterns.anchors import has_hooks
 
 logger = logging.getLogger("fxfuse")
 
+
+Constants: TypeAlias = tuple[tuple[str, bool | str | None], ...]
+"""Arguments by name, in alphabetical order."""
 
 VARIABLE_KEYWORDS: Final = "**"
 """The key in `Captured.defaults` that stands for further keyword arguments; the default is none of them."""
@@ -54,7 +57,9 @@ class Captured:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that have a default, with it."""
     given: frozenset[str] = frozenset()
-    """Those of them that the graph takes as inputs; for the others it is right for the default and no other value."""
+    """Those of them that the graph takes as inputs; for the others it is right for one value only."""
+    constants: Constants = ()
+    """Those values where they are not the defaults; further keyword arguments among them."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
@@ -94,20 +99,28 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
-    Arguments of forward that have a default and are not `given` are traced with its value instead of a proxy:
-    `if mask is not None` asks a question that no proxy can answer. The graph keeps them as placeholders.
+    Arguments of forward that have a default and are not `given` are traced with its value, or with the one among
+    `constants`, instead of a proxy: `if mask is not None` asks a question that no proxy can answer. The graph keeps
+    them as placeholders.
     """
 
     def __init__(
-        self, opaque: set[nn.Module], is_captured: Callable[[nn.Module], bool], given: frozenset[str] | None
+        self,
+        opaque: set[nn.Module],
+        is_captured: Callable[[nn.Module], bool],
+        given: frozenset[str] | None,
+        constants: Constants,
     ) -> None:
         super().__init__()
         self._thread = threading.get_ident()
         self._opaque = opaque
         self._is_captured = is_captured
         self._asked = given
+        self._constants = dict(constants)
         self.given: frozenset[str] = given or frozenset()
         self.defaults: dict[str, Any] = {}
+        self._modes = _modes()
+        self._entered: list[nn.Module] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -118,7 +131,18 @@ class _Tracer(fx.Tracer):
         """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        if _modes() != self._modes:
+            return super().call_module(m, forward, args, kwargs)
+        self._entered.append(m)
+        result = super().call_module(m, forward, args, kwargs)
+        self._entered.pop()
+        return result
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As fx.Tracer.create_node; a graph does not hold under which autocast or gradient mode its nodes run."""
+        if _modes() != self._modes:
+            raise _ModeError(self._entered[-1] if self._entered else None)
+        return super().create_node(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
@@ -150,15 +174,17 @@ class _Tracer(fx.Tracer):
             )
             if has_default:
                 self.defaults[parameter.name] = parameter.default
-                value = value if parameter.name in self.given else parameter.default
+                if parameter.name not in self.given:
+                    value = self._constants.pop(parameter.name, parameter.default)
             if stars == "*":
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
-                self.defaults[VARIABLE_KEYWORDS] = None  # traced without any
+                self.defaults[VARIABLE_KEYWORDS] = None
             elif parameter.kind is kinds.KEYWORD_ONLY:
                 keywords[parameter.name] = value
             else:
                 positional.append(value)
+        keywords.update(self._constants)
         return (lambda *args: root_fn(*args, **keywords)), [self.root, *positional]
 
     def create_arg(self, a: Any) -> Any:
@@ -169,6 +195,22 @@ class _Tracer(fx.Tracer):
             values = {item.name: self.create_arg(getattr(a, item.name)) for item in dataclasses.fields(a)}
             return self.create_node("call_function", type(a), (), values)
         return super().create_arg(a)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What torch.autocast, no_grad and inference_mode have switched."""
+    autocast = torch._C._is_any_autocast_enabled()
+    dtype_of = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
+    dtypes = [dtype_of(device) for device in ("cpu", "cuda")] if autocast and dtype_of is not None else []
+    return (autocast, *dtypes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+class _ModeError(fx.proxy.TraceError):
+    """Operations run under an autocast or gradient mode that `module` has entered; None is the root."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        super().__init__("it switches autocast or gradients for a part of its operations")
+        self.module = module
 
 
 def _is_literal(value: Any) -> bool:
@@ -201,13 +243,18 @@ def capture(model: nn.Module, is_captured: Callable[[nn.Module], bool], strict: 
 
 
 def trace(
-    root: nn.Module, is_captured: Callable[[nn.Module], bool], strict: bool, given: frozenset[str] | None = None
+    root: nn.Module,
+    is_captured: Callable[[nn.Module], bool],
+    strict: bool,
+    given: frozenset[str] | None = None,
+    constants: Constants = (),
 ) -> Captured:
     """Traces `root` itself, in its present mode.
 
     Args:
         given: the arguments of forward, of those with a default, that calls will give another value. If None: the
             first argument if all of them have defaults, else none.
+        constants: values that calls will give to others, and to further keyword arguments.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
     """
@@ -219,7 +266,7 @@ def trace(
     # hooks must run at every call, not once while tracing
     opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
     while True:
-        tracer = _Tracer(set(opaque), is_captured, given)
+        tracer = _Tracer(set(opaque), is_captured, given, constants)
         try:
             with _tracing:
                 graph = tracer.trace(root)
@@ -228,6 +275,8 @@ def trace(
             break
         except Exception as error:  # tracing runs the user's code, which may raise anything
             module, reason = _where(error)
+            if isinstance(error, _ModeError):
+                module = error.module or root
             if strict:
                 raise CaptureError(f"the model cannot be traced: {reason}") from error
             if module is None or module not in paths or module in opaque:
@@ -238,4 +287,4 @@ def trace(
                 return Captured(root, None, (Untraced("", reason),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
-    return Captured(root, graph, untraced, tracer.defaults, tracer.given)
+    return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from fxfuse import plans
+from fxfuse import ops, plans
 from fxfuse.problem import ANCHORS, OPTION_NAMES, parsed, run_anchor
 from fxfuse.reference import evaluate
 
@@ -177,10 +177,20 @@ def _is_special(tensor: torch.Tensor) -> bool:
     )
 
 
+def _autocast(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How torch.autocast casts the tensors of a product or convolution."""
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        eligible = tensor.device.type == device and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return cast
+
+
 _EAGER_KEYS: Final = (
     "Meta",
-    # Under autocast the region's own operators are cast one by one, under torch.func.vmap they are batched one by one.
-    "AutocastCPU", "AutocastCUDA", "FuncTorchBatched",
+    "FuncTorchBatched",  # torch.func.vmap
     # other layouts in inference mode, where nothing passes by "Autograd"
     "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
@@ -206,8 +216,22 @@ def _implement(kind: str) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(kind, kernel, key)
+    def autocast(device: str) -> Callable[..., torch.Tensor]:
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+
+        def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            if ops.is_recast(parsed(epilogue)):
+                return reference(x, weight, bias, operands, epilogue, *values)
+            cast = _autocast(device)
+            tensors = (cast(x), cast(weight), None if bias is None else cast(bias))
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return overload(*tensors, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
+
+        return cast_first
+
+    for device in ("cpu", "cuda"):
+        _LIBRARY.impl(kind, kernel, device.upper())
+        _LIBRARY.impl(kind, autocast(device), f"Autocast{device.upper()}")
     _LIBRARY.impl(kind, autograd, "Autograd")
     for key in _EAGER_KEYS:
         _LIBRARY.impl(kind, reference, key)

@@ -28,7 +28,7 @@ from torch import nn
 
 from fxfuse import interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call
+from fxfuse.expression import Call, Const, Expr, call, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -62,6 +62,8 @@ class PointwiseOp:
     """Whether a range of arguments comes through as it is, negated or as a constant: eager then rounds nothing more."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
+    recast: bool = False
+    """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
@@ -112,10 +114,20 @@ def _maximum(a: Any, b: Any) -> Any:
 
 
 def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    if x.dim() != 4:  # as nn.BatchNorm2d does
-        raise ValueError(f"expected 4D input (got {x.dim()}D input)")
     affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
+
+
+def _batch_norm_of(*ranks: int) -> Callable[..., torch.Tensor]:
+    """What nn.BatchNorm1d and its like compute: they refuse tensors of other ranks, in these words."""
+    expected = " or ".join(f"{rank}D" for rank in ranks)
+
+    def reference(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        if x.dim() not in ranks:
+            raise ValueError(f"expected {expected} input (got {x.dim()}D input)")
+        return _batch_norm(x, *parameters)
+
+    return reference
 
 
 def _assign(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -189,6 +201,26 @@ def _elu(x: Any, alpha: Any, scale: Any, input_scale: Any) -> Expr:
     return call("elu", x, alpha)
 
 
+def _normalised(x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: Any, eps: Any) -> Expr:
+    if training is not False or mean is None or var is None:
+        raise Rejected("batch_norm by the batch's own statistics")
+    if isinstance(eps, Expr):
+        raise Rejected("batch_norm with an eps that is not known before the model runs")
+    return call("batch_norm", x, mean, var, 1.0 if weight is None else weight, 0.0 if bias is None else bias, eps)
+
+
+def _batch_norm_function(
+    x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any
+) -> Expr:
+    return _normalised(x, mean, var, weight, bias, training, eps)
+
+
+def _batch_norm_operator(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: Any, momentum: Any, eps: Any, cudnn_enabled: Any
+) -> Expr:
+    return _normalised(x, mean, var, weight, bias, training, eps)
+
+
 def _masked_fill(x: Any, mask: Any, value: Any) -> Expr:
     return call("where", mask, value, x)
 
@@ -214,6 +246,10 @@ def _to(x: Any, dtype: Any) -> Expr:
 # ------------------------------------------------------------------------------------------- the table
 
 _SIXTH: Final = "0.16666667f"
+_BATCH_NORM_CODE: Final = "({0} - {1}) * (rsqrt({2} + {5}) * {3}) + {4}"
+_BATCH_NORM: Final = {
+    "input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": 1.0, "bias": 0.0, "eps": REQUIRED,
+}  # fmt: skip
 _unit = interval.increasing(-1.0, 1.0)
 _truth = interval.always(0.0, 1.0)
 _positive = interval.increasing(0.0)
@@ -229,11 +265,11 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("neg", operator.neg, "-{0}", interval.negate, UNARY, ("negative", operator.neg), passing=True),
     PointwiseOp("abs", torch.abs, "abs({0})", interval.valley(0.0, 0.0), UNARY, ("absolute", operator.abs),
                 passing=True),
-    PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0)),
-    PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}),
-    PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive),
-    PointwiseOp("rsqrt", torch.rsqrt, "rsqrt({0})"),
-    PointwiseOp("reciprocal", torch.reciprocal, "1.0f / {0}"),
+    PointwiseOp("square", torch.square, "{0} * {0}", interval.valley(0.0, 0.0), recast=True),
+    PointwiseOp("pow", torch.pow, "pow({0}, {1})", params={"input": REQUIRED, "exponent": REQUIRED}, recast=True),
+    PointwiseOp("sqrt", torch.sqrt, "sqrt({0})", _positive, recast=True),
+    PointwiseOp("rsqrt", torch.rsqrt, "rsqrt({0})", recast=True),
+    PointwiseOp("reciprocal", torch.reciprocal, "1.0f / {0}", recast=True),
     Composite("add", _add, {**BINARY, "alpha": 1}, (operator.add, operator.iadd)),
     Composite("sub", _sub, {**BINARY, "alpha": 1}, ("subtract", operator.sub, operator.isub)),
     Composite("rsub", _rsub, {**BINARY, "alpha": 1}),
@@ -244,10 +280,12 @@ _ROWS: Final[list[Row]] = [
                 "abs({2}) < 0.5f ? {0} + {2} * ({1} - {0}) : {1} - ({1} - {0}) * (1.0f - {2})",
                 params={"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
     # special functions
-    PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY),
-    PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,)),
-    PointwiseOp("log", torch.log, "log({0})", interval.increasing()),
-    PointwiseOp("log1p", torch.log1p, "log1p({0})", interval.increasing(), UNARY, (torch.special.log1p,)),
+    PointwiseOp("exp", torch.exp, "exp({0})", _positive, UNARY, recast=True),
+    PointwiseOp("expm1", torch.expm1, "expm1({0})", interval.increasing(-1.0), UNARY, (torch.special.expm1,),
+                recast=True),
+    PointwiseOp("log", torch.log, "log({0})", interval.increasing(), recast=True),
+    PointwiseOp("log1p", torch.log1p, "log1p({0})", interval.increasing(), UNARY, (torch.special.log1p,),
+                recast=True),
     PointwiseOp("sin", torch.sin, "sin({0})", interval.always(-1.0, 1.0)),
     PointwiseOp("cos", torch.cos, "cos({0})", interval.always(-1.0, 1.0)),
     PointwiseOp("tanh", torch.tanh, "tanh({0})", _unit, UNARY, (nn.Tanh,)),
@@ -265,7 +303,8 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("logical_or", torch.logical_or, "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
     PointwiseOp("where", torch.where, "{0} ? {1} : {2}", interval.either,
-                {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where,), passing=True),
+                {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where, torch.ops.aten.where),
+                passing=True),
     Composite("where", _where_method, {"input": REQUIRED, "condition": REQUIRED, "other": REQUIRED}, ("where",)),
     Composite("masked_fill", _masked_fill, {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
@@ -282,11 +321,20 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,), passing=True),
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
-                spellings=(nn.PReLU,), channel_args=(1,), passing=True),
-    # nn.BatchNorm2d in evaluation mode; patterns/region.py finds it. A missing weight is 1, a missing bias 0.
-    PointwiseOp("batch_norm", _batch_norm, "({0} - {1}) * (rsqrt({2} + {5}) * {3}) + {4}",
-                params={"input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": 1.0,
-                        "bias": 0.0, "eps": REQUIRED}, channel_args=(1, 2, 3, 4)),
+                spellings=(nn.PReLU,), channel_args=(1,), passing=True, recast=True),
+    # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/region.py finds the modules.
+    PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4)),
+    PointwiseOp("batch_norm_1d", _batch_norm_of(2, 3), _BATCH_NORM_CODE, params=_BATCH_NORM,
+                channel_args=(1, 2, 3, 4)),
+    PointwiseOp("batch_norm_2d", _batch_norm_of(4), _BATCH_NORM_CODE, params=_BATCH_NORM,
+                channel_args=(1, 2, 3, 4)),
+    Composite("batch_norm", _batch_norm_function,
+              {"input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": None, "bias": None,
+               "training": False, "momentum": 0.1, "eps": 1e-5}, (F.batch_norm,)),
+    Composite("batch_norm", _batch_norm_operator,
+              {"input": REQUIRED, "weight": REQUIRED, "bias": REQUIRED, "running_mean": REQUIRED,
+               "running_var": REQUIRED, "training": REQUIRED, "momentum": REQUIRED, "eps": REQUIRED,
+               "cudnn_enabled": REQUIRED}, (torch.batch_norm, torch.ops.aten.batch_norm)),
     PointwiseOp("elu", F.elu, "{0} > 0.0f ? {0} : {1} * expm1({0})", _nonnegative_parameter,
                 {"input": REQUIRED, "alpha": 1.0}, (nn.ELU,), passing=True),
     Composite("elu", _elu, {"input": REQUIRED, "alpha": 1.0, "scale": 1, "input_scale": 1}),
@@ -306,7 +354,7 @@ _ROWS: Final[list[Row]] = [
                 interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,), passing=True),
     PointwiseOp("softplus", F.softplus, "{0} * {1} > {2} ? {0} : log1p(exp({0} * {1})) / {1}",
                 interval.increasing(0.0, sign=lambda beta, threshold: beta > 0 and threshold >= 10),
-                {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,), passing=True),
+                {"input": REQUIRED, "beta": 1.0, "threshold": 20.0}, (nn.Softplus,), passing=True, recast=True),
     PointwiseOp("softsign", F.softsign, "{0} / (1.0f + abs({0}))", interval.always(-1.0, 1.0), UNARY, (nn.Softsign,)),
     PointwiseOp("hardswish", F.hardswish, f"{{0}} * minimum(maximum({{0}} + 3.0f, 0.0f), 6.0f) * {_SIXTH}",
                 interval.valley(-1.5, -0.375, left_limit=0.0), UNARY, (nn.Hardswish,), passing=True),
@@ -321,7 +369,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
                 {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,), passing=True),
     PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
-                interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid,)),
+                interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid, torch.ops.aten.log_sigmoid)),
     # no arithmetic: kept because gradients and strides depend on them
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),
@@ -333,7 +381,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),
     # an in-place operation: its result, and the value whose dtype and shape it keeps
     PointwiseOp("assign", _assign, "{0}", interval.same, BINARY),
-    Composite("to", _to, {"input": REQUIRED, "dtype": REQUIRED}, ("to", "type")),
+    Composite("to", _to, {"input": REQUIRED, "dtype": REQUIRED}, ("to", "type", torch.ops.aten._to_copy)),
     Composite("float", lambda x: _to(x, torch.float32), UNARY, ("float",)),
     Composite("half", lambda x: _to(x, torch.float16), UNARY, ("half",)),
     Composite("bfloat16", lambda x: _to(x, torch.bfloat16), UNARY, ("bfloat16",)),
@@ -355,7 +403,7 @@ _by_name: dict[str, PointwiseOp] = {}
 _by_spelling: dict[Any, Spelling] = {}
 
 _IN_PLACE_OPERATORS: Final = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
-_NAMESPACES: Final = (torch, F)
+_NAMESPACES: Final = (torch, F, torch.ops.aten)
 
 
 def _method(name: str) -> tuple[str, str]:
@@ -366,11 +414,12 @@ def _spellings_of(row: Row) -> dict[Any, Spelling]:
     """Every function, method name and module type that means `row`.
 
     A name (the row's own, and each string in `spellings`) stands for the functions of that name in torch and
-    torch.nn.functional and the Tensor method, each with its in-place twin; other spellings stand for themselves.
+    torch.nn.functional, the Tensor method and the operator that torch.export writes, each with its in-place twin; other
+    spellings stand for themselves.
     """
     found: dict[Any, Spelling] = {}
     names = [item for item in row.spellings if isinstance(item, str)]
-    # torch.where and Tensor.where order their arguments differently, so each has a row; batch_norm's functions train.
+    # torch.where and Tensor.where order their arguments differently, so each has a row; so do batch_norm's functions.
     if row.name not in ("where", "batch_norm"):
         names.append(row.name)
     for name in names:
@@ -415,10 +464,15 @@ def names() -> tuple[str, ...]:
     return tuple(_by_name)
 
 
+def function_of(target: Any) -> Any:
+    """A call_function target as tables have it: an operator (torch.ops.aten.relu) for each of its overloads."""
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
 def find_function(target: Any) -> Spelling | None:
     """The row that a call_function target spells."""
     try:
-        return _by_spelling.get(target)
+        return _by_spelling.get(function_of(target))
     except TypeError:  # an unhashable callable is nobody's spelling
         return None
 
@@ -512,7 +566,7 @@ def register_pointwise(
         raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
     if name in _by_name:
         raise FxfuseError(f"register_pointwise: the operation {name!r} exists already")
-    new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings))
+    new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings), recast=True)
     try:
         expand_code(new, [f"x{i}" for i in range(len(new.params))], "t")
     except (IndexError, KeyError, ValueError) as error:
@@ -548,6 +602,16 @@ def expand_code(op: PointwiseOp, args: Sequence[str], prefix: str) -> tuple[list
         names[variable] = f"{prefix}_{variable}"
         temporaries.append((names[variable], text))
     return temporaries, value.format(*args, **names)
+
+
+def is_recast(expression: Expr) -> bool:
+    """Whether torch.autocast might cast what the expression's operations work on (see PointwiseOp.recast)."""
+    return any(
+        # number / tensor is the tensor's reciprocal
+        row(node.op).recast or (node.op == "div" and isinstance(node.args[0], Const))
+        for node in postorder(expression)
+        if isinstance(node, Call)
+    )
 
 
 def is_boolean(expression: Expr) -> bool:

@@ -12,23 +12,24 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from fxfuse import functional, plans
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, capture, trace
+from fxfuse import channels_last, functional, plans
+from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
 from fxfuse.errors import FxfuseError
-from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions
+from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions, is_region_alone
 from fxfuse.patterns.anchors import Source
+from fxfuse.patterns.recompose import recompose
 from fxfuse.state import copies, unchanged
 
 logger = logging.getLogger("fxfuse")
 
 
 def optimize(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram,
     example_inputs: Sequence[Any] | None = None,
     *,
     strict: bool = False,
@@ -40,8 +41,9 @@ def optimize(
         print(fxfuse.explain(fast))
 
     Args:
-        model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device. It is not changed. Its
-            parameters and buffers are shared with the result, under the same names.
+        model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device, or a program that
+            torch.export made of one. It is not changed. Its parameters and buffers are shared with the result, under
+            the same names.
         example_inputs: positional arguments for one call. If given, all kernels that it needs are compiled now (in
             parallel) instead of at the first call.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
@@ -56,13 +58,13 @@ def optimize(
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
     traced model with nothing fused.
     """
+    if isinstance(model, torch.export.ExportedProgram):
+        model = model.module()
     if not isinstance(model, nn.Module):
         raise FxfuseError(f"optimize takes an nn.Module, not {type(model).__name__}; wrap a function in a module")
     if isinstance(model, torch.jit.ScriptModule):
         raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if fp32 not in ("exact", "fast"):
-        raise FxfuseError(f'fp32 is "exact" or "fast", not {fp32!r}')
     settings = Settings(strict, fp32)
     before = settings
     if isinstance(model, FusedModule):
@@ -96,12 +98,20 @@ def _fuse_children(module: nn.Module, settings: Settings) -> None:
         elif (
             isinstance(child, torch.jit.ScriptModule)
             or _is_fused(child)
-            or (type(child).__module__.startswith("torch.nn.") and not list(child.children()))
+            or (_is_single_layer(child) and not _is_worth_while(child))
         ):
-            continue  # a single layer: nothing to fuse it with
+            continue  # nothing to fuse it with
         else:
             captured = _with_fused_children(trace(child, _is_fused, settings.strict), settings)
             setattr(module, name, FusedModule(captured, settings))
+
+
+def _is_single_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
+
+
+def _is_worth_while(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | nn.Conv2d) and is_region_alone(layer.weight)
 
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -169,6 +179,10 @@ class Settings:
     strict: bool = False
     fp32: str = "exact"
 
+    def __post_init__(self) -> None:
+        if self.fp32 not in ("exact", "fast"):
+            raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
+
     def changed(self) -> dict[str, Any]:
         """Keyword arguments for the fused operators: those that are not their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
@@ -190,6 +204,15 @@ class FusedRegion:
     epilogue: str
 
 
+@dataclass(frozen=True)
+class FusedRun:
+    """What the report needs to know of convolutions that run in channels_last (see channels_last.py)."""
+
+    source: str
+    """The node whose value is converted."""
+    convolutions: int
+
+
 _TABLES: Final = ("_parameters", "_modules", "_buffers")
 
 _SHARED: Final = (
@@ -202,6 +225,10 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
+Arguments: TypeAlias = tuple[frozenset[str], Constants]
+"""What decides which graph is right for a call: Captured.given and Captured.constants."""
+
+
 @dataclass
 class FusedState:
     """What a FusedModule knows beside what every module has; in one attribute, to hide but one name of the model's."""
@@ -210,10 +237,11 @@ class FusedState:
     settings: Settings
     regions: tuple[FusedRegion, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    runs: tuple[FusedRun, ...] = ()
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
-    variants: dict[frozenset[str], FusedModule] = field(default_factory=dict)
-    """Graphs for calls with other arguments than `captured.given`, made when such a call comes."""
+    variants: dict[Arguments, FusedModule] = field(default_factory=dict)
+    """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
     forget: Callable[[], Any] | None = None
@@ -256,12 +284,14 @@ class FusedModule(fx.GraphModule):
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
+        runs: list[channels_last.Run] = []
         if captured.graph is None:
             self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
             graph = _python_graph()
         else:
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
+                recompose(graph)
                 found, skipped = find_regions(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:
@@ -269,8 +299,11 @@ class FusedModule(fx.GraphModule):
                     number = next(_region_numbers)
                     fused = _replace(graph, region, number, replaced, state.settings)
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
+                if not captured.root.training:
+                    runs = channels_last.convert_runs(captured.root, graph)
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
+        state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
         finalizer = weakref.finalize(self, plans.forget, [region.number for region in regions])
         finalizer.atexit = False
         state.forget = finalizer
@@ -340,15 +373,16 @@ def _extras(module: FusedModule) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in own}
 
 
-def _variant(module: FusedModule, given: frozenset[str]) -> FusedModule:
-    """The model traced for calls that give the arguments `given`, of those with a default, another value."""
+def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
+    """The model traced for calls that give these arguments, of those with a default, another value."""
     state = state_of(module)
-    if given not in state.variants:
+    if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
-        logger.info("fxfuse: %s is traced for arguments %s", type(root).__name__, sorted(given))
-        captured = trace(root, _is_fused, settings.strict, given)
-        state.variants[given] = FusedModule(_with_fused_children(captured, settings), settings)
-    return state.variants[given]
+        given, constants = arguments
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, sorted(given), dict(constants))
+        captured = trace(root, _is_fused, settings.strict, given, constants)
+        state.variants[arguments] = FusedModule(_with_fused_children(captured, settings), settings)
+    return state.variants[arguments]
 
 
 def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
@@ -381,11 +415,11 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
-    """`forward`, which is right for calls that give the arguments `captured.given`; others go to a variant."""
+    """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
     names = list(inspect.signature(forward).parameters)[1:]
     defaults = {name: value for name, value in captured.defaults.items() if name in names}
     positions = {names.index(name): name for name in defaults}
-    no_more_keywords = VARIABLE_KEYWORDS in captured.defaults
+    takes_more = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
         return given is value or (
@@ -396,12 +430,24 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         passed = {positions[i]: arg for i, arg in enumerate(args) if i in positions}
         passed.update((name, value) for name, value in kwargs.items() if name in defaults)
-        given = frozenset(name for name, value in passed.items() if not is_default(value, defaults[name]))
-        if no_more_keywords and not all(name in names for name in kwargs):
-            return captured.root.forward(*args, **kwargs)
-        return forward(self, *args, **kwargs) if given == captured.given else _variant(self, given)(*args, **kwargs)
+        others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
+        if takes_more:
+            more = {name: value for name, value in kwargs.items() if name not in names}
+            if not all(map(_is_constant, more.values())):
+                return captured.root.forward(*args, **kwargs)
+            others.update(more)
+        constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
+        given = frozenset(name for name, value in others.items() if not _is_constant(value))
+        if (given, constants) == (captured.given, captured.constants):
+            return forward(self, *args, **kwargs)
+        return _variant(self, (given, constants))(*args, **kwargs)
 
     return guarded
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
+    return value is None or isinstance(value, bool | str)
 
 
 def _disabled() -> bool:

@@ -52,6 +52,8 @@ class Report:
 
     regions: tuple[RegionReport, ...]
     skipped: tuple[SkippedReport, ...]
+    channels_last: tuple[str, ...] = ()
+    """Which convolutions run in channels_last on a GPU although the model's tensors are contiguous."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -70,6 +72,7 @@ class Report:
         if fused:
             headers = ("anchor", "replaces", "epilogue", "kernel")
             parts.append(tabulate(fused, headers=headers, tablefmt="simple_outline"))
+        parts += self.channels_last
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             rows = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -99,6 +102,7 @@ def explain(fast: fx.GraphModule) -> Report:
         raise FxfuseError(f"explain takes what fxfuse.optimize returned, not a {type(fast).__name__}")
     regions: list[RegionReport] = []
     skipped: list[SkippedReport] = []
+    runs: list[str] = []
     for path, module in _fused_modules(fast):
         prefix = f"{path}." if path else ""
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
@@ -106,7 +110,11 @@ def explain(fast: fx.GraphModule) -> Report:
             name = prefix + untraced.path if untraced.path else path or "the model"
             skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}"))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
-    return Report(tuple(regions), tuple(skipped))
+        runs += [
+            f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
+            for run in state_of(module).runs
+        ]
+    return Report(tuple(regions), tuple(skipped), tuple(runs))
 
 
 def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:

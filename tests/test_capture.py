@@ -578,3 +578,33 @@ def test_traces_in_several_threads_leave_nothing_behind():
     assert (nn.Module.__call__, nn.Module.__getattr__) == before
     for fast in optimised:
         assert epilogues(fast) == ["relu(acc)"]
+
+
+# ------------------------------------------------------------------------------------- autocast and gradient modes
+
+
+def test_a_forward_that_switches_autocast_runs_as_python():
+    def forward(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = torch.relu(m.fc(x))
+        return y + m.block(x)
+
+    model = Net(forward, fc=linear(), block=nn.Sequential(linear(), nn.Tanh()))
+    fast = fxfuse.optimize(model)
+    assert_as_eager(model, fast, torch.randn(3, 8), exact=False)
+    report = fxfuse.explain(fast)
+    assert [region.epilogue for region in report.regions] == ["tanh(acc)"]
+    assert "it switches autocast or gradients" in report.skipped[0].reason
+
+
+def test_what_runs_without_gradients_still_does():
+    def forward(m, x):
+        with torch.no_grad():
+            features = m.backbone(x)
+        return torch.relu(m.head(features))
+
+    model = Net(forward, backbone=nn.Sequential(linear(), nn.Tanh()), head=linear())
+    fast = fxfuse.optimize(model)
+    fast(torch.randn(3, 8)).sum().backward()
+    assert model.backbone[0].weight.grad is None and model.head.weight.grad is not None
+    assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]  # the backbone by itself

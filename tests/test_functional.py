@@ -426,6 +426,15 @@ def test_autocast_gives_eagers_dtypes(name):
         torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("name", ["linear", "matmul", "batch norm"])
+def test_autocast_runs_kernels(name):
+    fast = fxfuse.optimize(AUTOCAST[name].eval())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        fast(randn(16, 8))
+    (region,) = fxfuse.explain(fast).regions
+    assert region.kernel is not None and region.fallback is None
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_the_operators_pass_torchs_own_checks():
     x, w, b, v = randn(3, 8), randn(5, 8), randn(5), randn(5)

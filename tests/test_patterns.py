@@ -1,11 +1,12 @@
 """What is matched: models in, regions with their epilogues and the reasons for everything left alone out."""
 
 import operator
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, conv, linear
+from helpers import Net, Net2, assert_as_eager, conv, linear
 from torch import fx, nn
 
 import fxfuse
@@ -97,11 +98,11 @@ ONE_REGION = {
     ),
     "batch norm": (
         Net(lambda m, x: m.bn(m.conv(x)).relu(), conv=conv(), bn=nn.BatchNorm2d(8)),
-        "relu(batch_norm(acc, o0, o1, o2, o3, 1e-05))",
+        "relu(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05))",
     ),
     "batch norm without affine": (
         Net(lambda m, x: m.bn(m.conv(x)), conv=conv(), bn=nn.BatchNorm2d(8, affine=False, eps=0.5)),
-        "batch_norm(acc, o0, o1, 1.0, 0.0, 0.5)",
+        "batch_norm_2d(acc, o0, o1, 1.0, 0.0, 0.5)",
     ),
 }  # fmt: skip
 
@@ -379,3 +380,24 @@ def test_every_spelling_means_what_torch_computes(name):
     actual = fast(x.requires_grad_())  # a gradient is needed: the region's torch reference runs
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ anchors that nothing follows
+
+
+def test_an_anchor_alone_is_a_region_where_kernels_are_faster(monkeypatch):
+    """In float32 on a GPU; here as if this were one."""
+    for module in ("fxfuse.patterns.region", "fxfuse.optimize"):
+        monkeypatch.setattr(sys.modules[module], "is_region_alone", lambda weight: weight.dtype == torch.float32)
+
+    def forward(m, x):
+        y = m.fc(x)
+        return y if y.shape[0] > 0 else m.c(y)  # a question that no graph answers
+
+    for model in (Net(lambda m, x: m.fc(x).sum(0), fc=linear()), Net(forward, fc=linear(), c=linear())):
+        fast = fxfuse.optimize(model.eval())
+        assert "acc" in [region.epilogue for region in fxfuse.explain(fast).regions]
+        assert list(fast.state_dict()) == list(model.state_dict())
+        assert_as_eager(model, fast, torch.randn(3, 8))
+    half = fxfuse.optimize(Net(lambda m, x: m.fc(x).sum(0), fc=linear()).to(torch.bfloat16))
+    assert not fxfuse.explain(half).regions

@@ -2,6 +2,15 @@
 forbid it (mutation.py)."""
 
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
-from fxfuse.patterns.region import MODE_DEPENDENT, Region, Skipped, find_regions
+from fxfuse.patterns.region import MODE_DEPENDENT, Region, Skipped, find_regions, is_region_alone
 
-__all__ = ["MODE_DEPENDENT", "Anchor", "Attribute", "Region", "Skipped", "find_anchor", "find_regions"]
+__all__ = [
+    "MODE_DEPENDENT",
+    "Anchor",
+    "Attribute",
+    "Region",
+    "Skipped",
+    "find_anchor",
+    "find_regions",
+    "is_region_alone",
+]

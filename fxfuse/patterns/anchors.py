@@ -48,14 +48,21 @@ def tensor_at(root: nn.Module, path: str) -> Any:
 
 
 def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
-    """The parameter or buffer behind `source`, if it is one."""
+    """The parameter or buffer behind `source`, or what Dynamo or torch.export noted of its value.
+
+    The latter is a fake tensor, and its sizes may be symbols.
+    """
     path = source.path if isinstance(source, Attribute) else None
     if isinstance(source, fx.Node) and source.op == "get_attr":
         path = str(source.target)
-    if path is None:
-        return None
-    tensor = tensor_at(root, path)
+    tensor = tensor_at(root, path) if path is not None else noted(source)
     return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def noted(node: Any) -> Any:
+    """The fake value that Dynamo ("example_value") or torch.export ("val") noted for a node; None if neither did."""
+    meta = node.meta if isinstance(node, fx.Node) else {}
+    return meta.get("val", meta.get("example_value"))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -145,7 +152,7 @@ def _optional_tensor(value: Any, what: str) -> fx.Node | None:
 
 
 def _weight_matrix(root: nn.Module, value: Any) -> fx.Node:
-    """The right side of a product: a 2-D parameter or buffer, perhaps transposed."""
+    """The right side of a product: a 2-D parameter or buffer, perhaps transposed, or whatever is known to be 2-D."""
     source = _tensor(value, "right side")
     transposed = (
         (source.op == "call_method" and source.target == "t" and len(source.args) == 1)
@@ -188,6 +195,17 @@ def _conv2d(
     return Anchor("conv2d", _tensor(x, "input"), weight, _optional_tensor(bias, "bias"), options)
 
 
+def _convolution(
+    root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
+    output_padding: Any, groups: Any,
+) -> Anchor:  # fmt: skip
+    """What every convolution becomes in the graphs of AOTAutograd."""
+    tensor = known_tensor(root, _tensor(weight, "weight"))
+    if transposed or tensor is None or tensor.dim() != 4:
+        raise Rejected("a convolution that is transposed or not known to have two dimensions")
+    return _conv2d(root, x, weight, bias, stride, padding, dilation, groups)
+
+
 @dataclass(frozen=True)
 class _Function:
     """A call that is an anchor: its parameters as torch names them, and what to make of them."""
@@ -208,6 +226,13 @@ _CONV2D: Final = _Function(
     {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     _conv2d,
 )
+_CONVOLUTION: Final = _Function(
+    "convolution",
+    dict.fromkeys(
+        ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"), REQUIRED
+    ),
+    _convolution,
+)
 _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     F.linear: _LINEAR,
     torch.matmul: _MATMUL,
@@ -216,6 +241,12 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.addmm: _ADDMM,
     F.conv2d: _CONV2D,
     torch.conv2d: _CONV2D,
+    torch.ops.aten.linear: _LINEAR,
+    torch.ops.aten.matmul: _MATMUL,
+    torch.ops.aten.mm: _MM,
+    torch.ops.aten.addmm: _ADDMM,
+    torch.ops.aten.conv2d: _CONV2D,
+    torch.ops.aten.convolution: _CONVOLUTION,
 }
 _METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm": _ADDMM}
 
@@ -235,7 +266,7 @@ def find_anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
         return build(node, module)
     function = None
     if node.op == "call_function":
-        function = _FUNCTIONS.get(node.target)
+        function = _FUNCTIONS.get(ops.function_of(node.target))
     elif node.op == "call_method":
         function = _METHODS.get(str(node.target))
     if function is None:

@@ -47,16 +47,26 @@ def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
     return found
 
 
+_SWITCHES: Final = frozenset(
+    {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
+)
+"""Functions in Dynamo's graphs that change what the operations after them compute."""
+
+
 class Mutations:
     """The overwriting nodes of one graph, and the memory that each node's result may live in."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         self._root = root
         self.order: dict[fx.Node, int] = {}
+        self._section: dict[fx.Node, int] = {}
         self._roots: dict[fx.Node, frozenset[object]] = {}
         self._writes: list[tuple[int, frozenset[object]]] = []
+        section = 0
         for index, node in enumerate(graph.nodes):
             self.order[node] = index
+            section += node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+            self._section[node] = section
             written = self._written(node)
             if written:
                 self._writes.append((index, frozenset().union(*(self.memory(arg) for arg in written))))
@@ -68,6 +78,14 @@ class Mutations:
             return frozenset({source.path})
         assert isinstance(source, fx.Node)
         return self._roots[source]
+
+    def any(self) -> bool:
+        """Whether any node overwrites anything."""
+        return bool(self._writes)
+
+    def same_section(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether both run under the same autocast and gradient mode, as far as the graph itself switches them."""
+        return self._section[node] == self._section[other]
 
     def between(self, read: int, moved_to: int, sources: Iterable[Source], skip: Iterable[fx.Node]) -> bool:
         """Whether a node after position `read` and before `moved_to` may overwrite one of `sources`."""
@@ -91,6 +109,8 @@ class Mutations:
             in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
             return inputs[:1] if in_place else []
         if node.op == "call_function":
+            if isinstance(node.target, torch._ops.OpOverload):
+                return inputs if node.target._schema.is_mutable else []
             if "out" in node.kwargs:
                 return inputs
             in_place = ops.split_in_place(node.target, node.args, node.kwargs)[2]
@@ -113,4 +133,12 @@ class Mutations:
             return not found.in_place and found.row.name not in _CASTS
         if node.op == "call_module":
             return isinstance(self._root.get_submodule(str(node.target)), _FRESH_MODULES)
+        if isinstance(node.target, torch._ops.OpOverload):
+            return _returns_fresh(node.target)
         return node.op == "call_function" and node.target in _FRESH_FUNCTIONS
+
+
+def _returns_fresh(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator's schema says that its results are no views; those of composite operators do not say it."""
+    composite = operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return not composite and all(result.alias_info is None for result in operator._schema.returns)

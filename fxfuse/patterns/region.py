@@ -18,7 +18,7 @@ from torch import fx, nn
 from fxfuse import ops
 from fxfuse.expression import Acc, Expr, Operand, call, depends_on_acc, postorder, rewrite
 from fxfuse.ops import Rejected
-from fxfuse.patterns.anchors import Anchor, Attribute, Source, find_anchor, has_hooks, known_tensor
+from fxfuse.patterns.anchors import Anchor, Attribute, Source, find_anchor, has_hooks, known_tensor, noted
 from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.simplify import simplify
 
@@ -50,10 +50,12 @@ class Skipped:
 _DROPOUT_MODULES: Final = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
-MODE_DEPENDENT: Final = (*_DROPOUT_MODULES, nn.BatchNorm2d)
+_BATCH_NORMS: Final = {nn.BatchNorm1d: "batch_norm_1d", nn.BatchNorm2d: "batch_norm_2d"}
+MODE_DEPENDENT: Final = (*_DROPOUT_MODULES, *_BATCH_NORMS)
 """Modules that join a region in one mode and end it in the other."""
 _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.ops.aten.dropout,
 )  # fmt: skip
 
 
@@ -79,6 +81,8 @@ class _Growth:
             return arg
         if arg in self.values:
             return self.values[arg]
+        if arg.op == "call_method" and arg.target == "item" and noted(arg) is not None:
+            return self.operand(arg.all_input_nodes[0])  # Dynamo's way to pass a number; as a 0-d tensor it is the same
         if not _is_tensor(arg):
             raise Rejected(f"operand '{arg.name}' may not be a tensor")
         self._check_broadcast(arg)
@@ -94,7 +98,9 @@ class _Growth:
             dimension, features, rank = -3, weight.shape[0], 4
         else:
             dimension, features, rank = -1, weight.shape[0 if self.anchor.kind == "linear" else 1], None
-        too_wide = tensor.dim() >= -dimension and tensor.shape[dimension] not in (1, features)
+        size = tensor.shape[dimension] if tensor.dim() >= -dimension else 1
+        # a size that is a symbol is not asked: the answer would hold for other calls, too
+        too_wide = isinstance(size, int) and isinstance(features, int) and size not in (1, features)
         if too_wide or (rank is not None and tensor.dim() > rank):
             name = source.name if isinstance(source, fx.Node) else source.path
             raise Rejected(f"operand '{name}' of shape {tuple(tensor.shape)} would enlarge the result")
@@ -102,6 +108,8 @@ class _Growth:
 
 def _is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is a tensor, as far as the graph tells; sizes and numbers are not."""
+    if isinstance(noted(node), torch.Tensor):
+        return True
     if node.op == "placeholder":
         numbers = (int, float, bool)
         default = node.args[0] if node.args else None
@@ -129,17 +137,17 @@ def _module_arguments(growth: _Growth, row: ops.Row, node: fx.Node, module: nn.M
 def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
     if module is not None:
         return isinstance(module, _DROPOUT_MODULES) and (not module.training or module.p == 0)
-    if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
+    if node.op != "call_function" or ops.function_of(node.target) not in _DROPOUT_FUNCTIONS:
         return False
     training = node.kwargs.get("training", node.kwargs.get("train", node.args[2] if len(node.args) > 2 else True))
     return training is False
 
 
-def _batch_norm(growth: _Growth, node: fx.Node, module: nn.BatchNorm2d) -> Expr:
+def _batch_norm(growth: _Growth, node: fx.Node, module: nn.BatchNorm1d | nn.BatchNorm2d) -> Expr:
     """Evaluation-mode normalisation from the live buffers."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise Rejected(f"'{node.name}' normalises by the batch's own statistics")
-    row = ops.row("batch_norm")
+    row = ops.row(_BATCH_NORMS[type(module)])
     arguments = {
         name: value for name, value in _module_arguments(growth, row, node, module).items() if value is not None
     }
@@ -153,7 +161,7 @@ def _value_of(growth: _Growth, node: fx.Node) -> Expr | None:
         raise Rejected(f"'{node.name}' has hooks")
     if type(module) is nn.Identity or _is_inactive_dropout(node, module):
         return growth.values.get(node.all_input_nodes[0])
-    if type(module) is nn.BatchNorm2d:
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and type(module) in _BATCH_NORMS:
         return _batch_norm(growth, node, module)
     found = spelling(growth.root, node)
     if found is None:
@@ -186,6 +194,9 @@ def _grow(root: nn.Module, anchor_node: fx.Node, anchor: Anchor, taken: set[fx.N
             continue
         if node in taken:
             growth.refused[node] = f"'{node.name}' belongs to another region"
+            continue
+        if not mutations.same_section(anchor_node, node):
+            growth.refused[node] = f"'{node.name}' runs under another autocast or gradient mode"
             continue
         try:
             value = _value_of(growth, node)
@@ -281,6 +292,14 @@ def _describe(root: nn.Module, node: fx.Node) -> str:
     return f"'{node.name}' ({target})"
 
 
+def is_region_alone(weight: torch.Tensor | None) -> bool:
+    """Whether an anchor with this weight is a region even if nothing pointwise follows it.
+
+    In float32 on a GPU there are faster kernels for many than torch's.
+    """
+    return weight is not None and weight.is_cuda and weight.dtype == torch.float32
+
+
 def _close(growth: _Growth, mutations: Mutations) -> Region | str:
     """The largest region of `growth` that can be one kernel, or why there is none."""
     reasons: list[str] = []
@@ -293,7 +312,11 @@ def _close(growth: _Growth, mutations: Mutations) -> Region | str:
             reasons.append(obstacle)
             continue
         epilogue = simplify(growth.values[output])
-        if len(members) == 1 and isinstance(epilogue, Acc):
+        if (
+            len(members) == 1
+            and isinstance(epilogue, Acc)
+            and not is_region_alone(known_tensor(growth.root, growth.anchor.weight))
+        ):
             break
         return Region(growth.anchor, tuple(members), *_compact(epilogue, growth.operands))
     if reasons:

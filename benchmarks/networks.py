@@ -1,0 +1,207 @@
+"""Whole networks against eager and torch.compile: what was fused, launches, errors, times, time to the first result.
+
+    python benchmarks/networks.py --output benchmarks/results
+    python benchmarks/networks.py --only ResNet BERT --precisions float32 float32-fast bfloat16
+
+From torchvision and transformers, with random weights. Each network runs in a process of its own with an empty kernel
+cache ("cold"), then in another one with what the first compiled ("warm").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from suite import PRECISIONS, arguments, launches, provenance, write
+from tabulate import tabulate
+from torch import nn
+
+import fxfuse
+
+IMAGE = (3, 224, 224)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model and the shape of its input; of token identifiers if `tokens` is how many there are."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    tokens: int = 0
+    channels_last: bool = False
+    """Whether its 16-bit version lives in channels_last, as is usual."""
+
+
+def _torchvision(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig())
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig())
+
+
+NETWORKS = {
+    "ResNet-50": Network(_torchvision("resnet50"), (64, *IMAGE), channels_last=True),
+    "MobileNetV2": Network(_torchvision("mobilenet_v2"), (64, *IMAGE), channels_last=True),
+    "VGG-16": Network(_torchvision("vgg16"), (32, *IMAGE), channels_last=True),
+    "EfficientNet-B0": Network(_torchvision("efficientnet_b0"), (64, *IMAGE), channels_last=True),
+    "ConvNeXt-T": Network(_torchvision("convnext_tiny"), (32, *IMAGE), channels_last=True),
+    "ViT-B/16": Network(_vit, (32, *IMAGE)),
+    "BERT-base": Network(_bert, (16, 128), tokens=30522),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results. Times in milliseconds, medians."""
+
+    network: str
+    precision: str
+    anchors: int
+    """Linears and two-dimensional convolutions that the model has."""
+    regions: int
+    """Regions in use."""
+    launches: int
+    eager_launches: int
+    error: float
+    eager_error: float
+    ok: bool
+    times: dict[str, float]
+    first_result: dict[str, float]
+    """Seconds from the model to its first result, compilation included: torch.compile's, fxfuse's cold and warm."""
+
+
+def _trained(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # as if trained: not the identity that fresh statistics are
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model.eval()
+
+
+def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool) -> Row:
+    """Optimises, verifies and times one network beside its peers, in this process."""
+    network, how = NETWORKS[name], PRECISIONS[precision]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    model = _trained(network.build()).to(device, how.dtype)
+    shape = (1, *network.shape[1:]) if small else network.shape
+    x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
+    x = x.to(how.dtype) if x.is_floating_point() else x
+    if network.channels_last and how.dtype != torch.float32:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    with torch.no_grad(), how.in_force():
+        started = time.perf_counter()
+        fast = fxfuse.optimize(model, (x,), fp32=how.fp32)
+        fast(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        first = time.perf_counter() - started
+        verified = fxfuse.verify(model, fast, (x,))
+        counts = [launches(lambda: call(x)) if device.type == "cuda" else 0 for call in (fast, model)]  # noqa: B023
+        result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
+    regions = fxfuse.explain(fast).regions
+    return Row(
+        network=name,
+        precision=precision,
+        anchors=sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.modules()),
+        regions=len({region.nodes for region in regions if region.kernel}),
+        launches=counts[0],
+        eager_launches=counts[1],
+        error=verified.error,
+        eager_error=verified.eager_error,
+        ok=verified.ok,
+        times={timing.name: timing.median * 1e3 for timing in result.timings},
+        first_result={
+            "fxfuse cold": first,
+            **{timing.name: timing.first_call for timing in result.timings if timing.name not in ("eager", "fxfuse")},
+        },
+    )
+
+
+def _in_a_process(cache: str, options: list[str]) -> Row:
+    command = [sys.executable, __file__, "--one", *options]
+    environment = {**os.environ, "FXFUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "inductor")}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(options)} failed; its messages are above")
+    return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table of the rows, the best peer's time as a multiple of fxfuse's."""
+    peers = list(dict.fromkeys(name for row in rows for name in row.times if name != "fxfuse"))
+    table = []
+    for row in rows:
+        own = row.times["fxfuse"]
+        best = min((row.times[name] for name in peers if name in row.times), default=float("nan"))
+        table.append(
+            (
+                row.network, row.precision, f"{row.regions} / {row.anchors}", f"{row.eager_launches} → {row.launches}",
+                f"{row.error:.1e} / {row.eager_error:.1e}",
+                *(f"{row.times.get(name, float('nan')):.2f}" for name in peers), f"{own:.2f}", f"{best / own:.2f}x",
+                ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.first_result.items()),
+            )
+        )  # fmt: skip
+    headers = (
+        "network", "precision", "regions / anchors", "launches", "error / eager's", *peers, "fxfuse",
+        "best peer / fxfuse", "first result, s",
+    )  # fmt: skip
+    return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--precisions", nargs="*", default=["float32", "bfloat16"], choices=list(PRECISIONS))
+    parser.add_argument("--compare", nargs="*", default=["eager", "torch.compile"])
+    parser.add_argument("--only", nargs="*", default=[""], help="networks whose name contains one of these")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each row")
+    parser.add_argument("--small", action="store_true", help="batches of one")
+    parser.add_argument("--one", nargs=2, metavar=("NETWORK", "PRECISION"), help="print one row as JSON")
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(asdict(measure(*given.one, given.compare, given.seconds, given.small))))
+        return
+    facts = provenance(torch.device(given.device), given.commit)
+    heading = ", ".join(f"{key} {value}" for key, value in facts.items())
+    rows: list[Row] = []
+    size = ["--small"] if given.small else []
+    for name in (name for name in NETWORKS if any(part in name for part in given.only)):
+        for precision in given.precisions:
+            with tempfile.TemporaryDirectory() as cache:
+                row = _in_a_process(
+                    cache, [name, precision, *size, "--seconds", str(given.seconds), "--compare", *given.compare]
+                )
+                warm = _in_a_process(cache, [name, precision, *size, "--seconds", "0", "--compare"])
+            row.first_result["fxfuse warm"] = warm.first_result["fxfuse cold"]
+            rows.append(row)
+            print(render(rows[-1:]).splitlines()[-1], flush=True)
+            if given.output is not None:
+                text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows)}\n"
+                write(Path(given.output), "networks", facts, text, rows)
+    print(f"\n{heading}\n{render(rows)}")
+
+
+if __name__ == "__main__":
+    main()

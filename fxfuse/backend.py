@@ -1,0 +1,75 @@
+"""torch.compile(model, backend="fxfuse").
+
+Dynamo finds it by an entry point (pyproject.toml), so that fxfuse need not be imported. Dynamo captures the model:
+with graph breaks where Python must run, symbols for sizes that vary, and parameters as inputs. Its graphs are matched
+and replaced as those of `optimize` are. They are taken as they come, above AOTAutograd, which would take linears and
+batch normalisations apart only for them to be put together again; gradients come as from every optimised model.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from torch import fx
+
+from fxfuse import plans
+from fxfuse.capture import Captured
+from fxfuse.errors import FxfuseError
+from fxfuse.optimize import FusedModule, Settings
+
+_MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
+
+_graphs: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """One of Dynamo's graphs with its regions fused: what torch.compile(model, backend="fxfuse") runs.
+
+    Args:
+        gm, example_inputs: as Dynamo gives them.
+        mode: torch.compile's. Candidates are measured in every mode ("max-autotune" asks for nothing more).
+        options: torch.compile's: `strict` and `fp32`, as fxfuse.optimize takes them.
+
+    The first call computes with torch and compiles all kernels that it would have needed, in parallel.
+
+    Raises FxfuseError for other modes and options.
+    """
+    if mode is not None and mode not in _MODES:
+        raise FxfuseError(f"backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
+    given = dict(options or {})
+    unknown = sorted(set(given) - {"strict", "fp32"})
+    if unknown:
+        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has 'strict' and 'fp32'")
+    fused = FusedModule(Captured(gm, copy.deepcopy(gm.graph)), Settings(**given))
+    _graphs.add(fused)
+    return _prepared_by_first_call(fused)
+
+
+def compiled_graphs() -> tuple[FusedModule, ...]:
+    """The graphs that torch.compile(…, backend="fxfuse") uses now, for `explain`; in no particular order."""
+    return tuple(_graphs)
+
+
+def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
+    ready = False
+
+    def run(*args: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return fused(*args)
+        ready = True
+        with plans.collect() as calls:
+            result = fused(*args)
+        plans.prepare(calls)
+        return result
+
+    return run

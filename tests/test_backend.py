@@ -1,0 +1,185 @@
+"""torch.compile(model, backend="fxfuse") and programs of torch.export: the same regions, the same answers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, Net2, assert_as_eager, batch_norm, conv, epilogues, linear, outcome, randn
+from torch import nn
+
+import fxfuse
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    yield lambda: [graph for graph in fxfuse.compiled_graphs() if graph not in before]
+    torch.compiler.reset()
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="fxfuse", **options)
+
+
+IMAGE, ROWS = (2, 4, 9, 10), (2, 3, 8)
+NETWORKS = {
+    # model, shape of its input, number of regions
+    "linear": (Net(lambda m, x: F.silu(m.d(m.fc(x))) * 2, fc=linear(), d=nn.Dropout(0.5)), ROWS, 1),
+    "linear, no bias": (Net(lambda m, x: torch.tanh(m.fc(x)) + 1, fc=linear(bias=False)), ROWS, 1),
+    "matmul": (Net(lambda m, x: torch.tanh(x @ m.w), w=randn(8, 5)), ROWS, 1),
+    "addmm": (Net(lambda m, x: torch.addmm(m.b, x, m.w).relu(), b=randn(5), w=randn(8, 5)), (3, 8), 1),
+    "flattened addmm": (
+        Net(lambda m, x: F.gelu(torch.addmm(m.b, x.view(-1, 8), m.w).view(2, 3, 5)), b=randn(5), w=randn(8, 5)),
+        ROWS, 1,
+    ),
+    "convolution": (Net(lambda m, x: F.relu6(m.bn(m.c(x))), c=conv(stride=2), bn=batch_norm()), IMAGE, 1),
+    "residual": (Net(lambda m, x: F.relu(m.b(F.relu(m.a(x))) + x), a=linear(), b=linear()), ROWS, 2),
+    "batch norm after a linear": (
+        Net(lambda m, x: F.relu(m.bn(m.fc(x))), fc=linear(5), bn=nn.BatchNorm1d(5)), (4, 8), 1,
+    ),
+    "in place": (Net(lambda m, x: m.fc(x).relu_().add_(1).mul_(x), fc=linear()), ROWS, 1),
+    "where": (Net(lambda m, x: torch.where(m.fc(x) > 0, x, -1.5).clamp(max=2), fc=linear()), ROWS, 1),
+}  # fmt: skip
+
+
+def assert_all_fused(graph, regions):
+    report = fxfuse.explain(graph)
+    assert len(report.regions) == regions and not report.skipped, report
+    assert all(region.kernel and not region.fallback for region in report.regions), report
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_dynamo_graphs_are_fused(name, fresh_dynamo):
+    model, shape, regions = NETWORKS[name]
+    model = copy.deepcopy(model).eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for _ in range(2):  # the first call computes with torch
+            assert_as_eager(model, fast, randn(*shape))
+    (graph,) = fresh_dynamo()
+    assert_all_fused(graph, regions)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["as exported", "decomposed"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_exported_programs_are_fused(name, decomposed):
+    model, shape, regions = NETWORKS[name]
+    model = copy.deepcopy(model).eval()
+    program = torch.export.export(model, (randn(*shape),))
+    if decomposed:
+        program = program.run_decompositions()
+    fast = fxfuse.optimize(program)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(*shape))
+    assert_all_fused(fast, regions)
+    assert fast.state_dict().keys() >= dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.mish, F.elu, F.hardswish, F.softplus, F.logsigmoid, torch.square])
+def test_decomposed_activations_are_one_region(function):
+    model = Net(lambda m, x: function(m.fc(x)), fc=linear()).eval()
+    fast = fxfuse.optimize(torch.export.export(model, (randn(3, 8),)).run_decompositions())
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(3, 8))
+    assert len(fxfuse.explain(fast).regions) == 1
+
+
+def test_sizes_that_vary_compile_one_more_graph(fresh_dynamo):
+    model = Net(lambda m, x: F.gelu(m.fc(x)), fc=linear()).eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for rows in (2, 3, 5, 9, 17):
+            assert_as_eager(model, fast, randn(rows, 4, 8))
+    assert len(fresh_dynamo()) == 2
+
+
+def test_numbers_and_sizes_are_operands(fresh_dynamo):
+    model = Net2(lambda m, x, y: F.relu(m.fc(x)) * y + x.shape[0], fc=linear()).eval()
+    fast = compiled(model, dynamic=True)
+    with torch.no_grad():
+        for number in (2, 3, 0.5, 1.25):
+            assert_as_eager(model, fast, randn(3, 8), number, exact=False)
+    assert all(len(fxfuse.explain(graph).regions) == 1 for graph in fresh_dynamo())
+
+
+def test_graph_breaks(fresh_dynamo):
+    def forward(m, x):
+        y = F.relu(m.fc(x))
+        if y.sum() > 0:  # a question that no graph answers
+            return torch.tanh(m.fc(y))
+        return y
+
+    model = Net(forward, fc=linear()).eval()
+    with torch.no_grad():
+        assert_as_eager(model, compiled(model), randn(3, 8))
+    assert sorted(text for graph in fresh_dynamo() for text in epilogues(graph)) == ["relu(acc)", "tanh(acc)"]
+
+
+def test_gradients(fresh_dynamo):
+    model = Net(lambda m, x: F.silu(m.fc(x)).mul(m.w), fc=linear(), w=randn(8))
+    gradients = []
+    for call in (model, compiled(model)):
+        model.zero_grad()
+        call(randn(3, 8)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+    assert len(fresh_dynamo()) == 1
+
+
+def test_no_region_spans_a_change_of_autocast(fresh_dynamo):
+    def forward(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m.fc(x)
+        return F.relu(y) + 1
+
+    model = Net(forward, fc=linear()).eval()
+    with torch.no_grad():
+        assert_as_eager(model, compiled(model), randn(3, 8), exact=False)
+    (graph,) = fresh_dynamo()
+    report = fxfuse.explain(graph)
+    assert not report.regions and "another autocast or gradient mode" in report.skipped[0].reason
+
+
+def test_arguments_that_are_overwritten():
+    def forward(m, x):
+        y = F.relu(m.fc(x))
+        x.add_(1)
+        return y, x
+
+    model = Net(forward, fc=linear()).eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for _ in range(2):
+            inputs = [randn(3, 8), randn(3, 8)]
+            results = [call(x) for call, x in zip((model, fast), inputs, strict=True)]
+            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*inputs)
+
+
+def test_options_and_modes():
+    model = Net(lambda m, x: F.relu(m.fc(x)), fc=linear()).eval()
+    x = randn(3, 8)
+    assert isinstance(outcome(compiled(model, options={"fp32": "fast", "strict": True}), x), torch.Tensor)
+    assert isinstance(outcome(compiled(model, mode="max-autotune"), x), torch.Tensor)
+    for options, message in (
+        ({"mode": "reduce-overhead"}, "no mode 'reduce-overhead'"),
+        ({"options": {"speed": 3}}, "no option 'speed'"),
+        ({"options": {"fp32": "slow"}}, 'fp32 is "exact" or "fast"'),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=message):
+            compiled(model, **options)(x)
+
+
+def test_a_compiled_model_can_be_optimised_and_the_reverse():
+    model = Net(lambda m, x: F.relu(m.fc(x)), fc=linear()).eval()
+    x = randn(3, 8)
+    with torch.no_grad():
+        assert_as_eager(model, compiled(fxfuse.optimize(model)), x)
+        assert epilogues(fxfuse.optimize(compiled(model))) == ["relu(acc)"]

@@ -1,0 +1,146 @@
+"""Runs of convolutions in channels_last: nobody outside sees it, and conversions stand at the borders only."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, Net2, assert_as_eager, batch_norm, randn
+from torch import nn
+
+import fxfuse
+from fxfuse import channels_last
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpu(monkeypatch):
+    """Conversions are made on a GPU; the CPU computes the same."""
+    monkeypatch.setattr(channels_last, "_on_gpu", lambda x: True)
+
+
+def convolutions(*channels):
+    return nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(channels))
+
+
+def chain(m, x):
+    for layer in m.layers:
+        x = F.relu(layer(x))
+    return x
+
+
+def residual(m, x):
+    x = F.relu(m.stem(x))
+    for layer in m.layers:
+        x = F.relu(m.bn(layer(x)) + x)
+    return m.pool(x).flatten(1)
+
+
+def dense(m, x):
+    features = [x := F.relu(m.layers[0](x))]
+    for layer in m.layers[1:]:
+        features.append(F.silu(layer(features[-1])))
+    return torch.cat(features, 1), F.max_pool2d(features[0], 2)
+
+
+def gated(m, x):
+    x = chain(m, x)
+    gate = torch.sigmoid(m.squeeze(F.adaptive_avg_pool2d(x, 1)))
+    return x * gate, x.view(x.shape[0], -1)
+
+
+MODELS = {
+    "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),
+    "residual": Net(
+        residual,
+        stem=nn.Conv2d(3, 8, 3),
+        layers=convolutions(8, 8, 8, 8),
+        bn=batch_norm(),
+        pool=nn.AdaptiveAvgPool2d(1),
+    ),
+    "dense": Net(dense, layers=convolutions(3, 4, 4, 4, 4)),
+    "gated": Net(gated, layers=convolutions(3, 8, 8, 8), squeeze=nn.Conv2d(8, 8, 1)),
+    "unfused": Net(lambda m, x: m.layers(x) * 2, layers=nn.Sequential(*convolutions(3, 4, 5, 6, 7))),
+}
+
+
+def borders(fast):
+    """How many conversions there and back the graph has."""
+    targets = [node.target for node in fast.graph.nodes]
+    return targets.count(channels_last.to_channels_last), targets.count(channels_last.as_before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "slice"])
+def test_results_and_strides_are_eagers(name, layout):
+    model = MODELS[name].eval()
+    fast = fxfuse.optimize(model)
+    x = randn(2, 3, 9, 10)
+    x = {"contiguous": x, "channels_last": x.to(memory_format=torch.channels_last), "slice": x[:, :, 1:, 2:]}[layout]
+    with torch.no_grad():
+        assert_as_eager(model, fast, x)
+    assert borders(fast)[0] == 1
+    assert "run in channels_last" in str(fxfuse.explain(fast))
+
+
+@pytest.mark.parametrize(("name", "back"), [("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1)])
+def test_conversions_stand_at_the_borders(name, back, monkeypatch):
+    fast = fxfuse.optimize(MODELS[name].eval())
+    assert borders(fast) == (1, back)
+    layouts = []
+    convolution = torch.conv2d
+
+    def spy(x, *rest):
+        layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+        return convolution(x, *rest)
+
+    monkeypatch.setattr(F, "conv2d", spy)
+    with torch.no_grad():
+        fast(randn(2, 3, 9, 10))
+    assert layouts and all(layouts)
+
+
+def test_gradients_pass_through():
+    model = MODELS["residual"].eval()
+    fast = fxfuse.optimize(model)
+    gradients = []
+    for call in (model, fast):
+        x = randn(2, 3, 9, 10).requires_grad_()
+        call(x).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("size", [(2, 3, 1, 1), (2, 3, 3, 1), (1, 1, 9, 10)])
+def test_shapes_whose_layouts_coincide(size):
+    model = Net(chain, layers=convolutions(size[1], 8, 1, 4, 8)).eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), randn(*size))
+
+
+def test_short_runs_and_training_stay_as_they_are():
+    assert borders(fxfuse.optimize(Net(chain, layers=convolutions(3, 8, 8)).eval())) == (0, 0)
+    assert borders(fxfuse.optimize(MODELS["chain"].train())) == (0, 0)
+
+
+def test_two_inputs_have_a_run_each():
+    model = Net2(lambda m, x, y: chain(m, x) + chain(m, y), layers=convolutions(3, 8, 8, 8, 8)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 3, 9, 10), randn(2, 3, 9, 10, seed=1))
+    assert borders(fast)[0] == 2
+
+
+def test_values_that_are_overwritten_are_left_alone():
+    def forward(m, x):
+        y = chain(m, x)
+        z = y.view(-1)
+        z[0] = 5.0
+        return y, z
+
+    model = Net(forward, layers=convolutions(3, 8, 8, 8, 8)).eval()
+    fast = fxfuse.optimize(model)
+    assert borders(fast) == (0, 0)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 3, 9, 10))

@@ -1,0 +1,22 @@
+"""Every example runs, small and on the CPU, and verifies."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenetv2", "vit", "bert", "llama"])
+def test_network_examples(name, capsys, monkeypatch):
+    options = ["--small", "--device", "cpu", "--compare", "eager", "--seconds", "0.01"]
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "\nok: error" in printed, printed
+    assert " regions in use" in printed and "\n0 regions in use" not in printed, printed
