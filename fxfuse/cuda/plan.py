@@ -31,6 +31,7 @@ from fxfuse.problem import Draft, Problem, Run, TensorMeta, channel_operands, ru
 MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
 
+LIBRARY_ALONE = "library"
 LIBRARY = "library + one pass"
 CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
@@ -220,6 +221,8 @@ def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build
 def _library_candidate(region: _Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
+    if isinstance(region.expression, Acc) and output == problem.x.dtype:
+        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: _anchor_runner(problem), always=True)
     by_pass = _bias_by_pass(region)
     expression, metas = _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
@@ -231,6 +234,17 @@ def _library_candidate(region: _Region) -> tune.Candidate:
         return _library_runner(region, operands, kernel, region.load(kernel, expression, operands, True), by_pass)
 
     return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
+
+
+def _anchor_runner(problem: Problem) -> Run:
+    """The anchor as torch runs it: for regions that nothing pointwise follows."""
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return run_anchor(problem.kind, problem.options, x, weight, bias)
+
+    return run
 
 
 def _bias_by_pass(region: _Region) -> bool:
