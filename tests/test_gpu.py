@@ -580,7 +580,7 @@ DIRECT = (
     *((torch.float32, tile) for tile in conv2d.DIRECT_TILES),
     *((torch.bfloat16, tile) for tile in conv2d.HALF_DIRECT_TILES),
     (torch.float16, conv2d.HALF_DIRECT_TILES[0]),
-    (torch.float16, conv2d.HALF_DIRECT_TILES[-1]),
+    (torch.float16, conv2d.HALF_DIRECT_TILES[2]),
 )
 
 
