@@ -21,7 +21,8 @@ namespace fxfuse {
 struct MatrixRows {
     int64_t stride;  // in elements
 
-    using Host = MatrixRows;  // as the host packs them
+    static constexpr int kBlocks = 0;  // that a multiprocessor should have room for: ptxas decides
+    using Host = MatrixRows;           // as the host packs them
     static MatrixRows make(const Host& rows, int) { return rows; }
 
     template <class Tile, int kThreads, int kAccess>
@@ -51,7 +52,7 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads)
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Rows::kBlocks)
     gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
                 const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
                 typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,

@@ -15,6 +15,8 @@ namespace fxfuse {
 
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
 struct WindowRows {
+    static constexpr int kBlocks = 1;  // told nothing, ptxas spills in a 64x64 tile rather than pass 96 registers
+
     struct Host {
         int64_t height, width, channels;
         int64_t out_height, out_width;
