@@ -661,6 +661,14 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
         assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
 
 
+@pytest.mark.parametrize("padding", range(4))
+def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypatch, forget):
+    monkeypatch.setattr(conv2d, "DIRECT_TILES", conv2d.DIRECT_TILES[2:3])
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    conv = nn.Conv2d(17, 70, 3, padding=padding)
+    assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), tensor(3, 17, 9, 132))
+
+
 @pytest.mark.parametrize("width", [60, 61, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(dtype, width, monkeypatch):

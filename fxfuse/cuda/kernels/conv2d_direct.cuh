@@ -3,9 +3,9 @@
 // A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, or 16 of 16 bits, the
 // patch of x under the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every
 // pixel nine times. Filters are the M operand, pixels the N operand, the channels the K of one instruction. In shared
-// memory a pixel has 8 words: the channels, or pairs of 16-bit channels, 2i and 2i + 1. For each column of the
-// filter, the fragments of its three rows stay in registers, and every input row that is read feeds up to three output
-// rows. Blocks are persistent: the copies of the next tile's first channels are under way while a tile is stored.
+// memory a pixel has 8 words: the channels, or pairs of 16-bit channels, 2i and 2i + 1. Every row of pixels that a warp
+// reads stays in registers for all columns of the filter and feeds up to three output rows. Blocks are persistent: the
+// copies of the next tile's first channels are under way while a tile is stored.
 //
 // Shared memory's bandwidth is what runs short: filters are packed in the order of fragments beforehand (16 bytes per
 // lane and read), and x is rounded on the way to the tensor core, not in shared memory.
@@ -718,7 +718,7 @@ private:
         }
     }
 
-    // Applies the epilogue to a slice of the accumulators, 8 filters of each warp after another, and stages the results.
+    // Applies the epilogue to a slice of the accumulators, 8 filters of each warp at a time, and stages the results.
     static __device__ __forceinline__ void stage_results(const Problem& problem, const Tile& tile, const Sum& sum,
                                                          const ResultSlice& slice, Output* staged,
                                                          const Epilogue& epilogue) {

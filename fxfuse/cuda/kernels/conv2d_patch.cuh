@@ -206,7 +206,7 @@ class PatchWords {
     static constexpr int kLeftUnits = (kLeft * kPairs + Config::kThreads - 1) / Config::kThreads;
 
     const Conv2dProblem& problem_;
-    uint32_t place_, copied_place_;  // of the first row, see PatchRow: of the stage to interleave and the one copied now
+    uint32_t place_, copied_place_;  // of the first row (see PatchRow), of the stage to interleave and of the one copied
     int left_, copied_left_;         // their leftmost columns
 
 public:

@@ -27,7 +27,7 @@ struct FilterFragments {
     // Of the fragment for column s, row r and 16 filters m.
     static __device__ __forceinline__ constexpr int index(int s, int r, int m) { return (s * kKernel + r) * kMmasM + m; }
 
-    // Piece `piece` of the unit of `filters` filters from `filter` on and of the channels (of the group) from `channel` on.
+    // Piece `piece` of the unit of `filters` filters from `filter` on and channels (of the group) from `channel` on.
     static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const Element* w, int filter,
                                                   int filters, int channel, int channels, int piece) {
         const int lane = piece % 32, fragment = piece / 32, m = fragment % kMmasM, tap = fragment / kMmasM;

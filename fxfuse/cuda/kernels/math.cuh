@@ -98,8 +98,8 @@ namespace math_float {
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 __device__ __forceinline__ float expm1(float x) { return expm1f(x); }
 
-// x / c for a c that the compiler knows, c and 1 / c normal: rounded as if exactly (Markstein 1990) unless the quotient
-// is subnormal. IEEE division takes 8 instructions more and a branch.
+// x / c for a c that the compiler knows, c and 1 / c normal: rounded as if exactly (Markstein 1990) where |x| is at least
+// 2^-100 and the quotient normal, else an ulp off. IEEE division branches.
 __device__ __forceinline__ float divide_by_constant(float x, float c) {
     const float inverse = 1.0f / c, quotient = x * inverse;
     const float nearest = fmaf(fmaf(-quotient, c, x), inverse, quotient);
