@@ -1,8 +1,8 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
 //
 // x is (M, K), K contiguous. The weight is (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous
-// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride. Convolutions on
-// channels_last gather the rows of x: see windows.cuh.
+// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride. Convolutions
+// on channels_last gather the rows of x: see windows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ namespace fxfuse {
 struct MatrixRows {
     int64_t stride;  // in elements
 
-    static constexpr int kBlocks = 0;  // that a multiprocessor should have room for: ptxas decides
-    using Host = MatrixRows;           // as the host packs them
+    template <class Element>
+    static constexpr int kLeastBlocks = 0;  // that a multiprocessor has registers for: ptxas decides
+    using Host = MatrixRows;                // as the host packs them
     static MatrixRows make(const Host& rows, int) { return rows; }
 
     template <class Tile, int kThreads, int kAccess>
@@ -52,7 +53,7 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Rows::kBlocks)
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks)
     gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
                 const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
                 typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
@@ -70,6 +71,7 @@ struct Gemm {
     using Rows = typename Config::Rows;
 
     static constexpr int kTensors = kSplits ? 4 : 3;  // x, weight, out, workspace
+    static constexpr int kLeastBlocks = Rows::template kLeastBlocks<Element>;
 
     struct Problem {
         int64_t m, n, k;

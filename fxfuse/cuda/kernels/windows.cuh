@@ -1,6 +1,6 @@
-// Convolutions on channels_last as matrix products (gemm.cuh): row m of x is what output pixel m sees through the filter,
-// in the order (kernel row, kernel column, channel) of a channels_last filter. It is never stored: tiles are gathered
-// from the images, with zeros outside.
+// Convolutions on channels_last as matrix products (gemm.cuh): row m of x is what output pixel m sees through the
+// filter, in the order (kernel row, kernel column, channel) of a channels_last filter. It is never stored: tiles are
+// gathered from the images, with zeros outside.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,10 @@ namespace fxfuse {
 
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
 struct WindowRows {
-    static constexpr int kBlocks = 1;  // told nothing, ptxas spills in a 64x64 tile rather than pass 96 registers
+    // Told nothing, ptxas spills in a 64x64 tile of halves rather than pass 96 registers; told this, in large ones of
+    // floats.
+    template <class Element>
+    static constexpr int kLeastBlocks = sizeof(Element) == 2 ? 1 : 0;
 
     struct Host {
         int64_t height, width, channels;
