@@ -20,7 +20,8 @@ template <class Element_, int kKernel_, int kStride_, int kAccess_>
 struct DepthwiseTileConfig {
     using Element = Element_;
     static constexpr int kKernel = kKernel_, kStride = kStride_, kAccess = kAccess_;
-    static constexpr int kThreads = kKernel == 7 ? 128 : 256;  // at most, two blocks per multiprocessor at least
+    // Of a block, at most. Two must fit a multiprocessor, of which the 49 elements of a filter take more registers.
+    static constexpr int kThreads = kKernel == 7 ? 128 : 256;
     static constexpr int kRows = 7;  // of a strip: sides of 7, 14, 28, 56 and 112 are common
     static constexpr int kInRows = (kRows - 1) * kStride + kKernel;
     static_assert(kKernel % 2 == 1 && kKernel <= 7, "filters are at most 7 wide");
@@ -37,19 +38,23 @@ inline int threads_for(int strips, int most) {
     return 32 * warps;
 }
 
-inline __host__ __device__ int tiles_of(int64_t extent, int tile) {
+inline int tiles_of(int64_t extent, int tile) {
     return static_cast<int>((extent + tile - 1) / tile);
 }
 
-inline __host__ __device__ int round_up(int value, int to) { return (value + to - 1) / to * to; }
+inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 // to[i] = load(i) for all i below `count`, by all threads. Loads go out in batches: nothing else hides their latency.
 template <class Load>
 __device__ __forceinline__ void fill(float* to, int count, Load load) {
     constexpr int kBatch = 4;
-    const int threads = static_cast<int>(blockDim.x);
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    if (count <= threads) {
+        if (thread < count) to[thread] = load(thread);
+        return;
+    }
 #pragma unroll 1
-    for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * threads) {
+    for (int first = thread; first < count; first += kBatch * threads) {
         float value[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) value[j] = load(min(first + j * threads, count - 1));
