@@ -342,8 +342,10 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
     if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
         return False  # spills three registers on sm_80
-    if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6" and (tile.m, tile.warps_n) == (64, 4):
-        return False  # spills a register on sm_80 where rows are not aligned
+    if (problem.precision, tile.m, tile.n) == ("tf32", 256, 64) and problem.windows is None:
+        return False  # spills on sm_80 where rows are not aligned
+    if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6" and tile.warps_n == 4 and tile.m in (16, 64):
+        return False  # spills a register or two on sm_80, with 64 rows where they are not aligned
     # TileCopy's offsets within a tile have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
     x_rows = min(tile.m, problem.m)
