@@ -148,3 +148,18 @@ def test_fast_float32_is_offered_where_it_is_asked_for(ranked):
     assert not any(
         "fp16x3" in candidate.name for candidate in ranked(linear(4096, 4096, 4096, torch.float16, fp32="fast"))
     )
+
+
+def test_filters_are_put_in_the_order_of_channels_last(ranked):
+    """Windows of pixels are multiplied with them; only groups are left to the implicit GEMM."""
+    named = [ranked(conv2d((1, 1), groups, True, torch.float32))[0].name for groups in (1, 2)]
+    assert [name.split(" tf32")[0] for name in named] == ["conv2d as gemm", "conv2d"]
+
+
+def test_an_anchor_alone_runs_by_the_library_without_a_pass(ranked, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(build, "load", lambda source: loaded.append(source.text))
+    library = next(c for c in ranked(linear(64, 256, 256, epilogue="acc", operands=())) if c.always)
+    x, weight, bias = torch.randn(3, 256), torch.randn(8, 256), torch.randn(8)
+    assert torch.equal(library.build()(x, weight, bias, []), torch.nn.functional.linear(x, weight, bias))
+    assert library.name == plan.LIBRARY_ALONE and not loaded

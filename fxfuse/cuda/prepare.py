@@ -160,6 +160,10 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     # A result in channels_last is computed from an input in channels_last, as cuDNN does.
     needs_copy = channels_last and channels > 1 and x.strides[1] != 1
     source = _copied(x, channels_last_strides(x.shape)) if needs_copy else Input(x)
+    # Windows of pixels in channels_last are multiplied with filters in that order; cuDNN copies them, too.
+    in_order = options["groups"] > 1 or tuple(kernel) == (1, 1) or is_channels_last(weight.shape, weight.strides)
+    reorders = channels_last and channels > 1 and not in_order
+    filters = _copied(weight, channels_last_strides(weight.shape)) if reorders else Input(weight)
     if unbatched:
         shape, strides = shape[1:], strides[1:]
         groups = tuple(tuple(dim - 1 for dim in dims if dim > 0) for dims in groups)
@@ -181,11 +185,11 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             dilation=options["dilation"],
             groups=options["groups"],
             x_strides=source.meta.strides,  # type: ignore[arg-type]
-            weight_strides=weight.strides,  # type: ignore[arg-type]
+            weight_strides=filters.meta.strides,  # type: ignore[arg-type]
             out_layout="nhwc" if channels_last else "nchw",
             precision=precision(problem.kind, x.dtype),
             x_alignment=source.meta.alignment,
-            weight_alignment=weight.alignment,
+            weight_alignment=filters.meta.alignment,
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
         )
@@ -200,7 +204,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     def splits_rows(result: Layout) -> bool:
         return any(batch != result.sizes[1] * row for batch, row, _ in result.strides[1:])
 
-    return Prepared(source, Input(weight), shape, strides, grouping, candidates, splits_rows)
+    return Prepared(source, filters, shape, strides, grouping, candidates, splits_rows)
 
 
 def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
