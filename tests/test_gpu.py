@@ -882,3 +882,52 @@ def test_float64_runs_in_torch():
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert "float64" in fxfuse.explain(fast).regions[0].fallback
+
+
+# --------------------------------------------------------------------------------------- around the regions
+
+
+def test_a_run_of_convolutions_is_converted_once_each_way():
+    def forward(s, x):
+        for conv in s.convs:
+            x = F.relu(s.bn(conv(x)) + x)
+        return x, F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+    convs = nn.ModuleList(nn.Conv2d(32, 32, size, padding=size // 2) for size in (3, 1, 5, 3))
+    model = Net(forward, convs=convs, bn=nn.BatchNorm2d(32)).cuda().eval()
+    fast, x = fxfuse.optimize(model, strict=True), tensor(3, 32, 30, 28)
+    assert fxfuse.verify(model, fast, (x,))
+    with torch.no_grad():
+        wants, haves = model(x), fast(x)
+        names = kernels_launched(lambda: fast(x))
+    assert [have.stride() for have in haves] == [want.stride() for want in wants]
+    assert not any("nchwToNhwc" in name or "nhwcToNchw" in name for name in names), names
+    assert all("gemm" in region.kernel or "library" in region.kernel for region in fxfuse.explain(fast).regions)
+
+
+def test_float32_anchors_alone_are_regions():
+    check(Net(lambda s, x: s.fc(x).sum(0), fc=nn.Linear(129, 65)), tensor(37, 129))
+    check(Net(lambda s, x: s.conv(x).mean(1), conv=nn.Conv2d(9, 17, 3)), tensor(2, 9, 15, 13))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_gives_eagers_dtypes(dtype):
+    for forward in (
+        lambda s, x: F.relu(s.fc(x)) * s.v,
+        lambda s, x: F.gelu(s.fc(x)) + x,
+        lambda s, x: F.softplus(s.fc(x)),  # which autocast computes in float32
+    ):
+        model = Net(forward, fc=nn.Linear(64, 64), v=torch.randn(64)).cuda().eval()
+        fast, x = fxfuse.optimize(model), tensor(33, 64)
+        with torch.no_grad(), torch.autocast("cuda", dtype):
+            want, have = model(x), fast(x)
+        assert have.dtype == want.dtype
+        torch.testing.assert_close(have, want, rtol=0.02, atol=0.02)
+
+
+def test_torch_compile_with_this_backend():
+    model = Net(lambda s, x: F.silu(s.fc(x)) * s.v, fc=nn.Linear(64, 48), v=torch.randn(48)).cuda().eval()
+    fast, x = torch.compile(model, backend="fxfuse"), tensor(33, 64)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
