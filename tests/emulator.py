@@ -1,0 +1,93 @@
+"""Runs generated CUDA sources on the CPU: emulated_gpu stands in for the GPU, torch's CPU tensors for its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fxfuse.build import PACKAGE
+from fxfuse.codegen import OperandKind
+from fxfuse.cuda import codegen
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.expression import parse
+
+DEVICE = Path(__file__).parent / "emulated_gpu"
+KERNELS = PACKAGE / "cuda" / "kernels"
+_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of the epilogue: a tensor, and its strides along (batch, row, col), 0 where it broadcasts."""
+
+    tensor: torch.Tensor
+    strides: tuple[int, int, int]
+
+
+def launch(
+    kernel: Kernel, epilogue: str, tensors: Sequence[torch.Tensor], operands: Sequence[Operand] = (), tf32: bool = False
+) -> None:
+    """Runs `kernel` with `epilogue` on its tensors (inputs, then the output), on the emulated GPU.
+
+    Operands are read element by element, as those whose addresses nothing is known of.
+    """
+    output = tensors[-1].dtype
+    kinds = tuple(
+        OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
+        for operand in operands
+    )
+    library = _compiled(codegen.generate(parse(epilogue), output, kinds, kernel, tf32=tf32))
+    params = kernel.params + b"".join(struct.pack("<3q", *operand.strides) for operand in operands)
+    workspace = torch.full((max(kernel.workspace, 1),), 0xAB, dtype=torch.uint8)  # undefined contents
+    addresses = [tensor.data_ptr() for tensor in (*tensors, *([workspace] if kernel.workspace else []))]
+    addresses += [operand.tensor.data_ptr() for operand in operands]
+    code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
+    if code != 0:
+        raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
+
+
+def _translated(text: str) -> str:
+    """CUDA's syntax that a C++ compiler does not know, as calls of the emulation."""
+    text = re.sub(r"(\w+(?:<[^<>]*>)?)<<<(.*?),\s*stream>>>\(", r"emulation::launch(\1, \2, ", text, flags=re.S)
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", text)
+    shared = r"extern __shared__ __align__\(\d+\) (unsigned char|float) (\w+)\[\];"
+    return re.sub(shared, r"auto* \2 = reinterpret_cast<\1*>(emulation::shared);", text)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder with the kernels' headers as the CPU's compiler takes them; it goes with the process."""
+    folder = tempfile.TemporaryDirectory()
+    for header in KERNELS.glob("*.cuh"):
+        (Path(folder.name) / header.name).write_text(_translated(header.read_text()))
+    for header in DEVICE.iterdir():  # ptx.cuh among them
+        (Path(folder.name) / header.name).write_text(header.read_text())
+    runtime = Path(folder.name) / "cuda_runtime.h"
+    subprocess.run([*_COMPILER, "-o", f"{runtime}.gch", str(runtime)], check=True)
+    return folder
+
+
+@functools.cache
+def _compiled(source: str) -> ctypes.CDLL:
+    folder = Path(_folder().name)
+    path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
+    path.with_suffix(".cpp").write_text(source)
+    command = [
+        *_COMPILER, "-shared", "-I", str(folder), "-I", str(PACKAGE), "-include", "cuda_runtime.h",  # as nvcc does
+        "-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp")),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    library = ctypes.CDLL(str(path.with_suffix(".so")))
+    library.fxfuse_error.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,206 @@
+"""The CUDA kernels themselves, on the emulated GPU (emulator.py): no GPU is needed.
+
+Inputs are small integers, so that products and sums are exact in every precision: results must equal float64's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulator import Operand, launch
+
+from fxfuse.cuda import conv2d, gemm, pointwise
+from fxfuse.layout import Layout, channels_last_strides
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="the emulation needs Linux and g++"
+)
+
+PRECISIONS = {"tf32": torch.float32, "tf32x3": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EPILOGUE = "relu(acc + o0)"
+
+
+def integers(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, groups=1):
+    """The problem of a convolution whose result lies as x does."""
+    (n, c, *size), (k, _, *kernel) = x.shape, weight.shape
+    out = tuple((s + 2 * padding - dilation * (r - 1) - 1) // stride + 1 for s, r in zip(size, kernel, strict=True))
+    layout = "nhwc" if x.stride(1) == 1 and c > 1 else "nchw"
+    twice = [(value, value) for value in (stride, padding, dilation)]
+    fields = (n, c, tuple(size), k, out, tuple(kernel), *twice, groups, x.stride(), weight.stride(), layout, precision)
+    return conv2d.Conv2dProblem(*fields, multiprocessors=2, shared_memory=163 << 10)
+
+
+def check_convolution(kernel, x, weight, residual=False, **options):
+    """Runs `kernel` with relu after adding a bias, or a tensor as large as the result, which is laid as that is.
+
+    What surrounds the result in memory must stay as it is.
+    """
+    problem = convolution(x, weight, **options)
+    options.pop("precision", None)
+    nhwc, guard = problem.out_layout == "nhwc", 64
+    shape = (problem.images, problem.out_channels, *problem.out_size)
+    memory = torch.full((torch.Size(shape).numel() + 2 * guard,), 99, dtype=x.dtype)
+    out = memory[guard:-guard].view(shape)
+    if nhwc:
+        out = out.as_strided(shape, channels_last_strides(shape))
+    added = integers(*shape, dtype=x.dtype) if residual else integers(1, shape[1], 1, 1, dtype=x.dtype)
+    want = F.relu(F.conv2d(x.double(), weight.double(), **options) + added.double()).to(x.dtype)
+    if residual:
+        added = added.to(memory_format=torch.channels_last) if nhwc else added
+        strides = (added.stride(0), added.stride(3) if nhwc else added.stride(1), 1)
+    else:
+        strides = (0, 0, 1) if nhwc else (0, 1, 0)
+    launch(kernel, EPILOGUE, (x, weight, out), (Operand(added, strides),), tf32=problem.precision == "tf32")
+    assert torch.equal(out, want), (kernel.name, x.shape, weight.shape, options)
+    assert (memory[:guard] == 99).all() and (memory[-guard:] == 99).all(), (kernel.name, "writes outside its result")
+
+
+# ---------------------------------------------------------------------------------------------- convolutions
+
+DIRECT = [
+    *(("tf32", tile) for tile in conv2d.DIRECT_TILES),
+    *(("bf16", tile) for tile in conv2d.HALF_DIRECT_TILES),
+    ("fp16", conv2d.HALF_DIRECT_TILES[-1]),
+]
+
+
+@pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
+def test_direct_convolution(precision, tile, monkeypatch):
+    tiles = "DIRECT_TILES" if precision == "tf32" else "HALF_DIRECT_TILES"
+    monkeypatch.setattr(conv2d, tiles, (tile,))
+    dtype = PRECISIONS[precision]
+    # rows that start anywhere, and aligned ones; more filters than a tile has, fewer channels than a chunk
+    for channels, height, width, padding in ((5, 5, 13, 0), (7, 6, 32, 1)):
+        x, weight = integers(2, channels, height, width, dtype=dtype), integers(70, channels, 3, 3, dtype=dtype)
+        kernel = conv2d._direct(convolution(x, weight, precision, padding=padding))[0][1]
+        check_convolution(kernel, x, weight, residual=padding == 1, precision=precision, padding=padding)
+
+
+GATHERED = {
+    "3x3": ((2, 20, 9, 10), (24, 20, 3, 3), {"padding": 1}),
+    "stem": ((2, 3, 19, 18), (24, 3, 7, 7), {"stride": 2, "padding": 3}),
+    "1x1 with stride": ((2, 20, 7, 8), (24, 20, 1, 1), {"stride": 2}),
+    "dilated": ((1, 4, 12, 11), (17, 4, 3, 2), {"dilation": 2, "padding": 1}),
+    "long sum": ((1, 96, 5, 5), (16, 96, 3, 3), {"padding": 1}),
+}
+
+
+CASES = [("3x3", "tf32"), ("3x3", "bf16"), ("stem", "bf16"), ("1x1 with stride", "tf32"), ("dilated", "tf32"),
+           ("long sum", "bf16"), ("long sum", "tf32x3"), ("stem", "tf32x3")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_implicit_gemm(name, precision):
+    shape, filters, options = GATHERED[name]
+    x, weight = integers(*shape, dtype=PRECISIONS[precision]), integers(*filters, dtype=PRECISIONS[precision])
+    kernels = [kernel for _, kernel in conv2d._implicit_gemm(convolution(x, weight, precision, **options))]
+    for kernel in (kernels[0], kernels[-1]):
+        check_convolution(kernel, x, weight, residual=kernel is kernels[-1], precision=precision, **options)
+
+
+def test_implicit_gemm_of_groups_and_of_planes_of_49():
+    x, weight = integers(3, 24, 7, 7), integers(40, 24, 1, 1)
+    for _, kernel in conv2d._implicit_gemm(convolution(x, weight)):
+        check_convolution(kernel, x, weight)
+    for x in (integers(2, 12, 8, 9), integers(2, 12, 8, 9).to(memory_format=torch.channels_last)):
+        weight = integers(18, 4, 3, 3)
+        kernel = conv2d._implicit_gemm(convolution(x, weight, groups=3))[0][1]
+        check_convolution(kernel, x, weight, groups=3)
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_windows_of_channels_last(name, precision):
+    shape, filters, options = GATHERED[name]
+    dtype = PRECISIONS[precision]
+    x, weight = (integers(*sizes, dtype=dtype).to(memory_format=torch.channels_last) for sizes in (shape, filters))
+    kernels = conv2d.candidates(convolution(x, weight, precision, **options))
+    assert all("as gemm" in kernel.name for kernel in kernels)
+    shared = [kernel for kernel in kernels if "split" in kernel.name]
+    for kernel in dict.fromkeys((kernels[0], kernels[-1], *shared[:1])):
+        check_convolution(kernel, x, weight, residual=kernel is kernels[-1], precision=precision, **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "precision"),
+    [(3, 1, "tf32"), (3, 2, "bf16"), (5, 1, "bf16"), (5, 2, "tf32"), (7, 1, "bf16"), (4, 3, "tf32")],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_depthwise_convolution(size, stride, precision, channels_last):
+    dtype = PRECISIONS[precision]
+    for height, width, padding in ((14, 14, size // 2), (9, 23, 0)):
+        x, weight = integers(3, 16, height, width, dtype=dtype), integers(16, 1, size, size, dtype=dtype)
+        if channels_last:
+            x, weight = x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
+        options = {"stride": stride, "padding": padding, "groups": 16}
+        (kernel,) = conv2d._depthwise(convolution(x, weight, precision, **options))
+        check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
+
+
+# ------------------------------------------------------------------------------------------- products and passes
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "precision", "layout"),
+    [
+        (5, 7, 40, "tf32x3", "nk"), (70, 36, 130, "tf32x3", "kn"),
+        (5, 7, 40, "bf16", "kn"), (70, 36, 130, "bf16", "nk"),
+        (70, 36, 130, "tf32", "nk"), (5, 7, 40, "fp16", "nk"),
+        (70, 36, 130, "fp16x3", "nk"), (70, 36, 130, "fp16x3", "kn"),
+    ],
+)  # fmt: skip
+def test_matrix_product(m, n, k, precision, layout):
+    dtype = PRECISIONS.get(precision, torch.float32)
+    x, bias = integers(m, k, dtype=dtype), integers(n, dtype=dtype)
+    weight = integers(n, k, dtype=dtype) if layout == "nk" else integers(k, n, dtype=dtype)
+    problem = gemm.Problem(m, n, k, precision, layout, k, weight.stride(0), n, 16, 16, multiprocessors=2)
+    matrix = weight.double() if layout == "nk" else weight.double().T
+    want = F.relu(F.linear(x.double(), matrix, bias.double())).to(dtype)
+    kernels = gemm.candidates(problem)
+    shared = [kernel for kernel in kernels if kernel.workspace]
+    for kernel in dict.fromkeys((kernels[0], kernels[-1], *shared[:1])):
+        out = torch.full((m, n), 99, dtype=dtype)
+        launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),), tf32=precision == "tf32")
+        assert torch.equal(out, want), kernel.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [64, 49])
+def test_the_pass_in_place(dtype, length):
+    value, bias = integers(2, 13, length, dtype=dtype), integers(13, dtype=dtype)
+    want = F.relu(value + bias.view(-1, 1))
+    layout = Layout((2, 13, length), ((13 * length, length, 1),))
+    kernel = pointwise.kernel(layout, dtype, dtype)
+    launch(kernel, EPILOGUE, (value, value), (Operand(bias, (0, 1, 0)),))
+    assert torch.equal(value, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pass_back_from_channels_last(dtype):
+    images, channels, pixels = 2, 35, 41
+    acc, bias = integers(images, pixels, channels, dtype=dtype), integers(channels, dtype=dtype)
+    layout = Layout((images, channels, pixels), ((channels * pixels, pixels, 1),))
+    kernel = pointwise.transposed_kernel(layout, (channels * pixels, channels), dtype, dtype)
+    out = torch.full((images, channels, pixels), 99, dtype=dtype)
+    launch(kernel, EPILOGUE, (acc, out), (Operand(bias, (0, 1, 0)),))
+    assert torch.equal(out, F.relu(acc + bias).transpose(1, 2))
+
+
+def test_infinities_and_nan_stay_where_they_belong(monkeypatch):
+    monkeypatch.setattr(conv2d, "DIRECT_TILES", conv2d.DIRECT_TILES[5:6])
+    x, weight = integers(1, 4, 9, 12), integers(8, 4, 3, 3)
+    x[0, 0, 2, 3], x[0, 1, 8, 11], x[0, 3, 0, 0] = float("inf"), float("nan"), float("-inf")
+    problem = convolution(x, weight, padding=1)
+    want = F.conv2d(x.double(), weight.double(), padding=1)
+    for kernel in (conv2d._direct(problem)[0][1], conv2d._implicit_gemm(problem)[0][1]):
+        out = torch.zeros(1, 8, 9, 12)
+        launch(kernel, "acc * 2", (x, weight, out), tf32=True)
+        assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.isposinf(), want.isposinf()), kernel.name
