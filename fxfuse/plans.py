@@ -123,11 +123,12 @@ class _FirstCall:
 @contextlib.contextmanager
 def collect() -> Iterator[list[_FirstCall]]:
     """Inside, operators compute with torch and only note the calls for which there is no plan yet."""
+    outer = getattr(_pending, "calls", None)  # of a model around this one
     _pending.calls = []
     try:
         yield _pending.calls
     finally:
-        del _pending.calls
+        _pending.calls = outer
 
 
 def prepare(calls: Sequence[_FirstCall]) -> None:

@@ -183,3 +183,21 @@ def test_a_compiled_model_can_be_optimised_and_the_reverse():
     with torch.no_grad():
         assert_as_eager(model, compiled(fxfuse.optimize(model)), x)
         assert epilogues(fxfuse.optimize(compiled(model))) == ["relu(acc)"]
+
+
+def test_a_compiled_model_inside_one_that_is_prepared():
+    inner = Net(lambda m, x: torch.tanh(m.fc(x)), fc=linear()).eval()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.inner = linear(), compiled(inner)
+
+        def forward(self, x):
+            y = self.inner(F.relu(self.fc(x)))
+            return y if y.sum() < 1e9 else -y  # runs as Python
+
+    model = Outer().eval()
+    fast = fxfuse.optimize(model, (randn(3, 8),))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(randn(3, 8)), model(randn(3, 8)))
