@@ -6,8 +6,10 @@ import ctypes
 import functools
 import hashlib
 import re
+import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +56,14 @@ def launch(
     code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
     if code != 0:
         raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
+
+
+def available() -> bool:
+    """Whether this machine has what the emulation is made with: Linux's contexts, and a g++ that knows _Float16."""
+    if sys.platform != "linux" or shutil.which("g++") is None:
+        return False
+    command = [*_COMPILER, "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, input="_Float16 half = 1;", text=True, capture_output=True).returncode == 0
 
 
 def _translated(text: str) -> str:

@@ -5,20 +5,15 @@ Inputs are small integers, so that products and sums are exact in every precisio
 
 from __future__ import annotations
 
-import shutil
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from emulator import Operand, launch
+from emulator import Operand, available, launch
 
 from fxfuse.cuda import conv2d, gemm, pointwise
 from fxfuse.layout import Layout, channels_last_strides
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None, reason="the emulation needs Linux and g++"
-)
+pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
 
 PRECISIONS = {"tf32": torch.float32, "tf32x3": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EPILOGUE = "relu(acc + o0)"
