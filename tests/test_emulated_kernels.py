@@ -5,6 +5,8 @@ Inputs are small integers, so that products and sums are exact in every precisio
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,8 @@ def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, gr
     layout = "nhwc" if x.stride(1) == 1 and c > 1 else "nchw"
     twice = [(value, value) for value in (stride, padding, dilation)]
     fields = (n, c, tuple(size), k, out, tuple(kernel), *twice, groups, x.stride(), weight.stride(), layout, precision)
-    return conv2d.Conv2dProblem(*fields, multiprocessors=2, shared_memory=163 << 10)
+    alignments = (math.gcd(16, x.data_ptr()), math.gcd(16, weight.data_ptr()))
+    return conv2d.Conv2dProblem(*fields, *alignments, multiprocessors=2, shared_memory=163 << 10)
 
 
 def check_convolution(kernel, x, weight, residual=False, **options):
