@@ -9,6 +9,7 @@ batch normalisations apart only for them to be put together again; gradients com
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -46,9 +47,10 @@ def compile_graph(
     if mode is not None and mode not in _MODES:
         raise FxfuseError(f"backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
     given = dict(options or {})
-    unknown = sorted(set(given) - {"strict", "fp32"})
+    known = [item.name for item in dataclasses.fields(Settings)]
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has 'strict' and 'fp32'")
+        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}")
     fused = FusedModule(Captured(gm, copy.deepcopy(gm.graph)), Settings(**given))
     _graphs.add(fused)
     return _prepared_by_first_call(fused)

@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
+from fxfuse.functional import autocast_dtype
 from fxfuse.patterns.anchors import has_hooks
 
 logger = logging.getLogger("fxfuse")
@@ -200,8 +201,7 @@ class _Tracer(fx.Tracer):
 def _modes() -> tuple[Any, ...]:
     """What torch.autocast, no_grad and inference_mode have switched."""
     autocast = torch._C._is_any_autocast_enabled()
-    dtype_of = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
-    dtypes = [dtype_of(device) for device in ("cpu", "cuda")] if autocast and dtype_of is not None else []
+    dtypes = [autocast_dtype(device) for device in ("cpu", "cuda")] if autocast else []
     return (autocast, *dtypes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 

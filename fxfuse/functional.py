@@ -177,9 +177,16 @@ def _is_special(tensor: torch.Tensor) -> bool:
     )
 
 
-def _autocast(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def autocast_dtype(device: str) -> torch.dtype:
+    """What torch.autocast computes products in, on "cpu" or "cuda"."""
+    if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
+        return torch.get_autocast_dtype(device)
+    return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()
+
+
+def _casting(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """How torch.autocast casts the tensors of a product or convolution."""
-    dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(device)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         eligible = tensor.device.type == device and tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -222,7 +229,7 @@ def _implement(kind: str) -> None:
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
             if ops.is_recast(parsed(epilogue)):
                 return reference(x, weight, bias, operands, epilogue, *values)
-            cast = _autocast(device)
+            cast = _casting(device)
             tensors = (cast(x), cast(weight), None if bias is None else cast(bias))
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*tensors, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]

@@ -247,6 +247,22 @@ def _anchor_runner(problem: Problem) -> Run:
     return run
 
 
+def _on_device(index: int, run: Run) -> Run:
+    """`run` on a GPU that need not be the current one, to which launches go. (The fused runner asks by itself: a call
+    more would be noticed there.)"""
+    current_device = torch._C._cuda_getDevice
+
+    def on_device(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if current_device() == index:
+            return run(x, weight, bias, others)
+        with torch.cuda.device(index):
+            return run(x, weight, bias, others)
+
+    return on_device
+
+
 def _bias_by_pass(region: _Region) -> bool:
     """Whether the pass adds the bias: libraries take longer for it, or use another kernel.
 
@@ -262,21 +278,18 @@ def _library_runner(
     region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch, bias_by_pass: bool
 ) -> Run:
     problem, output = region.problem, region.output
-    device, index = problem.x.device, problem.x.device.index
+    device = problem.x.device
     shape, strides = region.prepared.result_shape, region.prepared.result_strides
     moves = [size > 1 for size in shape]
     # of addmm the pass takes over all but the product
     kind, options = ("mm", ()) if bias_by_pass and problem.kind == "addmm" else (problem.kind, problem.options)
     reads_bias = len(operands.kinds) > len(problem.operands)
-    in_place, current_device = output == problem.x.dtype, torch._C._cuda_getDevice
+    in_place = output == problem.x.dtype
     queue = _queue(region, operands, kernel, launch)
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(x, weight, bias, others)
         acc = run_anchor(kind, options, x, weight, None if bias_by_pass else bias)
         if any(have != want and moved for have, want, moved in zip(acc.stride(), strides, moves, strict=True)):
             acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
@@ -286,7 +299,7 @@ def _library_runner(
         queue(others, acc.data_ptr(), out.data_ptr())
         return out
 
-    return run
+    return _on_device(device.index, run)
 
 
 # ------------------------------------------------------------------- the library candidate by way of channels_last
@@ -352,16 +365,12 @@ def _channels_last_runner(
     back: Callable[..., None],
 ) -> Run:
     problem, output = region.problem, region.output
-    device, index = problem.x.device, problem.x.device.index
+    device = problem.x.device
     shape, strides = region.prepared.result_shape, region.prepared.result_strides
-    current_device = torch._C._cuda_getDevice
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(x, weight, bias, others)
         acc = run_anchor(problem.kind, problem.options, convert_x(x), convert_weight(weight), None)
         acc = acc.contiguous(memory_format=torch.channels_last)
         if bias is not None:
@@ -370,4 +379,4 @@ def _channels_last_runner(
         back(others, acc.data_ptr(), out.data_ptr())
         return out
 
-    return run
+    return _on_device(device.index, run)
