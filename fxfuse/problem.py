@@ -242,6 +242,8 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
             if row.channel_args and values[0].shape != result.shape:
                 shapes = f"{tuple(values[0].shape)} in a result of {tuple(result.shape)}"
                 raise UnsupportedError(f"{row.name} of a tensor of {shapes}")
+            if row.contiguous_on == problem.x.device.type and not values[0].is_contiguous():
+                raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
             settled[node] = _settled(row, [settled[arg] for arg in node.args], values, value[node])
     if result.dtype not in RESULT_DTYPES:
         raise UnsupportedError(f"the result's dtype is {result.dtype}; kernels have float32, float16 and bfloat16")

@@ -16,52 +16,78 @@ _NOT_TENSORS: Final = frozenset(
      "element_size", "get_device", "type", "finfo", "iinfo", "result_type", "promote_types", "can_cast"}
 )  # fmt: skip
 """Names of torch's functions and methods that return something else."""
+_VIEWS: Final = ("T", "mT", "H", "mH", "data", "real", "grad")
+_ATTRIBUTES: Final = (*_VIEWS, "shape", "dtype", "device", "ndim")
 
 
 def tensors_of(root: nn.Module, graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes whose values are tensors (or tuples of them), whatever the model is called with."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(_works_on(root, user, node, used) for user in node.users):
+            used.add(node)
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = noted(node)
-        if isinstance(value, torch.Tensor) or (value is None and (_is_made(root, node, found) or _is_used(root, node))):
+        if isinstance(value, torch.Tensor) or (value is None and (node in used or _is_made(root, node, found))):
             found.add(node)
     return frozenset(found)
 
 
 def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
     """Whether it is one by what made it, `tensors` being known to be."""
-    if node.op == "get_attr":
-        return known_tensor(root, node) is not None
-    if node.op == "placeholder":
-        return node.type is torch.Tensor
-    if node.op == "call_module":
-        return _is_torchs(root, node)
-    if node.op == "call_method":
-        return _is_tensor_method(node.target)
-    if node.op != "call_function":
-        return False
-    module, name = getattr(node.target, "__module__", None) or "torch", getattr(node.target, "__name__", "")
-    if node.target is getattr:
-        return node.args[0] in tensors and node.args[1] in ("T", "mT", "H", "mH", "data", "real", "grad")
-    if module == "_operator":
-        return any(arg in tensors for arg in node.all_input_nodes)
-    if ops.find_function(node.target) is not None:
-        return True
-    return module.startswith(("torch", "fxfuse.functional")) and not (name in _NOT_TENSORS or name.startswith("is_"))
+    match node.op:
+        case "get_attr":
+            return known_tensor(root, node) is not None
+        case "placeholder":
+            return node.type is torch.Tensor
+        case "call_module":
+            return _is_torchs(root, node)
+        case "call_method":
+            return _is_tensor_method(node.target)
+        case "call_function":
+            if node.target is getattr:
+                return node.args[0] in tensors and node.args[1] in _VIEWS
+            if _module_of(node.target) == "_operator":
+                return _is_tensor_operator(node) or any(arg in tensors for arg in node.all_input_nodes)
+            return _is_tensor_function(node.target)
+    return False
 
 
-def _is_used(root: nn.Module, node: fx.Node) -> bool:
-    """Whether it is one by its use: as what torch's modules, functions and Tensor's methods work on."""
+def _works_on(root: nn.Module, user: fx.Node, node: fx.Node, tensors: set[fx.Node]) -> bool:
+    """Whether `user` is something that works on tensors alone, and on `node`; `tensors` are known to be some."""
+    if user.op == "output" or not user.args or (user.args[0] is not node and user.target is not operator.matmul):
+        # an operator of one value and numbers makes a tensor of a tensor only
+        return user in tensors and _module_of(user.target) == "_operator" and user.all_input_nodes == [node]
+    if user.op == "call_module":
+        return _is_torchs(root, user)
+    if user.op == "call_method":
+        return _is_tensor_method(user.target)
+    if user.target is getattr:
+        return user.args[1] in _ATTRIBUTES
+    if _module_of(user.target) == "_operator":
+        one = user in tensors and user.all_input_nodes == [node] and user.target is not operator.getitem
+        return one or _is_tensor_operator(user)
+    return _is_tensor_function(user.target)
 
-    def works_on_it(user: fx.Node) -> bool:
-        if not user.args or user.args[0] is not node:
-            return False
-        if user.op == "call_function":
-            module = getattr(user.target, "__module__", None) or "torch"
-            return module.startswith(("torch", "fxfuse.functional")) and user.target is not operator.getitem
-        return _is_torchs(root, user) if user.op == "call_module" else _is_tensor_method(user.target)
 
-    return any(works_on_it(user) for user in node.users if user.op != "output")
+def _module_of(target: Any) -> str:
+    return getattr(target, "__module__", None) or "torch"
+
+
+def _is_tensor_function(target: Any) -> bool:
+    name = getattr(target, "__name__", "")
+    ours = _module_of(target).startswith(("torch", "fxfuse.functional"))
+    return ops.find_function(target) is not None or (ours and name not in _NOT_TENSORS and not name.startswith("is_"))
+
+
+def _is_tensor_operator(node: fx.Node) -> bool:
+    """Whether it is a matrix product, or a subscript that only tensors take."""
+    return node.target is operator.matmul or (
+        node.target is operator.getitem
+        and isinstance(node.args[1], tuple)
+        and any(item is None or item is Ellipsis or isinstance(item, slice) for item in node.args[1])
+    )
 
 
 def _is_torchs(root: nn.Module, node: fx.Node) -> bool:
