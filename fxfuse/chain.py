@@ -10,7 +10,7 @@ from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Expr, Operand, postorder, rewrite
 from fxfuse.layout import Strides, flatten
 from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Declined, Problem, channel_operands, check_operand, settle
+from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_operand, settle
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class Pass:
     @property
     def name(self) -> str:
         """For the report: every kernel that it takes."""
-        copies = sum(convert is not None for convert in self.operands.conversions)
         name = "one pass in place" if self.in_place else "one pass"
-        return f"{name}, operands copied: {copies}" if copies else name
+        return f"{name}, operands copied: {self.operands.copies}" if self.operands.copies else name
 
 
 def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
@@ -39,9 +38,7 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
 
     Raises UnsupportedError, Declined where eager's own passes are no worse.
     """
-    if acc.dtype.is_complex or not any(meta.dtype.is_floating_point for meta in (problem.x, *problem.operands)):
-        raise Declined("no tensor holds floating-point numbers")
-    expression, result = settle(problem, acc)
+    expression, result = _settle(problem, acc)
     if result.numel() == 0:
         raise Declined("the result is empty")
     shape, strides = tuple(result.shape), result.stride()
@@ -56,12 +53,27 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
         x = Operand(len(metas))
         expression = rewrite(expression, lambda node: x if isinstance(node, Acc) else node)
         metas = (*metas, problem.x)
-    operands = plan_operands(shape, strides, metas, channel_operands(expression), flatten)
+    channel = channel_operands(expression)
+    operands = plan_operands(shape, strides, metas, channel, flatten)
     if operands is None:
         raise UnsupportedError(f"the result has strides {strides}")
+    if operands.copies and shape[:1] == (1,):  # a kernel for this batch alone may do without
+        operands = plan_operands(shape, strides, metas, channel, flatten, grows=False) or operands
     chosen = Pass(expression, operands, shape, strides, result.dtype, in_place)
-    copies = sum(convert is not None for convert in operands.conversions)
+    copies = operands.copies
     calls = sum(isinstance(node, Call) for node in postorder(problem.expression))
     if copies and copies + 1 >= max(2, calls):
         raise Declined(f"it would take {copies} copies beside the pass: operands lie in memory in too many orders")
     return chosen
+
+
+def _settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
+    """As problem.settle; what it refuses of a chain that no floating-point number goes into is none of ours."""
+    try:
+        return settle(problem, acc)
+    except Refused:
+        raise
+    except UnsupportedError as error:
+        if any(meta.dtype.is_floating_point for meta in (problem.x, *problem.operands)):
+            raise
+        raise Declined(str(error)) from None

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxfuse import split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.problem import (
@@ -163,6 +164,10 @@ def _draft(problem: Problem, strict: bool) -> Draft:
     try:
         acc = anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
+        parts = split.split(problem, acc) if problem.weight is not None else None
+        if parts is not None:
+            second = _draft(parts.second, strict) if parts.has_chain else None
+            return split.draft(parts, _draft(parts.first, strict), second)
         return _device_draft(problem, acc)
     except UnsupportedError as error:
         if strict and not isinstance(error, Refused | Declined):

@@ -230,7 +230,7 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
 
     Raises UnsupportedError if something on the way, or the result, is of another dtype.
     """
-    value = _evaluate_all(problem, acc)
+    value = evaluate_all(problem, acc)
     result = value[problem.expression]
     settled: dict[Expr, Expr] = {}
     for node in value:
@@ -250,7 +250,7 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
     return settled[problem.expression], result
 
 
-def _evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
+def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     """Every value of the epilogue, arguments before their users, as meta tensors. Raises Refused."""
     value: dict[Expr, Any] = {}
     for node in postorder(problem.expression):

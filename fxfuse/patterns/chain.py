@@ -28,7 +28,7 @@ from fxfuse.simplify import simplify
 LEAST: Final = 2
 """Operations that a chain has, of those for which eager makes a pass each: one alone gains nothing."""
 
-_FREE: Final = frozenset({"detach", "contiguous", "float32", "float16", "bfloat16", "type_as"})
+_FREE: Final = frozenset({"detach", "contiguous", "type_as", "to", "float", "half", "bfloat16"})
 """Rows that may cost nothing in eager."""
 
 
