@@ -8,8 +8,8 @@ pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is t
 
 torch.ops.fxfuse.* are ordinary torch operators: opaque to torch.compile and torch.export (with a meta kernel),
 differentiable (by running the region's torch reference when a gradient is needed), safe under autocast and inference
-mode. The functions, which optimised graphs call, go straight to the plan where nobody could tell the difference (the
-dispatcher takes 15 us for an operator that is implemented in Python), else through torch.ops.
+mode. The functions, which optimised graphs call, go straight to the plan, or to the reference, where nobody could tell
+the difference (the dispatcher takes 15 us for an operator that is implemented in Python), else through torch.ops.
 """
 
 from __future__ import annotations
@@ -137,8 +137,9 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
             and (x.is_cpu or x.is_cuda)
             and not x.is_nested
-            and not _needs_gradient(tensors)
         ):
+            if _needs_gradient(tensors):
+                return _reference(kind, values, epilogue, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
