@@ -38,6 +38,8 @@ class RegionReport:
     """Why torch runs it for some tensors it was called with, if it does."""
     measured: tuple[tuple[tuple[str, float], ...], ...] = ()
     """For each problem that was measured, the candidates' names and times in seconds."""
+    chain: bool = False
+    """Whether it is pointwise work alone, after torch's library or without any anchor."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates beside its output, at most."""
 
@@ -136,6 +138,7 @@ def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
     reasons = dict.fromkeys(plan.reason for plan in made if plan.reason is not None)
     return RegionReport(
         node=prefix + region.fused,
+        chain=region.kind == "pointwise",
         anchor=region.library or (CHAIN if region.kind == "pointwise" else region.kind),
         nodes=tuple(prefix + node for node in region.nodes),
         epilogue=region.epilogue,
