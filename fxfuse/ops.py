@@ -324,7 +324,7 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,), passing=True),
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
                 spellings=(nn.PReLU,), channel_args=(1,), passing=True, recast=True),
-    # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/region.py finds the modules.
+    # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/values.py finds the modules.
     PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4)),
     PointwiseOp("batch_norm_1d", _batch_norm_of(2, 3), _BATCH_NORM_CODE, params=_BATCH_NORM,
                 channel_args=(1, 2, 3, 4)),

@@ -16,12 +16,25 @@ _NOT_TENSORS: Final = frozenset(
      "element_size", "get_device", "type", "finfo", "iinfo", "result_type", "promote_types", "can_cast"}
 )  # fmt: skip
 """Names of torch's functions and methods that return something else."""
+_TUPLES: Final = frozenset(
+    {"split", "chunk", "unbind", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes", "unsafe_chunk",
+     "unsafe_split", "unsafe_split_with_sizes", "topk", "sort", "max", "min", "median", "mode", "kthvalue", "cummax",
+     "cummin", "aminmax", "var_mean", "std_mean", "meshgrid", "broadcast_tensors", "unique", "frexp", "slogdet", "svd",
+     "qr", "eigh", "lstm", "gru", "rnn_tanh", "rnn_relu", "native_layer_norm", "native_group_norm"}
+)  # fmt: skip
+"""Names of those that return several tensors, perhaps."""
+_TUPLE_MODULES: Final = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+_OF_SEQUENCES: Final = frozenset(
+    {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "row_stack", "column_stack", "block_diag",
+     "broadcast_tensors", "meshgrid", "cartesian_prod", "chain_matmul", "multi_dot", "from_numpy", "tensor"}
+)  # fmt: skip
+"""Names of those whose first argument may be something else than a tensor."""
 _VIEWS: Final = ("T", "mT", "H", "mH", "data", "real", "grad")
 _ATTRIBUTES: Final = (*_VIEWS, "shape", "dtype", "device", "ndim")
 
 
 def tensors_of(root: nn.Module, graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes whose values are tensors (or tuples of them), whatever the model is called with."""
+    """The nodes whose values are tensors, whatever the model is called with."""
     used: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(_works_on(root, user, node, used) for user in node.users):
@@ -42,16 +55,29 @@ def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
         case "placeholder":
             return node.type is torch.Tensor
         case "call_module":
-            return _is_torchs(root, node)
+            module = root.get_submodule(str(node.target))
+            several = isinstance(module, _TUPLE_MODULES) or getattr(module, "return_indices", False)
+            return _is_torchs(root, node) and not several
         case "call_method":
-            return _is_tensor_method(node.target)
+            return _is_tensor_method(node.target) and node.target not in _TUPLES
         case "call_function":
             if node.target is getattr:
                 return node.args[0] in tensors and node.args[1] in _VIEWS
+            if node.target is operator.getitem and node.args[0] not in tensors:
+                return _is_tensor_operator(node) or (_makes_several(root, node.args[0]) and type(node.args[1]) is int)
             if _module_of(node.target) == "_operator":
                 return _is_tensor_operator(node) or any(arg in tensors for arg in node.all_input_nodes)
-            return _is_tensor_function(node.target)
+            return _is_tensor_function(node.target) and _name_of(node.target) not in _TUPLES
     return False
+
+
+def _makes_several(root: nn.Module, node: Any) -> bool:
+    """Whether its value is several tensors, if it is not one."""
+    if node.op == "call_module":
+        return _is_torchs(root, node)
+    if node.op == "call_method":
+        return node.target in _TUPLES
+    return node.op == "call_function" and _is_tensor_function(node.target)
 
 
 def _works_on(root: nn.Module, user: fx.Node, node: fx.Node, tensors: set[fx.Node]) -> bool:
@@ -68,7 +94,11 @@ def _works_on(root: nn.Module, user: fx.Node, node: fx.Node, tensors: set[fx.Nod
     if _module_of(user.target) == "_operator":
         one = user in tensors and user.all_input_nodes == [node] and user.target is not operator.getitem
         return one or _is_tensor_operator(user)
-    return _is_tensor_function(user.target)
+    return _is_tensor_function(user.target) and _name_of(user.target) not in _OF_SEQUENCES
+
+
+def _name_of(target: Any) -> str:
+    return getattr(ops.function_of(target), "__name__", "")
 
 
 def _module_of(target: Any) -> str:
@@ -76,7 +106,7 @@ def _module_of(target: Any) -> str:
 
 
 def _is_tensor_function(target: Any) -> bool:
-    name = getattr(target, "__name__", "")
+    name = _name_of(target)
     ours = _module_of(target).startswith(("torch", "fxfuse.functional"))
     return ops.find_function(target) is not None or (ours and name not in _NOT_TENSORS and not name.startswith("is_"))
 
