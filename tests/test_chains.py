@@ -351,7 +351,7 @@ def test_an_operand_that_enlarges_an_anchors_result_is_left_to_a_pass(name, layo
 
 ALONE = {
     "several tensors joined": Net(lambda m, x: torch.cat(x.split(1) + x.split(2) + x.chunk(2))),
-    "a tensor joined": Net(lambda m, x: torch.cat(x.split(1) + (x,) + x.split(2) + x.split(2))),
+    "a tensor joined": Net(lambda m, x: torch.cat(x.split(1) + (x,) + x.split(2) + x.split(2))),  # noqa: RUF005
     "several tensors repeated": Net(lambda m, x: torch.stack(x.unbind(0) * 2 + x.unbind(0))),
     "one operation": Net(lambda m, x: x.relu()),
     "nothing but names": Net(lambda m, x: x.detach().contiguous()),

@@ -66,9 +66,8 @@ def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
             if node.target is operator.getitem and node.args[0] not in tensors:
                 return _is_tensor_operator(node) or (_makes_several(root, node.args[0]) and type(node.args[1]) is int)
             if _module_of(node.target) == "_operator":
-                return _is_tensor_operator(node) or any(
-                    isinstance(arg, fx.Node) and arg in tensors for arg in node.args
-                )
+                direct = (arg for arg in node.args if isinstance(arg, fx.Node))  # a tuple may hold others
+                return _is_tensor_operator(node) or any(arg in tensors for arg in direct)
             return _is_tensor_function(node.target) and _name_of(node.target) not in _TUPLES
     return False
 
