@@ -58,11 +58,6 @@ def option_values(kind: str, options: Any) -> tuple[Any, ...]:
     return tuple(_hashable(options[name]) for name in OPTION_NAMES[kind])
 
 
-def takes_first(target: Any, args: Sequence[Any], value: Any) -> bool:
-    """Whether a call of a fused operator has `value` as its x, which only a tensor can be."""
-    return any(target is function(kind) for kind in ANCHORS) and args[0] is value
-
-
 def as_operand(value: Any) -> torch.Tensor:
     """An argument of the model that may be a number, as an operand: a tensor as it is, a number as a 0-d tensor."""
     if isinstance(value, torch.Tensor):

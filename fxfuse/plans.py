@@ -200,8 +200,8 @@ def _reference_draft(problem: Problem, reason: str) -> Draft:
 
 
 def _check_tensors(problem: Problem) -> None:
-    tensors = [tensor for tensor in (problem.x, problem.weight, problem.bias) if tensor is not None]
-    for tensor in tensors if problem.weight is not None else ():
+    anchored = (problem.x, problem.weight, problem.bias) if problem.weight is not None else ()
+    for tensor in (tensor for tensor in anchored if tensor is not None):
         if tensor.dtype != problem.x.dtype:
             raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
         if tensor.dtype not in RESULT_DTYPES:
