@@ -196,7 +196,8 @@ def _flags(source: Source) -> tuple[str, ...]:
     if source.architecture is None:
         return CPU_FLAGS
     major, minor = source.architecture
-    return (*CUDA_FLAGS, f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}")
+    specific = "a" if (major, minor) == (9, 0) else ""  # with the instructions that only Hopper has
+    return (*CUDA_FLAGS, f"-gencode=arch=compute_{major}{minor}{specific},code=sm_{major}{minor}{specific}")
 
 
 # --------------------------------------------------------------------------------------------- loading

@@ -235,6 +235,34 @@ def test_few_channels_keep_their_filters_in_shared_memory() -> None:
         assert not any("resident" in kernel.name for kernel in direct(case))
 
 
+def test_hopper_has_kernels_of_its_own_for_filters_of_several_taps() -> None:
+    hopper = replace(problem(filters=128, images=128, size=(128, 128)), hopper=True)
+    assert families(hopper)[0] == "Conv2dWgmma"
+    assert "Conv2dWgmma" not in families(replace(hopper, hopper=False))
+    for without in (
+        replace(hopper, precision="tf32x3"),
+        replace(problem(kernel=(1, 1)), hopper=True),
+        replace(problem(layout="nhwc"), hopper=True),
+        replace(problem(groups=64), hopper=True),
+        replace(problem(channels=3, kernel=(9, 9)), hopper=True),
+    ):
+        assert "Conv2dWgmma" not in families(without)
+
+
+def test_hopper_kernels_are_cut_up_as_shared_memory_allows() -> None:
+    """Rows of 126 are a segment each, rows of 26 four in one; a filter of many taps leaves room for one stage."""
+
+    def cuts(of: Conv2dProblem) -> list[tuple[int, ...]]:
+        found = (kernel for kernel in candidates(replace(of, hopper=True)) if "wgmma" in kernel.name)
+        return [struct.unpack("<6q", kernel.params[-48:]) for kernel in found]
+
+    wide, narrow = problem(filters=128, images=64, size=(128, 128)), problem(size=(28, 28))
+    assert cuts(wide)[0] == (1, 1, 2 + 2, 126 + 2, 1, 3)
+    assert all(cut[:2] == (4, 1) and cut[3] == 26 + 2 for cut in cuts(narrow))
+    assert all(cut[:2] == (1, 2) for cut in cuts(problem(size=(256, 256))))
+    assert cuts(problem(channels=64, kernel=(7, 7))) == []
+
+
 def test_packed_filters_need_a_workspace() -> None:
     # whole tiles of 64 filters, whole chunks of 8 channels, 9 taps, 4 bytes
     kernels = {kernel.name: kernel for kernel in direct(problem(60, filters=130, groups=2))}

@@ -24,7 +24,9 @@ def meta(*shape, dtype=torch.float32, device=CUDA, **options):
 def ranked(monkeypatch):
     """A function from a problem and a compute capability to the candidates, best first."""
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
-    properties = SimpleNamespace(multi_processor_count=108, shared_memory_per_multiprocessor=163 << 10)
+    properties = SimpleNamespace(
+        major=8, minor=0, multi_processor_count=108, shared_memory_per_multiprocessor=163 << 10
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
         monkeypatch.setattr(torch._C, name, None, raising=False)

@@ -26,7 +26,7 @@ def integers(*shape, dtype=torch.float32, seed=0):
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, groups=1):
+def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, groups=1, hopper=False):
     """The problem of a convolution whose result lies as x does."""
     (n, c, *size), (k, _, *kernel) = x.shape, weight.shape
     out = tuple((s + 2 * padding - dilation * (r - 1) - 1) // stride + 1 for s, r in zip(size, kernel, strict=True))
@@ -34,7 +34,7 @@ def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, gr
     twice = [(value, value) for value in (stride, padding, dilation)]
     fields = (n, c, tuple(size), k, out, tuple(kernel), *twice, groups, x.stride(), weight.stride(), layout, precision)
     alignments = (math.gcd(16, x.data_ptr()), math.gcd(16, weight.data_ptr()))
-    return conv2d.Conv2dProblem(*fields, *alignments, multiprocessors=2, shared_memory=163 << 10)
+    return conv2d.Conv2dProblem(*fields, *alignments, multiprocessors=2, shared_memory=163 << 10, hopper=hopper)
 
 
 def check_convolution(kernel, x, weight, residual=False, **options):
@@ -71,6 +71,9 @@ DIRECT = [
 ]
 
 
+WGMMA = [*(("tf32", tile) for tile in conv2d.WGMMA_TILES), ("bf16", conv2d.WGMMA_TILES[-1])]
+
+
 @pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
 def test_direct_convolution(precision, tile, monkeypatch):
     tiles = "DIRECT_TILES" if precision == "tf32" else "HALF_DIRECT_TILES"
@@ -81,6 +84,23 @@ def test_direct_convolution(precision, tile, monkeypatch):
         x, weight = integers(2, channels, height, width, dtype=dtype), integers(70, channels, 3, 3, dtype=dtype)
         kernel = conv2d._direct(convolution(x, weight, precision, padding=padding))[0][1]
         check_convolution(kernel, x, weight, residual=padding == 1, precision=precision, padding=padding)
+
+
+@pytest.mark.parametrize(("precision", "tile"), WGMMA, ids=lambda value: getattr(value, "groups", value))
+def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", (tile,))
+    dtype = PRECISIONS[precision]
+    for shape, filters, options in (
+        ((2, 5, 5, 13), (70, 5, 3, 3), {}),
+        ((2, 20, 6, 32), (136, 20, 3, 3), {"padding": 1}),
+        ((1, 3, 5, 300), (9, 3, 3, 3), {}),
+        ((2, 3, 19, 18), (24, 3, 3, 3), {"stride": 2, "padding": 1}),
+        ((3, 8, 9, 12), (18, 4, 1, 7), {"dilation": 2, "padding": 6, "groups": 2}),
+    ):
+        x, weight = integers(*shape, dtype=dtype), integers(*filters, dtype=dtype)
+        kernel = conv2d._wgmma(convolution(x, weight, precision, hopper=True, **options))[0][1]
+        check_convolution(kernel, x, weight, residual="stride" in options or "padding" not in options,
+                          precision=precision, **options)  # fmt: skip
 
 
 GATHERED = {

@@ -1,4 +1,4 @@
-"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3, depthwise (cuda/kernels), GEMM.
+"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3, Hopper's, depthwise, GEMM.
 
 A problem comes in as sizes, strides, alignment and precision; kernels go out, best first by a model of their cost.
 Everything here is arithmetic on these numbers: no GPU is needed.
@@ -48,6 +48,8 @@ class Conv2dProblem:
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
+    hopper: bool = False
+    """Whether the device has the instructions that only Hopper has."""
 
     @property
     def element_bytes(self) -> int:
@@ -104,7 +106,8 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     product = _as_gemm(problem)
     if product is not None and (kernels := gemm.candidates(product)):
         return kernels
-    by_cost = sorted((*_direct(problem), *_implicit_gemm(problem)), key=lambda costed: costed[0])
+    costed = (*_wgmma(problem), *_direct(problem), *_implicit_gemm(problem))
+    by_cost = sorted(costed, key=lambda costed: costed[0])
     return (*_depthwise(problem), *(kernel for _, kernel in by_cost))
 
 
@@ -556,6 +559,146 @@ def _direct(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             tile.workspace(problem),
         )
         kernels.append((_direct_cost(problem, tile), kernel))
+    return kernels
+
+
+# --------------------------------------------------------------------------------------------------- wgmma
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """A thread block's tile in Hopper's kernel: Conv2dWgmmaConfig in conv2d_wgmma.cuh.
+
+    `groups` of four warps, along filters and pixels, compute 64 filters of two segments of pixels each. One such block
+    shares a multiprocessor with another, one of two groups does not. `cost` is the time per output on a full device,
+    relative to the best, as measured on an H200.
+    """
+
+    groups: tuple[int, int]
+    cost: float
+
+    @property
+    def filters(self) -> int:
+        return 64 * self.groups[0]
+
+    @property
+    def segments(self) -> int:
+        return 2 * self.groups[1]
+
+
+WGMMA_TILES: Final = (
+    WgmmaTile((2, 1), 1.0),
+    WgmmaTile((1, 2), 1.05),
+    WgmmaTile((1, 1), 1.15),
+)
+
+_SEGMENT: Final = 128
+"""Positions of the patch that an instruction multiplies."""
+
+_STEP_BYTES: Final = 32
+"""Of a position's channels, that an instruction multiplies."""
+
+# As in conv2d_wgmma_config.cuh; bytes of shared memory.
+_WGMMA_SHARED: Final = {1: 113 << 10, 2: 227 << 10}  # that a thread block may have, by its groups
+_WGMMA_HEADER: Final = 512
+_WGMMA_STAGED: Final = 4 * 8 * (_SEGMENT + 8) * 4  # through which a group stores results
+_MOST_WGMMA_TAPS: Final = 64
+_MOST_WGMMA_STAGES: Final = 8
+
+_WGMMA_PRODUCTS: Final = 0.27
+"""Time per product, in units of the implicit GEMM's."""
+_WGMMA_STORE: Final = 75
+"""Time to store an output, in units of a product's time of the implicit GEMM."""
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """How the kernel cuts a problem up: Conv2dWgmmaProblem in conv2d_wgmma_config.cuh."""
+
+    segment_rows: int
+    row_segments: int
+    rows: int
+    pitch: int
+    steps: int
+    stages: int
+    positions: int
+    tiles: int
+
+    def pack(self, problem: Conv2dProblem) -> bytes:
+        fields = (self.segment_rows, self.row_segments, self.rows, self.pitch, self.steps, self.stages)
+        return pack(problem) + struct.pack(f"<{len(fields)}q", *fields)
+
+
+def _patch(problem: Conv2dProblem, tile: WgmmaTile) -> _Patch | None:
+    """The patch under a tile and its stages, None if too few fit into shared memory."""
+    (height, width), taps = problem.out_size, problem.kernel[0] * problem.kernel[1]
+    over_rows, over_cols = (
+        (kernel - 1) * dilation // stride
+        for kernel, dilation, stride in zip(problem.kernel, problem.dilation, problem.stride, strict=True)
+    )
+    segment_rows, row_segments = min((_SEGMENT + over_cols) // (width + over_cols), height), 1
+    if segment_rows == 0:
+        segment_rows, row_segments = 1, min(tile.segments, ceil(width / _SEGMENT))
+    tile_rows, tile_cols = tile.segments // row_segments * segment_rows, row_segments * _SEGMENT
+    rows, pitch = tile_rows + over_rows, min(width, tile_cols) + over_cols
+    positions = problem.stride[0] * problem.stride[1] * rows * pitch
+    steps = min(_steps(problem), max(1, 8 // taps))
+    groups = tile.groups[0] * tile.groups[1]
+    room = _WGMMA_SHARED[groups] - _WGMMA_HEADER - groups * (_WGMMA_STAGED + positions * 4)
+    stages = room // (steps * _STEP_BYTES * (positions + taps * tile.filters))
+    if stages < 2:
+        return None
+    tiles = (
+        problem.images
+        * problem.groups
+        * ceil(problem.group_filters / tile.filters)
+        * ceil(height / tile_rows)
+        * ceil(width / tile_cols)
+    )
+    stages = min(stages, _MOST_WGMMA_STAGES)
+    return _Patch(segment_rows, row_segments, rows, pitch, steps, stages, positions, tiles)
+
+
+def _steps(problem: Conv2dProblem) -> int:
+    return ceil(problem.group_channels * problem.element_bytes / _STEP_BYTES)
+
+
+def _wgmma_cost(problem: Conv2dProblem, tile: WgmmaTile, patch: _Patch) -> float:
+    """As `_tile_cost`, in the same unit."""
+    outputs = tile.filters * tile.segments * _SEGMENT
+    padding = _steps(problem) * _STEP_BYTES / (problem.group_channels * problem.element_bytes)
+    each = _WGMMA_PRODUCTS * padding + _WGMMA_STORE / problem.reduction
+    return ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * each
+
+
+def _wgmma(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
+    """Hopper's kernels and what they cost. Of a single tap the others are faster."""
+    taps = problem.kernel[0] * problem.kernel[1]
+    fits = (
+        problem.hopper
+        and problem.precision != "tf32x3"
+        and problem.out_layout == "nchw"
+        and 1 < taps <= _MOST_WGMMA_TAPS
+        and (problem.groups == 1 or problem.group_channels > 1)
+    )
+    kernels = []
+    for tile in WGMMA_TILES if fits else ():
+        patch = _patch(problem, tile)
+        if patch is None or patch.tiles > _MAX_TILES:
+            continue
+        # Positions that a thread fetches at once: up to 4, for which it has registers, or 3 if it comes back as often.
+        together = 3 if patch.positions <= 384 or 512 < patch.positions <= 768 else 4
+        plain = problem.kernel == (3, 3) and problem.stride == problem.dilation == (1, 1)
+        numbers = (*tile.groups, 3 if plain else 0, together * problem.element_bytes // 4)
+        cpp = (
+            f"Conv2dWgmma<Conv2dWgmmaConfig<{_MMA[problem.precision]}, {', '.join(map(str, numbers))}>, "
+            f"{{output}}, {{epilogue}}>"
+        )
+        filters = problem.groups * ceil(problem.group_filters / tile.filters) * tile.filters
+        workspace = filters * ceil(_steps(problem) / patch.steps) * patch.steps * taps * _STEP_BYTES
+        name = f"conv2d wgmma {problem.precision} {tile.filters}x{tile.segments * _SEGMENT}"
+        kernel = Kernel(name, "conv2d_wgmma.cuh", cpp, patch.pack(problem), workspace)
+        kernels.append((_wgmma_cost(problem, tile, patch), kernel))
     return kernels
 
 

@@ -193,6 +193,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             weight_alignment=filters.meta.alignment,
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
+            hopper=(device.major, device.minor) == (9, 0),
         )
         reason = conv2d.unsupported(described)
         if reason is not None:

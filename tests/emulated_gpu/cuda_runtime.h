@@ -68,6 +68,7 @@ namespace emulation {
 constexpr int kWarp = 32;
 constexpr int kMultiprocessors = 2;
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096;
+inline size_t most_shared = 163 << 10;  // bytes that a block may have: an A100's limit
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "emulated GPU: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
@@ -89,7 +90,7 @@ struct Copy {
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
-    bool done, waits;                     // waits: at a barrier of the block
+    bool done, waits;                     // waits: at a barrier of the block, or for a phase of one in shared memory
     std::vector<Copy> open;               // copies that are not committed
     std::deque<std::vector<Copy>> groups;  // committed ones
 };
@@ -125,8 +126,10 @@ void Meeting::attend(int index, int expected, Item& mine, Complete complete) {
         for (Fiber& fiber : fibers) fiber.waits = false;
         return;
     }
-    fibers[current].waits = this == &block_meeting;
-    while (generation == mine_is) yield();
+    while (generation == mine_is) {
+        fibers[current].waits = this == &block_meeting;
+        yield();
+    }
 }
 
 // All lanes of the calling thread's warp offer an item; `complete` sees all 32 of them.
@@ -185,7 +188,7 @@ inline void run_block(unsigned threads) {
 // kernel<<<grid, threads, bytes>>>(arguments…)
 template <class Kernel, class... Arguments>
 void launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Arguments... arguments) {
-    if (threads == 0 || threads > 1024 || bytes > (163 << 10)) fail("a launch that an A100 refuses");
+    if (threads == 0 || threads > 1024 || bytes > most_shared) fail("a launch that the GPU refuses");
     const size_t room = (bytes + kPage - 1) / kPage * kPage;
     auto* base = static_cast<unsigned char*>(
         mmap(nullptr, room + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -215,6 +218,11 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Arguments.
 inline void __syncthreads() {
     int nothing = 0;
     emulation::block_meeting.attend(emulation::current, emulation::running, nothing, [](int**) {});
+}
+
+inline void __syncwarp() {
+    int nothing = 0;
+    emulation::with_warp(nothing, [](int**) {});
 }
 
 inline int __syncthreads_or(int predicate) {

@@ -1,0 +1,242 @@
+// How the results of Hopper's convolution (conv2d_wgmma.cuh) leave: each warp stores its 16 filters of a segment by
+// itself, 8 at a time, through shared memory, since rows of NCHW may start at any element.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+#include "conv2d_wgmma_config.cuh"
+#include "epilogue.cuh"
+
+namespace fxfuse {
+
+template <bool kCondition, class Then, class Else>
+struct If {
+    using Type = Then;
+};
+template <class Then, class Else>
+struct If<false, Then, Else> {
+    using Type = Else;
+};
+
+// It is made before the sums are complete, so that operands are there by then.
+template <class Config, class Output, class Epilogue>
+class WgmmaStore {
+    using Tile = WgmmaTile<Config>;
+    static constexpr int kFilters = Config::kSliceFilters, kSlices = 2 * Config::kGroupSegments;
+    static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
+    // Of a slice's positions, a part at a time: its values have registers beside all sums.
+    static constexpr int kParts = 2, kPart = Config::kSegment / kParts, kValues = kPart / 4;
+    // Whether results are staged, or sums: where operands vary along columns, they are read along columns.
+    static constexpr bool kStagesResults = !Epilogue::kVariesAlongCols;
+    using Staged = typename If<kStagesResults, Output, float>::Type;
+    using Values = typename Epilogue::template Values<kValues, Position>;
+    static constexpr int kStagedVector = kStagesResults ? kVector : 4;  // elements that are aligned as in memory
+    static constexpr bool kSamePlace = Epilogue::kColumns % kVector == 0;  // whether planes are multiples of 16 bytes
+    static_assert(kFilters * Config::kStagedPitch * static_cast<int>(sizeof(Staged)) <= Config::kWarpStagedBytes);
+
+    const WgmmaCut& cut_;
+    int row_, col_, image_;
+    int channel_, filters_;  // the first, and how many there are
+    Values operands_[2];     // of the lane's filter in either slice of a segment, if results are staged
+
+    // Part of 8 filters' planes: rows of the output or a part of one.
+    struct Span {
+        int rows, cols, filters;  // filters: that there are
+        int channel, pixel;
+        Output* to;
+
+        __device__ __forceinline__ int length() const { return rows * cols; }
+        // Elements from the last multiple of `unit` of them in memory to the span in the index-th filter's plane.
+        __device__ __forceinline__ int late(const WgmmaCut& cut, int index, int unit) const {
+            const uint32_t planes = kSamePlace ? 0 : index * static_cast<uint32_t>(cut.plane);
+            const uint32_t place = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Output));
+            return static_cast<int>(place + planes) & (unit - 1);
+        }
+    };
+
+public:
+    using Sum = float[Config::kGroupSegments][Config::kSegment / 2];
+
+    // `filter`: the warp's first in the tile.
+    __device__ __forceinline__ WgmmaStore(const WgmmaCut& cut, const Tile& tile, int filter, const Epilogue& epilogue)
+        : cut_(cut), row_(tile.row), col_(tile.col), image_(tile.image), channel_(tile.channel + filter),
+          filters_(tile.filters - filter) {
+        if constexpr (kStagesResults) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int nearest = min(half * kFilters + lane() / 4, filters_ - 1);
+                operands_[half] = epilogue.template load<Runs::kAnywhere, kValues>(
+                    Position{image_, max(channel_ + nearest, 0), 0}, kValues);
+            }
+        }
+    }
+
+    // `memory`: the warp's own. `first_segment`: of the tile's.
+    __device__ __forceinline__ void all(const Sum& sum, int first_segment, float* memory, Output* out,
+                                        const Epilogue& epilogue) const {
+        Staged* staged = reinterpret_cast<Staged*>(memory);
+#pragma unroll 1
+        for (int slice = 0; slice < kSlices; ++slice) {
+            const Span span = span_of(first_segment + slice / 2, slice % 2 * kFilters, out);
+            if (span.rows <= 0 || span.cols <= 0 || span.filters <= 0) continue;
+            Values operands;
+            if constexpr (kStagesResults) {
+                operands = operands_[0];
+                if (slice % 2 == 1) operands = operands_[1];
+            }
+            Staged* row = staged + lane() / 4 * Config::kStagedPitch + span.late(cut_, lane() / 4, kStagedVector);
+            __syncwarp();  // everyone has read the slice before
+#pragma unroll 1
+            for (int part = 0; part < kParts; ++part) {
+                float value[kValues];
+                take(value, sum, slice * kParts + part);
+                if constexpr (kStagesResults) epilogue.apply(value, operands);
+                put(span, value, part * kPart + lane() % 4 * 2, row);
+            }
+            __syncwarp();
+            if constexpr (kStagesResults) {
+                send_results(span, staged);
+            } else {
+                send_sums(span, staged, epilogue);
+            }
+        }
+    }
+
+private:
+    static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+    __device__ __forceinline__ Span span_of(int segment, int filter, Output* out) const {
+        const WgmmaSegment at(cut_, segment);
+        const int row = row_ + at.row, col = col_ + at.col;
+        Span span;
+        // A row may have fewer segments than a tile.
+        span.rows = at.row < cut_.tile_rows ? min(cut_.segment_rows, cut_.out_height - row) : 0;
+        span.cols = min(Config::kSegment, cut_.out_width - col);  // narrower than a segment if that has many rows
+        span.filters = min(kFilters, filters_ - filter);
+        span.channel = channel_ + filter;
+        span.pixel = row * cut_.out_width + col;
+        span.to = out + ((image_ * static_cast<int64_t>(cut_.out_channels) + span.channel) * cut_.plane + span.pixel);
+        return span;
+    }
+
+    // A part of a slice's sums. Registers cannot be indexed, so each part has its own code.
+    template <int kIndex = 0>
+    static __device__ __forceinline__ void take(float (&value)[kValues], const Sum& sum, int index) {
+        if constexpr (kIndex < kSlices * kParts) {
+            if (index != kIndex) return take<kIndex + 1>(value, sum, index);
+            constexpr int kSlice = kIndex / kParts, kFirst = kIndex % kParts * (kPart / 8);
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) {
+                value[i] = sum[kSlice / 2][(kFirst + i / 2) * 4 + kSlice % 2 * 2 + i % 2];
+            }
+        }
+    }
+
+    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row.
+    __device__ __forceinline__ void put(const Span& span, const float (&value)[kValues], int first, Staged* row) const {
+        if (cut_.segment_rows > 1) {
+            const int multiplier = 65536 / cut_.pitch + 1;  // divides what is less than 128
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) {
+                const int position = first + i / 2 * 8 + i % 2;
+                const int y = position * multiplier >> 16, x = position - y * cut_.pitch;
+                if (x < span.cols && y < span.rows) row[y * span.cols + x] = from_float<Staged>(value[i]);
+            }
+        } else if ((span.late(cut_, 0, 2) | (static_cast<int>(cut_.plane) | span.cols) & 1) == 0) {
+#pragma unroll
+            for (int i = 0; i < kValues; i += 2) {
+                if (first + i * 4 < span.cols) put_pair(row + first + i * 4, value[i], value[i + 1]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) {
+                const int x = first + i / 2 * 8 + i % 2;
+                if (x < span.cols) row[x] = from_float<Staged>(value[i]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void put_pair(float* to, float first, float second) {
+        *reinterpret_cast<float2*>(to) = {first, second};
+    }
+    template <class Half>
+    static __device__ __forceinline__ void put_pair(Half* to, float first, float second) {
+        *reinterpret_cast<uint32_t*>(to) = pack_two<Half>(first, second);
+    }
+
+    // Copies results to memory: what is aligned in pieces of 16 bytes, a lane each, then up to 15 bytes at either end.
+    __device__ __forceinline__ void send_results(const Span& span, const Output* staged) const {
+        constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes, kTimes = kFilters / kAtOnce;
+        constexpr int kTogether = 4;  // pieces that have registers
+        const int length = span.length(), first = lane() / kLanes;
+        Output* to = span.to + first * cut_.plane;
+        const Output* from = staged + first * Config::kStagedPitch + lane() % kLanes * kVector;
+#pragma unroll
+        for (int time = 0; time < kTimes; time += kTogether) {
+            uint4 piece[kTogether];
+            int col[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int late = span.late(cut_, (time + i) * kAtOnce + first, kVector), head = -late & (kVector - 1);
+                piece[i] = *reinterpret_cast<const uint4*>(from + late + head);
+                col[i] = head + lane() % kLanes * kVector;
+                from += kAtOnce * Config::kStagedPitch;
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                if ((time + i) * kAtOnce + first < span.filters && col[i] + kVector <= length) {
+                    *reinterpret_cast<uint4*>(to + col[i]) = piece[i];
+                }
+                to += kAtOnce * cut_.plane;
+            }
+        }
+        const int index = lane() / 4, late = span.late(cut_, index, kVector);
+        const int head = min(-late & (kVector - 1), length), tail = head + (length - head) / kVector * kVector;
+        if (index >= span.filters || (head == 0 && tail == length)) return;
+        to = span.to + index * cut_.plane;
+        from = staged + index * Config::kStagedPitch + late;
+#pragma unroll
+        for (int i = lane() % 4; i < kVector; i += 4) {
+            if (i < head) to[i] = from[i];
+            if (tail + i < length) to[tail + i] = from[tail + i];
+        }
+    }
+
+    // Applies the epilogue to runs of sums and stores them, as above.
+    __device__ __forceinline__ void send_sums(const Span& span, const float* staged, const Epilogue& epilogue) const {
+        constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes;
+        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        constexpr Runs kRuns = kSamePlace ? Runs::kWhole : Runs::kAnywhere;
+        const int length = span.length();
+#pragma unroll 1
+        for (int row = lane() / kLanes; row < span.filters; row += kAtOnce) {
+            const int col = (-span.late(cut_, row, kVector) & (kVector - 1)) + lane() % kLanes * kVector;
+            if (col + kVector > length) continue;
+            const auto operands = epilogue.template load<kRuns, kVector>(
+                Position{image_, span.channel + row, span.pixel + col}, kVector);
+            const float* from = staged + row * Config::kStagedPitch + span.late(cut_, row, kStagedVector) + col;
+            alignas(16) float value[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; i += 4) {
+                *reinterpret_cast<float4*>(value + i) = *reinterpret_cast<const float4*>(from + i);
+            }
+            epilogue.apply(value, operands);
+            store_run<Output, kVector, Runs::kWhole>(span.to + row * cut_.plane + col, value, kVector);
+        }
+        const int index = lane() / 4, late = span.late(cut_, index, kVector);
+        const int head = min(-late & (kVector - 1), length), tail = head + (length - head) / kVector * kVector;
+        if (index >= span.filters || (head == 0 && tail == length)) return;
+        const float* from = staged + index * Config::kStagedPitch + span.late(cut_, index, kStagedVector);
+#pragma unroll 1
+        for (int i = lane() % 4; i < 2 * kVector; i += 4) {
+            const int col = i < kVector ? i : tail + i - kVector;
+            if (col >= (i < kVector ? head : length)) continue;
+            float value[1] = {from[col]};
+            epilogue.apply(value, Position{image_, span.channel + index, span.pixel + col}, 1);
+            span.to[index * cut_.plane + col] = from_float<Output>(value[0]);
+        }
+    }
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,117 @@
+// The instructions that Hopper has and Ampere has not: for kernels built for sm_90a.
+//
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions", "Parallel Synchronization and
+// Communication Instructions: mbarrier" and "Data Movement and Conversion Instructions: cp.async.bulk".
+#pragma once
+
+#include <cstdint>
+
+namespace fxfuse::ptx {
+
+// -------------------------------------------------------------------------------------------------- barriers
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the copy engine; for the thread that initialised them.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the barrier's phase wait for `bytes` that bulk copies will bring.
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase with this parity is over; a barrier begins in the phase of parity 0.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// ----------------------------------------------------------------------------------------------------- copies
+
+// `bytes` global -> shared by the copy engine, which then completes them at the barrier; all multiples of 16.
+__device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Orders what this thread has written to shared memory before what tensor cores and copy engines read next.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// ------------------------------------------------------------------------------------------------- warpgroups
+
+// Registers per thread of this warpgroup from here on. Together its block's may not have more than at its launch.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// Before the first product, and whenever sums have been touched since the last.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+// Waits until at most kPending committed groups of products are under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// A matrix in shared memory whose rows of 16 bytes lie in groups of eight, 128 bytes that follow one another: groups
+// 128 bytes apart, the second 16 bytes of K `along_k` bytes from the first. No swizzle. Adding n to `low` moves it by n
+// times 16 bytes.
+struct Matrix {
+    uint32_t low;
+    static constexpr uint32_t kHigh = 128 >> 4;
+
+    Matrix() = default;
+    __device__ __forceinline__ Matrix(uint32_t address, uint32_t along_k)
+        : low((address & 0x3ffff) >> 4 | (along_k & 0x3ffff) >> 4 << 16) {}
+    __device__ __forceinline__ explicit Matrix(uint32_t low) : low(low) {}
+    __device__ __forceinline__ Matrix operator+(uint32_t rows) const { return Matrix(low + rows); }
+};
+
+// d = a * b + d, or a * b unless `adds`: a is 64 rows x 32 bytes of K, b 128 columns x 32 bytes, d 64x128 float32. Warp
+// w of the group has rows 16 w to 16 w + 15: d[4 n + i] is what d[i] is in mma.cuh, of columns 8 n to 8 n + 7.
+#define FXFUSE_SUM_NAMES \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+    "%62, %63}"
+#define FXFUSE_SUM_OPERANDS \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+    "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+    "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+    "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+    "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+    "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+    "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+    "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define FXFUSE_WGMMA(name, kind, transposed) \
+    __device__ __forceinline__ void name(float (&d)[64], Matrix a, Matrix b, bool adds) { \
+        asm volatile( \
+            "{\n.reg .pred adds;\n.reg .b64 a, b;\nmov.b64 a, {%64, %66};\nmov.b64 b, {%65, %66};\n" \
+            "setp.ne.b32 adds, %67, 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n128" kind " " FXFUSE_SUM_NAMES ", a, b, adds, 1, 1" transposed ";\n}\n" \
+            : FXFUSE_SUM_OPERANDS \
+            : "r"(a.low), "r"(b.low), "n"(Matrix::kHigh), "r"(static_cast<uint32_t>(adds))); \
+    }
+FXFUSE_WGMMA(wgmma_m64n128k8_tf32, "k8.f32.tf32.tf32", "")
+FXFUSE_WGMMA(wgmma_m64n128k16_f16, "k16.f32.f16.f16", ", 0, 0")
+FXFUSE_WGMMA(wgmma_m64n128k16_bf16, "k16.f32.bf16.bf16", ", 0, 0")
+#undef FXFUSE_WGMMA
+#undef FXFUSE_SUM_OPERANDS
+#undef FXFUSE_SUM_NAMES
+
+}  // namespace fxfuse::ptx

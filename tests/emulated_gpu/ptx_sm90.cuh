@@ -1,0 +1,150 @@
+// The functions of cuda/kernels/ptx_sm90.cuh on the emulated GPU. Copies arrive, and products are computed, no sooner
+// than they are waited for.
+#pragma once
+
+#include <map>
+
+#include "ptx.cuh"
+
+namespace fxfuse::ptx {
+
+inline const bool has_more_shared_memory = (emulation::most_shared = 227 << 10, true);
+
+// -------------------------------------------------------------------------------------------------- barriers
+
+struct Barrier {
+    int expected, arrived;
+    int64_t bytes;  // that copies have still to bring
+    uint32_t parity;
+    std::vector<emulation::Copy> copies;
+
+    void look() {
+        if (arrived < expected || bytes > 0) return;
+        arrived = 0;
+        parity ^= 1;
+        for (emulation::Fiber& fiber : emulation::fibers) fiber.waits = false;
+    }
+};
+inline std::map<uint32_t, Barrier> barriers;
+
+inline Barrier& barrier_at(uint32_t address) {
+    at(address, 8);
+    return barriers.at(address);
+}
+inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    at(barrier, 8);
+    barriers[barrier] = {static_cast<int>(arrivals), 0, 0, 0, {}};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(uint32_t barrier) {
+    Barrier& it = barrier_at(barrier);
+    if (++it.arrived > it.expected) emulation::fail("too many have arrived at a barrier");
+    it.look();
+}
+inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+    barrier_at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    Barrier& it = barrier_at(barrier);
+    while (it.parity == parity) {
+        std::vector<emulation::Copy> copies;
+        copies.swap(it.copies);
+        for (const emulation::Copy& copy : copies) {
+            copy.arrive();
+            it.bytes -= copy.bytes;
+        }
+        if (!copies.empty()) {
+            it.look();
+        } else {
+            emulation::fibers[emulation::current].waits = true;
+            emulation::yield();
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- copies
+
+inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+    if (reinterpret_cast<uintptr_t>(source) % 16 != 0 || bytes % 16 != 0) emulation::fail("a misaligned bulk copy");
+    if (destination % 16 != 0 || destination + bytes > emulation::shared_bytes) emulation::fail("a bad bulk copy");
+    const int all = static_cast<int>(bytes);
+    barrier_at(barrier).copies.push_back(
+        {emulation::shared + destination, static_cast<const unsigned char*>(source), all, all});
+}
+inline void async_proxy_fence() {}
+
+// ------------------------------------------------------------------------------------------------- warpgroups
+
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void give_registers() {}
+
+struct Matrix {
+    uint32_t low;
+
+    Matrix() = default;
+    Matrix(uint32_t address, uint32_t along_k) : low((address & 0x3ffff) >> 4 | (along_k & 0x3ffff) >> 4 << 16) {}
+    explicit Matrix(uint32_t low) : low(low) {}
+    Matrix operator+(uint32_t rows) const { return Matrix(low + rows); }
+
+    // Word `word` of a row of 32 bytes.
+    uint32_t word(int row, int word) const {
+        const uint32_t address = (low & 0x3fff) << 4, along_k = (low >> 16 & 0x3fff) << 4;
+        return load_shared_4(address + row / 8 * 128 + row % 8 * 16 + word / 4 * along_k + word % 4 * 4);
+    }
+};
+
+// What a thread's products compute of its own sums, in groups.
+struct Products {
+    std::vector<std::function<void()>> open;
+    std::deque<std::vector<std::function<void()>>> groups;
+};
+inline Products products[1024];
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+    Products& mine = products[emulation::current];
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+}
+template <int kPending>
+void wgmma_wait() {
+    auto& groups = products[emulation::current].groups;
+    for (; groups.size() > kPending; groups.pop_front()) {
+        for (const auto& product : groups.front()) product();
+    }
+}
+
+template <int kPerWord, class Element>
+void start_product(float (&d)[64], Matrix a, Matrix b, bool adds, Element element) {
+    const int warp = emulation::current / emulation::kWarp % 4, lane = emulation::current % emulation::kWarp;
+    products[emulation::current].open.push_back([=, &d] {
+        float left[2][8 * kPerWord];  // the rows of this thread's sums
+        const auto read = [element](float* row, Matrix matrix, int index) {
+            for (int i = 0; i < 8 * kPerWord; ++i) row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
+        };
+        for (int half = 0; half < 2; ++half) read(left[half], a, warp * 16 + lane / 4 + half * 8);
+        for (int i = 0; i < 64; i += i % 2 == 0 ? 1 : 3) {  // sums i and i + 2 are of one column
+            float right[8 * kPerWord];
+            read(right, b, i / 4 * 8 + lane % 4 * 2 + i % 2);
+            for (int half = 0; half < 2; ++half) {
+                double sum = adds ? d[i + half * 2] : 0.0;
+                for (int k = 0; k < 8 * kPerWord; ++k) sum += double{left[half][k]} * right[k];
+                d[i + half * 2] = static_cast<float>(sum);
+            }
+        }
+    });
+}
+inline void wgmma_m64n128k8_tf32(float (&d)[64], Matrix a, Matrix b, bool adds) {
+    start_product<1>(d, a, b, adds, tf32_of);
+}
+inline void wgmma_m64n128k16_f16(float (&d)[64], Matrix a, Matrix b, bool adds) {
+    start_product<2>(d, a, b, adds, f16_of);
+}
+inline void wgmma_m64n128k16_bf16(float (&d)[64], Matrix a, Matrix b, bool adds) {
+    start_product<2>(d, a, b, adds, bf16_of);
+}
+
+}  // namespace fxfuse::ptx
