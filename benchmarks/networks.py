@@ -81,7 +81,9 @@ class Row:
     anchors: int
     """Linears and two-dimensional convolutions that the model has."""
     regions: int
-    """Regions in use."""
+    """Regions in use that have an anchor."""
+    chains: int
+    """Passes in use of pointwise work alone."""
     launches: int
     eager_launches: int
     error: float
@@ -121,12 +123,13 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         verified = fxfuse.verify(model, fast, (x,))
         counts = [launches(lambda: call(x)) if device.type == "cuda" else 0 for call in (fast, model)]  # noqa: B023
         result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
-    regions = fxfuse.explain(fast).regions
+    used = {region.nodes: region.chain for region in fxfuse.explain(fast).regions if region.kernel}
     return Row(
         network=name,
         precision=precision,
         anchors=sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.modules()),
-        regions=len({region.nodes for region in regions if region.kernel}),
+        regions=sum(not chain for chain in used.values()),
+        chains=sum(used.values()),
         launches=counts[0],
         eager_launches=counts[1],
         error=verified.error,
@@ -158,14 +161,14 @@ def render(rows: Sequence[Row]) -> str:
         best = min((row.times[name] for name in peers if name in row.times), default=float("nan"))
         table.append(
             (
-                row.network, row.precision, f"{row.regions} / {row.anchors}", f"{row.eager_launches} → {row.launches}",
-                f"{row.error:.1e} / {row.eager_error:.1e}",
+                row.network, row.precision, f"{row.regions} / {row.anchors}", row.chains,
+                f"{row.eager_launches} → {row.launches}", f"{row.error:.1e} / {row.eager_error:.1e}",
                 *(f"{row.times.get(name, float('nan')):.2f}" for name in peers), f"{own:.2f}", f"{best / own:.2f}x",
                 ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.first_result.items()),
             )
         )  # fmt: skip
     headers = (
-        "network", "precision", "regions / anchors", "launches", "error / eager's", *peers, "fxfuse",
+        "network", "precision", "regions / anchors", "chains", "launches", "error / eager's", *peers, "fxfuse",
         "best peer / fxfuse", "first result, s",
     )  # fmt: skip
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)

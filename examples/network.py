@@ -52,7 +52,7 @@ def run(description: str | None, build: Build, inputs: Inputs) -> None:
         report = fxfuse.explain(fast)
         print(report)
         anchors = sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.modules())
-        used = {region.nodes for region in report.regions if region.kernel}
+        used = {region.nodes for region in report.regions if region.kernel and not region.chain}
         print(f"\n{len(used)} regions in use; the model has {anchors} linears and convolutions\n")
         print(fxfuse.verify(model, fast, example), "\n")
         print(fxfuse.benchmark(model, fast, example, compare=given.compare, seconds=given.seconds))

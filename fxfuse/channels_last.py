@@ -132,7 +132,7 @@ def _keeps_layout(root: nn.Module, node: fx.Node) -> bool:
     target = ops.function_of(node.target)
     if target in _CATS:
         return node.args[1:] == (1,) or node.kwargs == {"dim": 1}
-    return target in _POOLS or ops.find_function(target) is not None
+    return target in _POOLS or target is functional.pointwise or ops.find_function(target) is not None
 
 
 def _convert(graph: fx.Graph, run: Run) -> None:

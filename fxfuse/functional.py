@@ -1,13 +1,15 @@
-"""The fused operators: functional.linear, matmul, mm, addmm and conv2d, also registered as torch.ops.fxfuse.*.
+"""The fused operators: functional.linear, matmul, mm, addmm, conv2d, pointwise, also registered as torch.ops.fxfuse.*.
 
 Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
 
     fxfuse.functional.linear(x, weight, bias, [operands], "relu(acc + o0)")
 
+pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is told that nobody else reads it.
+
 torch.ops.fxfuse.* are ordinary torch operators: opaque to torch.compile and torch.export (with a meta kernel),
 differentiable (by running the region's torch reference when a gradient is needed), safe under autocast and inference
-mode. The functions, which optimised graphs call, go straight to the plan where nobody could tell the difference (the
-dispatcher takes 15 us for an operator that is implemented in Python), else through torch.ops.
+mode. The functions, which optimised graphs call, go straight to the plan, or to the reference, where nobody could tell
+the difference (the dispatcher takes 15 us for an operator that is implemented in Python), else through torch.ops.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fxfuse.problem import ANCHORS, OPTION_NAMES, parsed, run_anchor
 from fxfuse.reference import evaluate
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
-_COMMON: Final = "Tensor x, Tensor weight, Tensor? bias, Tensor[] operands, str epilogue"
+_COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
 _CALLER: Final = 'bool strict=False, int region=0, str fp32="exact"'
 _OPTIONS: Final = {
     "linear": "",
@@ -34,6 +36,7 @@ _OPTIONS: Final = {
     "mm": "",
     "addmm": ", float beta, float alpha",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
+    "pointwise": ", bool overwrite",
 }
 """The schema of each operator's options (problem.OPTION_NAMES)."""
 
@@ -53,11 +56,6 @@ def function(kind: str) -> Callable[..., torch.Tensor]:
 def option_values(kind: str, options: Any) -> tuple[Any, ...]:
     """An anchor's options in the order in which its operator takes them."""
     return tuple(_hashable(options[name]) for name in OPTION_NAMES[kind])
-
-
-def takes_first(target: Any, args: Sequence[Any], value: Any) -> bool:
-    """Whether a call of a fused operator has `value` as its x, which only a tensor can be."""
-    return any(target is function(kind) for kind in ANCHORS) and args[0] is value
 
 
 def as_operand(value: Any) -> torch.Tensor:
@@ -110,7 +108,7 @@ def _knows_torch_only(tensor: Any) -> bool:
 
 def _reference(
     kind: str, values: Sequence[Any], epilogue: str,
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """The region in torch, operation by operation."""
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
@@ -123,7 +121,10 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     def fused(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact"
     ) -> torch.Tensor:
-        tensors = (x, weight, *operands) if bias is None else (x, weight, bias, *operands)
+        if weight is None:
+            tensors = (x, *operands)
+        else:
+            tensors = (x, weight, *operands) if bias is None else (x, weight, bias, *operands)
         if (
             not _intercepted()  # first: what follows is nothing that torch.compile could trace
             and _PLAIN.issuperset(map(type, tensors))
@@ -131,8 +132,9 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
             and (x.is_cpu or x.is_cuda)
             and not x.is_nested
-            and not _needs_gradient(tensors)
         ):
+            if _needs_gradient(tensors):
+                return _reference(kind, values, epilogue, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
@@ -146,7 +148,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     fused.__doc__ = f"""torch.ops.fxfuse.{kind}, called directly where that makes no difference.
 
     Args:
-        x, weight, bias: as the anchor takes them (problem.ANCHORS); bias may be None.
+        x, weight, bias: as the anchor takes them (problem.ANCHORS); bias may be None, and of pointwise both are.
         operands: the tensors that the epilogue calls o0, o1, ...
         epilogue: an expression (fxfuse.expression) in acc, the anchor's result.
         values: the anchor's options.
@@ -210,7 +212,8 @@ def _implement(kind: str) -> None:
     def kernel(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact"
     ) -> torch.Tensor:
-        values = tuple(map(_hashable, values))
+        # an operator's result is never its argument
+        values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
         return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
 
     def reference(x, weight, bias, operands, epilogue, *values, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -229,8 +232,10 @@ def _implement(kind: str) -> None:
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
             if ops.is_recast(parsed(epilogue)):
                 return reference(x, weight, bias, operands, epilogue, *values)
-            cast = _casting(device)
-            tensors = (cast(x), cast(weight), None if bias is None else cast(bias))
+            tensors = (x, weight, bias)
+            if kind != "pointwise":
+                cast = _casting(device)
+                tensors = (cast(x), cast(weight), None if bias is None else cast(bias))
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*tensors, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
@@ -245,7 +250,8 @@ def _implement(kind: str) -> None:
 
 
 for _kind in ANCHORS:
-    _LIBRARY.define(f"{_kind}({_COMMON}{_OPTIONS[_kind]}, *, {_CALLER}) -> Tensor")
+    _tensors = _COMMON.format(weight="Tensor?" if _kind == "pointwise" else "Tensor")
+    _LIBRARY.define(f"{_kind}({_tensors}{_OPTIONS[_kind]}, *, {_CALLER}) -> Tensor")
     _implement(_kind)
 
 linear = _function("linear")
@@ -253,3 +259,4 @@ matmul = _function("matmul")
 mm = _function("mm")
 addmm = _function("addmm")
 conv2d = _function("conv2d")
+pointwise = _function("pointwise")

@@ -33,6 +33,11 @@ class OperandPlan:
     """What each operand goes through at every call: a copy for layouts that kernels cannot address, else None."""
 
     @property
+    def copies(self) -> int:
+        """How many operands are copied at every call."""
+        return sum(convert is not None for convert in self.conversions)
+
+    @property
     def columns(self) -> int:
         """The largest power of two up to 8 that divides the result's columns and the distances between its rows."""
         return math.gcd(8, self.layout.sizes[2], *self.layout.strides[0][:2])
@@ -91,8 +96,8 @@ class _View:
     grows: bool
 
     @staticmethod
-    def of(shape: tuple[int, ...], strides: Strides) -> _View:
-        if len(shape) < 2 or shape[0] != 1:
+    def of(shape: tuple[int, ...], strides: Strides, grows: bool) -> _View:
+        if not grows or len(shape) < 2 or shape[0] != 1:
             return _View(shape, strides, False)
         return _View((2, *shape[1:]), (_extent(shape[1:], strides[1:]), *strides[1:]), True)
 
@@ -130,17 +135,19 @@ def plan_operands(
     operands: Sequence[TensorMeta],
     channel: frozenset[int],
     grouping: Grouping,
+    grows: bool = True,
 ) -> OperandPlan | None:
     """How a kernel reads `operands` beside a result of that shape and strides.
 
     Args:
         channel: indices of operands that are vectors along dimension 1 of the result.
         grouping: how the kernel sees the result's dimensions as (batch, row, col).
+        grows: whether a kernel for a batch of one is to be that for larger ones, too.
 
     An operand whose layout does not fit is copied into the result's own layout at every call. None if the result
     itself does not fit.
     """
-    view = _View.of(tuple(result_shape), tuple(result_strides))
+    view = _View.of(tuple(result_shape), tuple(result_strides), grows)
     accepted: list[Strides] = [view.result]
     if grouping(view.shape, accepted) is None:
         return None

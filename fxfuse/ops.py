@@ -62,6 +62,8 @@ class PointwiseOp:
     """Whether a range of arguments comes through as it is, negated or as a constant: eager then rounds nothing more."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
+    contiguous_on: str | None = None
+    """A type of device on which torch's result is contiguous whatever it is given, which meta tensors do not tell."""
     recast: bool = False
     """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
 
@@ -322,7 +324,7 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "negative_slope": 0.01}, (nn.LeakyReLU,), passing=True),
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
                 spellings=(nn.PReLU,), channel_args=(1,), passing=True, recast=True),
-    # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/region.py finds the modules.
+    # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/values.py finds the modules.
     PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4)),
     PointwiseOp("batch_norm_1d", _batch_norm_of(2, 3), _BATCH_NORM_CODE, params=_BATCH_NORM,
                 channel_args=(1, 2, 3, 4)),
@@ -369,7 +371,8 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
                 {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,), passing=True),
     PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
-                interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid, torch.ops.aten.log_sigmoid)),
+                interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid, torch.ops.aten.log_sigmoid),
+                contiguous_on="cpu"),
     # no arithmetic: kept because gradients and strides depend on them
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),

@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import logging
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,9 @@ from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trac
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions, is_region_alone
 from fxfuse.patterns.anchors import Source
+from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
+from fxfuse.patterns.tensors import tensors_of
 from fxfuse.state import copies, unchanged
 
 logger = logging.getLogger("fxfuse")
@@ -36,6 +37,8 @@ def optimize(
     fp32: Literal["exact", "fast"] = "exact",
 ) -> fx.GraphModule:
     """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
+
+    Other pointwise operations that follow each other, perhaps after an operation of torch's library, become one pass.
 
         fast = fxfuse.optimize(model)
         print(fxfuse.explain(fast))
@@ -125,13 +128,19 @@ def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _replace(
-    graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], settings: Settings
-) -> fx.Node:
+    graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], settings: Settings,
+    known: frozenset[fx.Node],
+) -> fx.Node:  # fmt: skip
     """One call of a fused operator in the place of the region's nodes.
 
-    `replaced` maps the outputs of regions that are replaced already to the nodes that stand for them now.
+    `replaced` maps the nodes that are replaced already to those that stand for them now; `known` are the nodes that are
+    surely tensors: other operands may be numbers.
     """
-    anchor, output = region.anchor, region.output
+    anchor, output, nodes = region.anchor, region.output, region.nodes
+    if region.library is not None:
+        nodes = nodes[1:]
+        if region.library.function is not None:
+            replaced[region.nodes[0]] = _as_function(graph, region.nodes[0], region.library)
 
     def fetch(source: Source | None) -> fx.Node | None:
         if isinstance(source, Attribute):
@@ -140,7 +149,12 @@ def _replace(
 
     with graph.inserting_before(output):
         tensors = [fetch(source) for source in (anchor.x, anchor.weight, anchor.bias)]
-        operands = [_as_tensor(graph, fetch(source)) for source in region.operands]
+        operands = [
+            fetch(source)
+            if isinstance(source, Attribute) or source in known
+            else graph.call_function(functional.as_operand, (fetch(source),))
+            for source in region.operands
+        ]
         options = functional.option_values(anchor.kind, anchor.options)
         fused = graph.create_node(
             "call_function",
@@ -153,8 +167,8 @@ def _replace(
     fused.meta = {key: value for key, value in output.meta.items() if key in ("stack_trace", "nn_module_stack", "val")}
     output.replace_all_uses_with(fused)
     replaced[output] = fused
-    attributes = {arg for node in region.nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
-    for node in reversed(region.nodes):
+    attributes = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
+    for node in reversed(nodes):
         graph.erase_node(node)
     for attribute in attributes:
         if not attribute.users:
@@ -162,14 +176,20 @@ def _replace(
     return fused
 
 
-def _as_tensor(graph: fx.Graph, operand: fx.Node | None) -> fx.Node:
-    """`operand`, through as_operand if it is (part of) an argument of the model that nothing shows to be a tensor."""
-    assert operand is not None
-    of_model = operand.op == "placeholder" or operand.target is operator.getitem
-    shown = operand.type is torch.Tensor or any(
-        user.op == "call_module" or functional.takes_first(user.target, user.args, operand) for user in operand.users
-    )
-    return graph.call_function(functional.as_operand, (operand,)) if of_model and not shown else operand
+def _as_function(graph: fx.Graph, module: fx.Node, library: LibraryCall) -> fx.Node:
+    """The call of a function in the place of a module's, so that nobody but the graph has its result."""
+    assert library.function is not None
+    with graph.inserting_before(module):
+        arguments = {
+            name: graph.get_attr(value.path) if isinstance(value, Attribute) else value
+            for name, value in library.arguments.items()
+        }
+        x, name = module.all_input_nodes[0], f"{module.name}_{library.name}"
+        call = graph.create_node("call_function", library.function, (x,), arguments, name=name)
+    call.meta = dict(module.meta)
+    module.replace_all_uses_with(call)
+    graph.erase_node(module)
+    return call
 
 
 @dataclass(frozen=True)
@@ -202,6 +222,8 @@ class FusedRegion:
     kind: str
     nodes: tuple[str, ...]
     epilogue: str
+    library: str | None = None
+    """The operation of torch's library that a chain follows."""
 
 
 @dataclass(frozen=True)
@@ -293,12 +315,15 @@ class FusedModule(fx.GraphModule):
             if not _disabled():
                 recompose(graph)
                 found, skipped = find_regions(captured.root, graph)
+                known = tensors_of(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
-                    fused = _replace(graph, region, number, replaced, state.settings)
-                    regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
+                    fused = _replace(graph, region, number, replaced, state.settings, known)
+                    library = None if region.library is None else region.library.name
+                    epilogue = str(region.epilogue)
+                    regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
                 if not captured.root.training:
                     runs = channels_last.convert_runs(captured.root, graph)
             graph.lint()

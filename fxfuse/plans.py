@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxfuse import split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.problem import (
     OPTION_NAMES,
     RESULT_DTYPES,
+    Declined,
     Draft,
     Plan,
     Problem,
@@ -76,7 +78,7 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
 
 def run(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str,
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """One call of a fused operator, by the plan for its problem.
 
@@ -86,15 +88,16 @@ def run(
     state = _cuda_state if cuda else _cpu_state
     key = (
         kind, epilogue, values, strict, fp32,
-        tf32_allowed(kind) if cuda and x.dtype is torch.float32 else None,
-        None if bias is None else state(bias), state(x), state(weight), *map(state, operands),
+        tf32_allowed(kind) if cuda and weight is not None and x.dtype is torch.float32 else None,
+        None if bias is None else state(bias), None if weight is None else state(weight), state(x),
+        *map(state, operands),
     )  # fmt: skip
     found = _plans.get(region)
     plan = None if found is None else found.get(key)
     if plan is None:
         options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        metas = (_meta(x), _meta(weight), None if bias is None else _meta(bias), tuple(map(_meta, operands)))
-        problem = Problem(kind, options, epilogue, *metas, fp32)
+        weights = (None if weight is None else _meta(weight), None if bias is None else _meta(bias))
+        problem = Problem(kind, options, epilogue, _meta(x), *weights, tuple(map(_meta, operands)), fp32)
         pending = getattr(_pending, "calls", None)
         if pending is not None:
             pending.append(_FirstCall(region, key, problem, strict))
@@ -156,14 +159,18 @@ def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
 
 def _draft(problem: Problem, strict: bool) -> Draft:
     """The kernels for `problem`, or the torch reference with the reason (an exception if `strict`)."""
-    if 0 in (*problem.x.shape, *problem.weight.shape):
+    if 0 in (*problem.x.shape, *(problem.weight.shape if problem.weight else ())):
         return _reference_draft(problem, "a tensor is empty")
     try:
         acc = anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
+        parts = split.split(problem, acc) if problem.weight is not None else None
+        if parts is not None:
+            second = _draft(parts.second, strict) if parts.has_chain else None
+            return split.draft(parts, _draft(parts.first, strict), second)
         return _device_draft(problem, acc)
     except UnsupportedError as error:
-        if strict and not isinstance(error, Refused):
+        if strict and not isinstance(error, Refused | Declined):
             raise UnsupportedError(f"{problem.label}: {error}") from None
         return _reference_draft(problem, str(error))
     except (ToolchainError, BuildError) as error:
@@ -183,7 +190,7 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
 
 def _reference_draft(problem: Problem, reason: str) -> Draft:
     def run(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         return evaluate(problem.expression, run_anchor(problem.kind, problem.options, x, weight, bias), operands)
 
@@ -193,8 +200,8 @@ def _reference_draft(problem: Problem, reason: str) -> Draft:
 
 
 def _check_tensors(problem: Problem) -> None:
-    tensors = [problem.x, problem.weight, *([problem.bias] if problem.bias else [])]
-    for tensor in tensors:
+    anchored = (problem.x, problem.weight, problem.bias) if problem.weight is not None else ()
+    for tensor in (tensor for tensor in anchored if tensor is not None):
         if tensor.dtype != problem.x.dtype:
             raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
         if tensor.dtype not in RESULT_DTYPES:

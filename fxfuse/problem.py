@@ -16,14 +16,18 @@ from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Call, Const, Expr, Operand, parse, postorder
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 
-Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
-"""run(x, weight, bias, operands) -> result"""
+Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
+"""run(x, weight, bias, operands) -> result; weight is None if there is no anchor, else a tensor"""
 
 RESULT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Refused(UnsupportedError):
     """torch itself does not accept the tensors: running the region in torch raises the exception that eager raises."""
+
+
+class Declined(UnsupportedError):
+    """A kernel would gain nothing, or what the region computes are no floating-point numbers: nothing is amiss."""
 
 
 OPERAND_DTYPES: Final = (
@@ -56,10 +60,11 @@ class Problem:
     kind: str
     """The fused operator: a key of ANCHORS."""
     options: tuple[tuple[str, Any], ...]
-    """Of the anchor: a convolution's stride, padding, dilation, groups."""
+    """Of the anchor: a convolution's stride, padding, dilation, groups; whether a pass may overwrite x."""
     epilogue: str
     x: TensorMeta
-    weight: TensorMeta
+    weight: TensorMeta | None
+    """None if there is no anchor: see `anchor_weight`."""
     bias: TensorMeta | None
     operands: tuple[TensorMeta, ...]
     fp32: str = "exact"
@@ -103,6 +108,12 @@ def parsed(epilogue: str) -> Expr:
 # --------------------------------------------------------------------------------------------- anchors
 
 
+def anchor_weight(problem: Problem) -> TensorMeta:
+    """The weight of a problem that has an anchor."""
+    assert problem.weight is not None, "only chains have none"
+    return problem.weight
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, weight, bias)
 
@@ -130,12 +141,19 @@ def _conv2d(
     return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
+def _pointwise(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, overwrite: bool
+) -> torch.Tensor:
+    return x
+
+
 ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "linear": _linear,
     "matmul": _matmul,
     "mm": _mm,
     "addmm": _addmm,
     "conv2d": _conv2d,
+    "pointwise": _pointwise,
 }
 """What each fused operator computes before its epilogue, in torch."""
 
@@ -146,17 +164,18 @@ OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def run_anchor(
-    kind: str, options: Sequence[tuple[str, Any]], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+    kind: str, options: Sequence[tuple[str, Any]], x: torch.Tensor, weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """The anchor's result by torch."""
     return ANCHORS[kind](x, weight, bias, **dict(options))
 
 
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
-    bias = problem.bias.empty() if problem.bias is not None else None
+    weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
     try:
-        acc = run_anchor(problem.kind, problem.options, problem.x.empty(), problem.weight.empty(), bias)
+        acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise Refused(f"torch does not accept these tensors: {error}") from None
     return acc if problem.kind != "conv2d" else acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
@@ -164,7 +183,7 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
 
 def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
     """Strides of a convolution's result: channels_last if the input or the weight suggests it (meta tensors guess)."""
-    x, weight = problem.x, problem.weight
+    x, weight = problem.x, anchor_weight(problem)
     four = len(shape) == 4
     x_shape, x_strides = (x.shape, x.strides) if four else ((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides))
     if is_channels_last(x_shape, x_strides) or is_channels_last(weight.shape, weight.strides):
@@ -187,38 +206,51 @@ def channel_operands(expression: Expr) -> frozenset[int]:
 
 
 def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
-    """The problem's epilogue with its dtypes settled, and the dtype of its result.
+    """The problem's epilogue with its dtypes settled, and the dtype of its result, which is to take acc's place.
+
+    Args:
+        acc: the anchor's result as a meta tensor with eager's strides.
+
+    Raises UnsupportedError as `settle` does, and if the result is of another shape or has other strides.
+    """
+    expression, result = settle(problem, acc)
+    if result.shape != acc.shape:
+        raise UnsupportedError(f"an operand enlarges the result from {tuple(acc.shape)} to {tuple(result.shape)}")
+    if any(size > 1 and result.stride(dim) != acc.stride(dim) for dim, size in enumerate(acc.shape)):
+        raise UnsupportedError(f"eager's result has strides {result.stride()}, its anchor's {acc.stride()}")
+    return expression, result.dtype
+
+
+def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
+    """The problem's epilogue with its dtypes settled, and its result as a meta tensor.
 
     A kernel computes every intermediate in float32. That is what eager computes, or better, if every number on the way
     is of a floating dtype up to float32: integer arithmetic wraps and truncates, float64 has more digits. `type_as`
     becomes a cast to the dtype it means, or nothing.
 
-    Args:
-        acc: the anchor's result as a meta tensor with eager's strides.
-
-    Raises UnsupportedError if something on the way is of another dtype, or if the result is not one that a kernel can
-    write in acc's place (another shape, other strides, another dtype).
+    Raises UnsupportedError if something on the way, or the result, is of another dtype.
     """
-    value = _evaluate_all(problem, acc)
+    value = evaluate_all(problem, acc)
+    result = value[problem.expression]
     settled: dict[Expr, Expr] = {}
     for node in value:
         if isinstance(node, Operand):
-            _check_operand(problem.operands[node.index])
+            check_operand(problem.operands[node.index])
         settled[node] = node
         if isinstance(node, Call):
-            values = [value[arg] for arg in node.args]
-            settled[node] = _settled(ops.row(node.op), [settled[arg] for arg in node.args], values, value[node])
-    result = value[problem.expression]
-    if result.shape != acc.shape:
-        raise UnsupportedError(f"an operand enlarges the result from {tuple(acc.shape)} to {tuple(result.shape)}")
+            values, row = [value[arg] for arg in node.args], ops.row(node.op)
+            if row.channel_args and values[0].shape != result.shape:
+                shapes = f"{tuple(values[0].shape)} in a result of {tuple(result.shape)}"
+                raise UnsupportedError(f"{row.name} of a tensor of {shapes}")
+            if row.contiguous_on == problem.x.device.type and not values[0].is_contiguous():
+                raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
+            settled[node] = _settled(row, [settled[arg] for arg in node.args], values, value[node])
     if result.dtype not in RESULT_DTYPES:
         raise UnsupportedError(f"the result's dtype is {result.dtype}; kernels have float32, float16 and bfloat16")
-    if any(size > 1 and result.stride(dim) != acc.stride(dim) for dim, size in enumerate(acc.shape)):
-        raise UnsupportedError(f"eager's result has strides {result.stride()}, its anchor's {acc.stride()}")
-    return settled[problem.expression], result.dtype
+    return settled[problem.expression], result
 
 
-def _evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
+def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     """Every value of the epilogue, arguments before their users, as meta tensors. Raises Refused."""
     value: dict[Expr, Any] = {}
     for node in postorder(problem.expression):
@@ -237,7 +269,8 @@ def _evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     return value
 
 
-def _check_operand(operand: TensorMeta) -> None:
+def check_operand(operand: TensorMeta) -> None:
+    """Raises UnsupportedError if kernels do not read operands like it."""
     # a float64 scalar is fine: without dimensions it does not promote what it meets
     if operand.dtype not in OPERAND_DTYPES and not (operand.dtype == torch.float64 and operand.shape == ()):
         raise UnsupportedError(f"an operand is of {operand.dtype}, which kernels do not read")

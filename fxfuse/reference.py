@@ -6,6 +6,7 @@ how a region's dtype, shape and strides are known to be eager's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ import torch
 
 from fxfuse import ops
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_order(expression: Expr) -> tuple[Expr, ...]:
+    return tuple(postorder(expression))
 
 
 def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -23,7 +29,7 @@ def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tenso
         operands: tensors that broadcast with it, in the order of the expression's operand indices.
     """
     value: dict[Expr, Any] = {}
-    for node in postorder(expression):
+    for node in _in_order(expression):
         match node:
             case Acc():
                 value[node] = acc

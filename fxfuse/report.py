@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from tabulate import tabulate
 from torch import fx
@@ -12,6 +13,9 @@ from torch import fx
 from fxfuse import plans
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, FusedRegion, state_of
+
+CHAIN: Final = "pointwise chain"
+"""Instead of an anchor, where there is none."""
 
 _COLUMN: int = 60
 """Characters at which long cells of the table wrap."""
@@ -24,7 +28,7 @@ class RegionReport:
     node: str
     """The node that replaced the others, with the path of the submodule whose graph it is in."""
     anchor: str
-    """"linear", "matmul" or "conv2d"."""
+    """"linear", "matmul" or "conv2d"; what torch's library computes ("bmm"), if a pass follows it; or CHAIN."""
     nodes: tuple[str, ...]
     """Names of the nodes it replaced."""
     epilogue: str
@@ -34,6 +38,8 @@ class RegionReport:
     """Why torch runs it for some tensors it was called with, if it does."""
     measured: tuple[tuple[tuple[str, float], ...], ...] = ()
     """For each problem that was measured, the candidates' names and times in seconds."""
+    chain: bool = False
+    """Whether it is pointwise work alone, after torch's library or without any anchor."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates beside its output, at most."""
 
@@ -127,11 +133,13 @@ def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
 
 def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
     made = plans.of_region(region.number)
-    kernels = dict.fromkeys(plan.kernel for plan in made if plan.kernel is not None)
+    by = "" if region.library is None else "library + "
+    kernels = dict.fromkeys(by + plan.kernel for plan in made if plan.kernel is not None)
     reasons = dict.fromkeys(plan.reason for plan in made if plan.reason is not None)
     return RegionReport(
         node=prefix + region.fused,
-        anchor=region.kind,
+        chain=region.kind == "pointwise",
+        anchor=region.library or (CHAIN if region.kind == "pointwise" else region.kind),
         nodes=tuple(prefix + node for node in region.nodes),
         epilogue=region.epilogue,
         kernel="; ".join(kernels) or None,

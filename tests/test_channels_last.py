@@ -50,7 +50,15 @@ def gated(m, x):
     return x * gate, x.view(x.shape[0], -1)
 
 
+def activated(m, x):
+    for layer in m.layers:
+        y = layer(x)
+        x = torch.sigmoid(y) * y + F.avg_pool2d(y, 3, 1, 1)  # pooling in between: no region takes it all
+    return x
+
+
 MODELS = {
+    "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
     "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),
     "residual": Net(
         residual,
@@ -84,7 +92,9 @@ def test_results_and_strides_are_eagers(name, layout):
     assert "run in channels_last" in str(fxfuse.explain(fast))
 
 
-@pytest.mark.parametrize(("name", "back"), [("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1)])
+@pytest.mark.parametrize(
+    ("name", "back"), [("activated", 1), ("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1)]
+)
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())
     assert borders(fast) == (1, back)

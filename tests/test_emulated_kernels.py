@@ -202,6 +202,18 @@ def test_the_pass_in_place(dtype, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [64, 49])
+def test_the_pass_into_a_new_tensor(dtype, length):
+    """An expression without acc, as a chain's: what the new tensor held does not matter."""
+    value, bias = integers(2, 13, length, dtype=dtype), integers(13, dtype=dtype)
+    out = torch.full_like(value, torch.nan)
+    kernel = pointwise.kernel(Layout((2, 13, length), ((13 * length, length, 1),)), dtype, dtype)
+    operands = (Operand(value, (13 * length, length, 1)), Operand(bias, (0, 1, 0)))
+    launch(kernel, "relu(o0 + o1)", (out, out), operands)
+    assert torch.equal(out, F.relu(value + bias.view(-1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_pass_back_from_channels_last(dtype):
     images, channels, pixels = 2, 35, 41
     acc, bias = integers(images, pixels, channels, dtype=dtype), integers(channels, dtype=dtype)

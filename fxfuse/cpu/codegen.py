@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from fxfuse.codegen import INTEGER_TYPES, OperandKind, function, operand_type
-from fxfuse.expression import Expr
+from fxfuse.expression import Expr, depends_on_acc
 
 CPP_TYPES: Final = {
     torch.float32: "float",
@@ -23,6 +23,7 @@ _TEMPLATE: Final = """\
 namespace fxfuse {{
 
 struct Epilogue {{
+    static constexpr bool kReadsResult = {reads_result};
 {function}
 }};
 
@@ -48,5 +49,7 @@ def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKi
     """
     arguments = [CPP_TYPES[output], "Epilogue", *(operand_type(kind, CPP_TYPES) for kind in operands)]
     return _TEMPLATE.format(
-        function=function(expression, len(operands), "FXFUSE_INLINE static"), arguments=", ".join(arguments)
+        reads_result="true" if depends_on_acc(expression) else "false",
+        function=function(expression, len(operands), "FXFUSE_INLINE static"),
+        arguments=", ".join(arguments),
     )

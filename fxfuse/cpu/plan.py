@@ -1,4 +1,4 @@
-"""How a region runs on CPU: the anchor by torch, then one generated pass over its result, in place.
+"""How a region runs on CPU: the anchor by torch, then one generated pass over its result, in place; a chain is a pass.
 
 The pass is the epilogue vectorised over the result's memory (cpu/kernels/pointwise.h), with torch's number of threads.
 If the epilogue changes the dtype, the result is converted by torch: before the pass to a wider dtype, after it to a
@@ -7,6 +7,7 @@ narrower one, so that nothing is rounded twice.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse import build
+from fxfuse.chain import plan_pass
 from fxfuse.cpu import codegen
 from fxfuse.errors import UnsupportedError
+from fxfuse.expression import Acc, Expr
 from fxfuse.layout import flatten
-from fxfuse.operands import Addresses, plan_operands
+from fxfuse.operands import Addresses, OperandPlan, plan_operands
 from fxfuse.problem import Draft, Plan, Problem, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
@@ -42,11 +45,17 @@ def _make_pass(problem: Problem, acc: torch.Tensor) -> _Pass:
     operands = plan_operands(acc.shape, acc.stride(), problem.operands, channel_operands(expression), flatten)
     if operands is None:
         raise UnsupportedError(f"the anchor's result has strides {acc.stride()}")
-    text = codegen.generate(expression, before, operands.kinds)
-    launch = build.load(build.Source(text, None, problem.label))
+    return _Pass(*_compiled(problem, expression, before, operands), operands.addresses(), before, after)
+
+
+def _compiled(
+    problem: Problem, expression: Expr, dtype: torch.dtype, operands: OperandPlan
+) -> tuple[build.Launch, bytes]:
+    """The loop that writes a result of that dtype, and what it takes to know of the layout."""
+    launch = build.load(build.Source(codegen.generate(expression, dtype, operands.kinds), None, problem.label))
     layout = operands.layout
-    params = struct.pack("5q", *layout.sizes, layout.strides[0][0], layout.strides[0][1]) + operands.packed_strides()
-    return _Pass(launch, params, operands.addresses(), before, after)
+    params = struct.pack("5q", *layout.sizes, layout.strides[0][0], layout.strides[0][1])
+    return launch, params + operands.packed_strides()
 
 
 def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -57,11 +66,22 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
 
+def _run_anchor(
+    problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return run_anchor(problem.kind, problem.options, x, weight, bias)
+
+
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
 
     Raises UnsupportedError, ToolchainError or BuildError.
     """
+    if problem.weight is None:
+        return _draft_chain(problem, acc)
+    if isinstance(problem.expression, Acc):
+        alone = Plan(functools.partial(_run_anchor, problem), f"{problem.kind} by torch")
+        return lambda: alone
     passes: dict[tuple[int, ...], _Pass | None] = {acc.stride(): _make_pass(problem, acc)}
     name = f"{problem.kind} by torch + one pass"
 
@@ -78,4 +98,20 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
         return evaluate(problem.expression, acc, operands) if chosen is None else _apply(chosen, acc, operands)
 
     plan = Plan(run, name)
+    return lambda: plan
+
+
+def _draft_chain(problem: Problem, acc: torch.Tensor) -> Draft:
+    chosen = plan_pass(problem, acc)
+    launch, params = _compiled(problem, chosen.expression, chosen.dtype, chosen.operands)
+    addresses, in_place = chosen.operands.addresses(), chosen.in_place
+    shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype
+
+    def run(x: torch.Tensor, weight: object, bias: object, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = x if in_place else torch.empty_strided(shape, strides, dtype=dtype)
+        pointers, _kept = addresses(operands if in_place else (*operands, x))
+        launch(params, torch.get_num_threads(), out.data_ptr(), *pointers)
+        return out
+
+    plan = Plan(run, chosen.name)
     return lambda: plan

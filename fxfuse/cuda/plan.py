@@ -4,7 +4,7 @@ The kernels of the problem's family (gemm.py, conv2d.py; prepare.py puts it in t
 at once and allocate the output and nothing else, unless the report says so. The bias joins the operands: kernels know
 nothing of it. Beside them stands the anchor by torch's library, followed by one generated pass (pointwise.py): where a
 library is out of reach, as in 16 bits on Hopper, that is the choice, so that a fused region is never slower than what
-it replaced.
+it replaced. A chain is one such pass, of which there is nothing to choose.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse import build, ops
+from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
@@ -26,7 +27,17 @@ from fxfuse.errors import LaunchError, UnsupportedError
 from fxfuse.expression import Acc, Call, Expr, Operand, call, postorder, rewrite
 from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
-from fxfuse.problem import Draft, Problem, Run, TensorMeta, channel_operands, run_anchor, typed
+from fxfuse.problem import (
+    Draft,
+    Plan,
+    Problem,
+    Run,
+    TensorMeta,
+    anchor_weight,
+    channel_operands,
+    run_anchor,
+    typed,
+)
 
 MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the tensor-core instructions used came with Ampere."""
@@ -51,6 +62,8 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     capability = torch.cuda.get_device_capability(problem.x.device)
     if capability < MINIMUM_CAPABILITY:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
+    if problem.weight is None:
+        return _draft_chain(problem, acc, capability)
     if acc.numel() == 0:
         raise UnsupportedError("the result is empty")
     prepared = prepare(problem, acc)
@@ -100,7 +113,7 @@ def _library_is_faster(region: _Region) -> bool:
     problem = region.problem
     if problem.kind == "conv2d" or region.capability < (9, 0):
         return False
-    depth = problem.weight.shape[1 if problem.kind == "linear" else 0]
+    depth = anchor_weight(problem).shape[1 if problem.kind == "linear" else 0]
     products = math.prod(region.prepared.result_shape) * depth
     return precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16") and products >= LIBRARY_PRODUCTS
 
@@ -157,7 +170,7 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
     workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
-    queue = _queue(region, operands, kernel, launch)
+    queue = _queue(region.problem, operands, kernel, launch)
     empty_strided = _empty_strided()
 
     def run(
@@ -196,13 +209,13 @@ def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: to
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Callable[..., None]:
+def _queue(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Callable[..., None]:
     """queue(operands, *addresses of the kernel's tensors): puts the kernel on the current stream of its device.
 
     Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
     """
     params = kernel.params + operands.packed_strides()
-    addresses, index = operands.addresses(), region.problem.x.device.index
+    addresses, index = operands.addresses(), problem.x.device.index
     current_stream = torch._C._cuda_getCurrentRawStream
 
     def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
@@ -210,7 +223,7 @@ def _queue(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:
-            raise LaunchError(f"{region.problem.label}: {kernel.name} could not be launched: {error}") from error
+            raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
 
     return queue
 
@@ -285,7 +298,7 @@ def _library_runner(
     kind, options = ("mm", ()) if bias_by_pass and problem.kind == "addmm" else (problem.kind, problem.options)
     reads_bias = len(operands.kinds) > len(problem.operands)
     in_place = output == problem.x.dtype
-    queue = _queue(region, operands, kernel, launch)
+    queue = _queue(region.problem, operands, kernel, launch)
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
@@ -312,7 +325,7 @@ def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
     TF32 instead of 1.75. One pass brings x there, another applies the epilogue on the way back.
     """
     problem, prepared = region.problem, region.prepared
-    x, weight, shape = problem.x, problem.weight, prepared.result_shape
+    x, weight, shape = problem.x, anchor_weight(problem), prepared.result_shape
     if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
         return []
     if precision(problem.kind, x.dtype) == "tf32x3":  # no tensor cores: NCHW is the library's best
@@ -328,7 +341,7 @@ def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
     back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
 
     def compiled() -> Run:
-        queue = _queue(region, operands, back, region.load(back, expression, operands, True))
+        queue = _queue(problem, operands, back, region.load(back, expression, operands, True))
         return _channels_last_runner(region, _to_channels_last(region, x), _to_channels_last(region, weight), queue)
 
     copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
@@ -348,7 +361,7 @@ def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tens
     kernel = pointwise.transposed_kernel(
         operands.layout, (batch_stride, col_stride), meta.dtype, meta.dtype, meta.alignment
     )
-    queue = _queue(region, operands, kernel, region.load_copy(kernel, operands))
+    queue = _queue(region.problem, operands, kernel, region.load_copy(kernel, operands))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_strided(meta.shape, there, dtype=meta.dtype, device=meta.device)
@@ -380,3 +393,26 @@ def _channels_last_runner(
         return out
 
     return _on_device(device.index, run)
+
+
+# ------------------------------------------------------------------------------------------------- chains
+
+
+def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int]) -> Draft:
+    chosen = plan_pass(problem, acc)
+    operands, in_place, index = chosen.operands, chosen.in_place, problem.x.device.index
+    shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype
+    kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
+    text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
+    launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
+    queue, empty_strided = _queue(problem, operands, kernel, launch), _empty_strided()
+
+    def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        # an expression that does not contain acc reads nothing of a new tensor
+        out = x if in_place else empty_strided(shape, strides, dtype)
+        address = out.data_ptr()
+        queue(others if in_place else (*others, x), address, address)
+        return out
+
+    plan = Plan(_on_device(index, run), chosen.name)
+    return lambda: plan

@@ -28,7 +28,7 @@ from fxfuse.layout import (
     is_channels_last,
 )
 from fxfuse.operands import Grouping
-from fxfuse.problem import Problem, TensorMeta
+from fxfuse.problem import Problem, TensorMeta, anchor_weight
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -104,11 +104,12 @@ def _gemm_grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout |
 
 
 def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
-    if len(problem.weight.shape) != 2 or not problem.x.shape:
-        raise UnsupportedError(f"a weight of shape {problem.weight.shape} is no matrix")
-    features_in, features_out = problem.weight.shape[::-1] if problem.kind == "linear" else problem.weight.shape
+    matrix = anchor_weight(problem)
+    if len(matrix.shape) != 2 or not problem.x.shape:
+        raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
+    features_in, features_out = matrix.shape[::-1] if problem.kind == "linear" else matrix.shape
     x, x_stride = _rows(problem.x)
-    weight, layout, weight_stride = _matrix(problem.weight, problem.kind)
+    weight, layout, weight_stride = _matrix(matrix, problem.kind)
     shape = tuple(acc.shape)
     device = torch.cuda.get_device_properties(problem.x.device)
 
@@ -146,7 +147,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
 def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     options = dict(problem.options)
     unbatched = len(problem.x.shape) == 3
-    x, weight = problem.x, problem.weight
+    x, weight = problem.x, anchor_weight(problem)
     if unbatched:
         x = TensorMeta((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides), x.dtype, x.device, x.alignment)
     (images, channels, *size), (out_channels, _, *kernel) = x.shape, weight.shape

@@ -32,7 +32,7 @@ from fxfuse import build
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import BuildError, LaunchError
-from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
+from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta, anchor_weight
 
 logger = logging.getLogger("fxfuse")
 
@@ -216,7 +216,7 @@ def _example(problem: Problem) -> tuple[Any, ...]:
         return storage[offset:].as_strided(meta.shape, meta.strides)
 
     bias = None if problem.bias is None else like(problem.bias)
-    return like(problem.x), like(problem.weight), bias, [like(operand) for operand in problem.operands]
+    return like(problem.x), like(anchor_weight(problem)), bias, [like(operand) for operand in problem.operands]
 
 
 # ----------------------------------------------------------------------------------------- remembering
@@ -252,7 +252,7 @@ def _key(problem: Problem) -> str:
         *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, precision(problem.kind, problem.x.dtype, problem.fp32),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
-        tensor(problem.weight, True),
+        tensor(anchor_weight(problem), True),
         problem.bias and tensor(problem.bias, True),
         [tensor(operand, operand.is_parameter) for operand in problem.operands],
     )  # fmt: skip

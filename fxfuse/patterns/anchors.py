@@ -35,9 +35,10 @@ class Anchor:
     """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)) or "conv2d"."""
+    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)), "conv2d", or
+    "pointwise" for a chain, whose acc is x itself."""
     x: Source
-    weight: Source
+    weight: Source | None
     bias: Source | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

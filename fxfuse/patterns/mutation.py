@@ -124,7 +124,9 @@ class Mutations:
             return frozenset({str(node.target)})
         if node.op == "placeholder" or self._is_fresh(node):
             return frozenset({node})
-        return frozenset({node}).union(*(self._roots[arg] for arg in node.all_input_nodes))
+        found = spelling(self._root, node)
+        sources = node.all_input_nodes[:1] if found is not None else node.all_input_nodes  # what it overwrites or casts
+        return frozenset({node}).union(*(self._roots[arg] for arg in sources))
 
     def _is_fresh(self, node: fx.Node) -> bool:
         """Whether the result surely lies in memory of its own."""

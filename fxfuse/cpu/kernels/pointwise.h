@@ -1,4 +1,5 @@
-// One pass over an anchor's result, in place: each element becomes the epilogue's value of it and of the operands.
+// One pass over an anchor's result, in place: each element becomes the epilogue's value of it and of the operands, or
+// of the operands alone if the result is a new tensor.
 //
 // The result is seen as three dimensions (batch, row, col), col contiguous in memory:
 //   linear, matmul      batch = leading dimensions, row = the last of them, col = output feature
@@ -15,6 +16,7 @@
 // A generated source defines a functor and instantiates launch():
 //
 //     struct Epilogue {
+//         static constexpr bool kReadsResult = true;  // whether the expression contains acc
 //         static inline float expression(float acc, float o0, float o1) { … }
 //     };
 //     extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t threads) {
@@ -227,7 +229,7 @@ void compute_block(T* output, int64_t count, Inputs... inputs) {
         compute<Epilogue>(output, count, inputs...);
     } else {
         alignas(64) float values[kBlock];
-        load(values, output, count);
+        if constexpr (Epilogue::kReadsResult) load(values, output, count);
         compute<Epilogue>(values, count, inputs...);
         store(output, values, count);
     }

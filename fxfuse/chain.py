@@ -1,0 +1,79 @@
+"""A problem without an anchor as one pass: over x in place, or into a new tensor with x as one operand more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse.errors import UnsupportedError
+from fxfuse.expression import Acc, Call, Expr, Operand, postorder, rewrite
+from fxfuse.layout import Strides, flatten
+from fxfuse.operands import OperandPlan, plan_operands
+from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_operand, settle
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What to compute, and where to."""
+
+    expression: Expr
+    """Its dtypes settled; of operands alone unless the pass is in place."""
+    operands: OperandPlan
+    """The problem's, followed by x unless the pass is in place."""
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+    in_place: bool
+
+    @property
+    def name(self) -> str:
+        """For the report: every kernel that it takes."""
+        name = "one pass in place" if self.in_place else "one pass"
+        return f"{name}, operands copied: {self.operands.copies}" if self.operands.copies else name
+
+
+def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
+    """How `problem` runs whose x is like the meta tensor `acc`.
+
+    Raises UnsupportedError, Declined where eager's own passes are no worse.
+    """
+    expression, result = _settle(problem, acc)
+    if result.numel() == 0:
+        raise Declined("the result is empty")
+    shape, strides = tuple(result.shape), result.stride()
+    in_place = (
+        dict(problem.options)["overwrite"]
+        and (acc.shape, acc.dtype) == (result.shape, result.dtype)
+        and all(size == 1 or have == want for size, have, want in zip(shape, acc.stride(), strides, strict=True))
+    )
+    metas = problem.operands
+    if not in_place:
+        check_operand(problem.x)
+        x = Operand(len(metas))
+        expression = rewrite(expression, lambda node: x if isinstance(node, Acc) else node)
+        metas = (*metas, problem.x)
+    channel = channel_operands(expression)
+    operands = plan_operands(shape, strides, metas, channel, flatten)
+    if operands is None:
+        raise UnsupportedError(f"the result has strides {strides}")
+    if operands.copies and shape[:1] == (1,):  # a kernel for this batch alone may do without
+        operands = plan_operands(shape, strides, metas, channel, flatten, grows=False) or operands
+    chosen = Pass(expression, operands, shape, strides, result.dtype, in_place)
+    copies = operands.copies
+    calls = sum(isinstance(node, Call) for node in postorder(problem.expression))
+    if copies and copies + 1 >= max(2, calls):
+        raise Declined(f"it would take {copies} copies beside the pass: operands lie in memory in too many orders")
+    return chosen
+
+
+def _settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
+    """As problem.settle; what it refuses of a chain that no floating-point number goes into is none of ours."""
+    try:
+        return settle(problem, acc)
+    except Refused:
+        raise
+    except UnsupportedError as error:
+        if any(meta.dtype.is_floating_point for meta in (problem.x, *problem.operands)):
+            raise
+        raise Declined(str(error)) from None

@@ -1,0 +1,51 @@
+"""Every region of a graph: first those of anchors, then chains from what these leave over."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from fxfuse.ops import Rejected
+from fxfuse.patterns.anchors import find_anchor
+from fxfuse.patterns.chain import Chains
+from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.region import Region, Skipped, close, grow
+
+
+def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[Skipped]]:
+    """Every region of `graph`, in graph order, and the nodes that were left alone with the reason.
+
+    Anchors are taken from last to first, so that a residual addition of two anchors' results goes to the later one,
+    whose other input is then ready. Chains come last, the latest first, so that each is as long as it can be.
+    """
+    mutations = Mutations(root, graph)
+    regions: list[Region] = []
+    skipped: dict[fx.Node, str] = {}
+    taken: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        try:
+            anchor = find_anchor(root, node)
+        except Rejected as reason:
+            skipped[node] = str(reason)
+            continue
+        if anchor is None:
+            continue
+        growth = grow(root, node, anchor, taken, mutations)
+        closed = close(growth, mutations)
+        if isinstance(closed, str):
+            skipped[node] = closed
+        else:
+            regions.append(closed)
+            taken.update(closed.nodes)
+            skipped.update((refused, reason) for refused, reason in growth.refused.items() if refused not in taken)
+    chains = Chains(root, graph, mutations)
+    for node in reversed(graph.nodes):
+        chain = None if node in taken else chains.ending_at(node, taken)
+        if isinstance(chain, Region):
+            regions.append(chain)
+            taken.update(chain.nodes)
+        elif chain is not None:
+            skipped.setdefault(*chain)
+    skipped = {node: reason for node, reason in skipped.items() if node not in taken}
+    in_order = sorted(skipped.items(), key=lambda item: mutations.order[item[0]])
+    regions.sort(key=lambda region: mutations.order[region.output])
+    return regions, [Skipped(node.name, reason) for node, reason in in_order]

@@ -1,0 +1,103 @@
+"""An epilogue whose operands enlarge the result: what has the anchor's shape stays with it, a pass computes the rest.
+
+So a gate of one value per channel, times what it gates, is one kernel and one pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, evaluate_all
+from fxfuse.reference import evaluate
+
+
+@dataclass(frozen=True)
+class Split:
+    """A problem as two, the second of which has the first's result as its x."""
+
+    first: Problem
+    second: Problem
+    first_operands: tuple[int, ...]
+    """Which of the whole problem's operands each has."""
+    second_operands: tuple[int, ...]
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether the second is worth a pass of ours, and not one operation of torch's."""
+        return sum(isinstance(node, Call) for node in postorder(self.second.expression)) > 1
+
+
+def split(problem: Problem, acc: torch.Tensor) -> Split | None:
+    """`problem` in two parts if an operand enlarges its result; None if none does. Raises Refused.
+
+    Args:
+        acc: the anchor's result as a meta tensor.
+    """
+    value = evaluate_all(problem, acc)
+    whole = problem.expression
+    if value[whole].shape == acc.shape:
+        return None
+    cut = [node for node in value if depends_on_acc(node) and value[node].shape == acc.shape]
+    for node in reversed(cut):
+        rest = _without(whole, node)
+        if rest is not None:
+            meta = value[node]
+            x = TensorMeta(tuple(meta.shape), meta.stride(), meta.dtype, problem.x.device)
+            first, first_operands = _renumbered(node)
+            second, second_operands = _renumbered(rest)
+            return Split(
+                dataclasses.replace(problem, epilogue=str(first), operands=_chosen(problem, first_operands)),
+                Problem(
+                    "pointwise", (("overwrite", False),), str(second), x, None, None, _chosen(problem, second_operands)
+                ),
+                first_operands,
+                second_operands,
+            )
+    return None
+
+
+def _without(whole: Expr, part: Expr) -> Expr | None:
+    """`whole` as an expression of `part`, which becomes its acc; None if it needs more of the anchor's result."""
+    stand_in = Operand(-1)
+    rest = rewrite(whole, lambda node: stand_in if node is part else node)
+    return None if depends_on_acc(rest) else rewrite(rest, lambda node: Acc() if node is stand_in else node)
+
+
+def _renumbered(expression: Expr) -> tuple[Expr, tuple[int, ...]]:
+    """The expression with its operands numbered from 0, and which they were."""
+    used = [node.index for node in postorder(expression) if isinstance(node, Operand)]
+    numbers = {old: new for new, old in enumerate(used)}
+    return rewrite(expression, lambda n: Operand(numbers[n.index]) if isinstance(n, Operand) else n), tuple(used)
+
+
+def _chosen(problem: Problem, indices: Sequence[int]) -> tuple[TensorMeta, ...]:
+    return tuple(problem.operands[index] for index in indices)
+
+
+def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
+    """Runs the first part, then the second; in torch if there is no draft of it."""
+
+    def decide() -> Plan:
+        anchored, rest = first(), second() if second is not None else None
+        expression, expected = parts.second.expression, parts.second.x
+
+        def run(
+            x: torch.Tensor, weight: object, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
+            acc = anchored.run(x, weight, bias, [operands[index] for index in parts.first_operands])
+            others = [operands[index] for index in parts.second_operands]
+            if rest is None or acc.stride() != expected.strides:  # meta tensors predict other ones for some layouts
+                return evaluate(expression, acc, others)
+            return rest.run(acc, None, None, others)
+
+        after = "one operation of torch's" if rest is None else rest.kernel
+        ways = [name for name in (anchored.kernel, after) if name is not None]
+        reasons = [plan.reason for plan in (anchored, rest) if plan is not None and plan.reason is not None]
+        return Plan(run, " + ".join(ways) or None, "; ".join(reasons) or None, anchored.measured, anchored.workspace)
+
+    return decide
