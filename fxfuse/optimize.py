@@ -20,7 +20,15 @@ from torch import fx, nn
 from fxfuse import channels_last, functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
 from fxfuse.errors import FxfuseError
-from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions, is_region_alone
+from fxfuse.patterns import (
+    MODE_DEPENDENT,
+    Attribute,
+    Region,
+    Skipped,
+    find_regions,
+    is_region_alone,
+    keep_numbers,
+)
 from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.recompose import recompose
 from fxfuse.state import copies, unchanged
@@ -291,7 +299,7 @@ class FusedModule(fx.GraphModule):
         else:
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
-                recompose(graph)
+                recompose(captured.root, graph)
                 found, skipped = find_regions(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
                 for region in found:
@@ -301,6 +309,7 @@ class FusedModule(fx.GraphModule):
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, str(region.epilogue)))
                 if not captured.root.training:
                     runs = channels_last.convert_runs(captured.root, graph)
+            keep_numbers(graph)
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
         state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
@@ -432,15 +441,13 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         passed.update((name, value) for name, value in kwargs.items() if name in defaults)
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
         if takes_more:
-            more = {name: value for name, value in kwargs.items() if name not in names}
-            if not all(map(_is_constant, more.values())):
-                return captured.root.forward(*args, **kwargs)
-            others.update(more)
+            others.update((name, value) for name, value in kwargs.items() if name not in names)
         constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
         given = frozenset(name for name, value in others.items() if not _is_constant(value))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
-        return _variant(self, (given, constants))(*args, **kwargs)
+        # not called as a module: it shares the hooks, which run already
+        return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return guarded
 

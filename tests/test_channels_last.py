@@ -50,7 +50,17 @@ def gated(m, x):
     return x * gate, x.view(x.shape[0], -1)
 
 
+def in_place(m, x):
+    x = F.relu(m.layers[0](x))
+    for layer in m.layers[1:]:
+        y = F.max_pool2d(layer(x), 3, 1, 1)
+        y += x
+        x = y
+    return x
+
+
 MODELS = {
+    "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
     "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),
     "residual": Net(
         residual,
@@ -84,7 +94,9 @@ def test_results_and_strides_are_eagers(name, layout):
     assert "run in channels_last" in str(fxfuse.explain(fast))
 
 
-@pytest.mark.parametrize(("name", "back"), [("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1)])
+@pytest.mark.parametrize(
+    ("name", "back"), [("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1), ("in place", 1)]
+)
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())
     assert borders(fast) == (1, back)

@@ -2,6 +2,7 @@
 forbid it (mutation.py)."""
 
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
+from fxfuse.patterns.mutation import keep_numbers
 from fxfuse.patterns.region import MODE_DEPENDENT, Region, Skipped, find_regions, is_region_alone
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "find_anchor",
     "find_regions",
     "is_region_alone",
+    "keep_numbers",
 ]
