@@ -9,6 +9,7 @@ import itertools
 import logging
 import operator
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,9 @@ def optimize(
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
     traced model with nothing fused.
+
+    torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
+    arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
     """
     if isinstance(model, torch.export.ExportedProgram):
         model = model.module()
@@ -318,6 +322,17 @@ class FusedModule(fx.GraphModule):
         state.forget = finalizer
         self.graph = graph
 
+    @property
+    def graph(self) -> fx.Graph:
+        """As GraphModule.graph. torch.export does not call a graph module but interprets its graph: it gets one that
+        calls the module, so that arguments with defaults and modules that run as Python are what they are in a call."""
+        exporting = torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+        return _calling_graph(self) if exporting else super().graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        fx.GraphModule.graph.__set__(self, graph)  # type: ignore[attr-defined]
+
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         code = super().recompile()
@@ -420,7 +435,7 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    return watching
+    return _with_own_code(watching)
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
@@ -446,10 +461,19 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         given = frozenset(name for name, value in others.items() if not _is_constant(value))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
+            return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace
         # not called as a module: it shares the hooks, which run already
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
-    return guarded
+    return _with_own_code(guarded)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which Dynamo keeps what it compiles apart: it goes by code objects, a few results for each."""
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 def _is_constant(value: Any) -> bool:
@@ -459,6 +483,14 @@ def _is_constant(value: Any) -> bool:
 
 def _disabled() -> bool:
     return os.environ.get("FXFUSE_DISABLE", "") not in ("", "0")
+
+
+def _calling_graph(module: FusedModule) -> fx.Graph:
+    """A graph for fx.Interpreter that calls `module`."""
+    graph = fx.Graph()
+    args = graph.placeholder("*args")
+    graph.output(graph.call_function(lambda args: module.forward(*args), (args,)))
+    return graph
 
 
 # ------------------------------------------------------------------------------ models that run as Python
@@ -473,7 +505,7 @@ class _PythonForward:
     root: nn.Module
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.root.forward(*args, **kwargs)
+        return self.root.forward(*args, **(kwargs or {}))  # fx.Interpreter gives an empty list
 
 
 def _python_graph() -> fx.Graph:
