@@ -20,7 +20,8 @@ from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
-from fxfuse.errors import FxfuseError
+from fxfuse.cuda_graphs import Replays
+from fxfuse.errors import FxfuseError, UnsupportedError
 from fxfuse.patterns import (
     MODE_DEPENDENT,
     Attribute,
@@ -43,6 +44,7 @@ def optimize(
     *,
     strict: bool = False,
     fp32: Literal["exact", "fast"] = "exact",
+    cuda_graphs: bool = False,
 ) -> fx.GraphModule:
     """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
 
@@ -62,6 +64,12 @@ def optimize(
             x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
             whose numbers are within a factor of 2^18 of each other, while smaller ones lose digits. It takes scratch
             memory as large as x and the weight at every call.
+        cuda_graphs: on a GPU, replay the model as one CUDA graph for calls without gradients in evaluation mode. The
+            call of `example_inputs` is captured now; of other calls (shapes, dtypes, strides, values that are no
+            tensors), the second of a kind, for up to 8 kinds. Results are the caller's own. Weights may change in place
+            at any time, and elsewhere too (the graphs are then captured again); what a forward does in Python, or reads
+            from attributes that are no tensors, is fixed when it is captured. The report says which calls ran without a
+            graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
@@ -86,9 +94,11 @@ def optimize(
         if isinstance(child, FusedModule) and state_of(child).settings == before != settings:  # fused with the model
             state_of(child).settings = settings
             child._derive(state_of(child).captured)
-    fast = FusedModule(_with_fused_children(captured, settings), settings)
+    fast = FusedModule(_with_fused_children(captured, settings), settings, cuda_graphs)
     if example_inputs is not None:
         compile_for(fast, example_inputs)
+    if example_inputs is not None and cuda_graphs:
+        _capture_for(fast, example_inputs)
     return fast
 
 
@@ -131,6 +141,15 @@ def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     with unchanged(fast), plans.collect() as calls:
         fast(*copies(list(example_inputs)))
     plans.prepare(calls)
+
+
+def _capture_for(fast: FusedModule, example_inputs: Sequence[Any]) -> None:
+    """Captures `fast(*example_inputs)` as a CUDA graph."""
+    state = state_of(fast)
+    assert state.replays is not None
+    reason = state.replays.prepare(fast, vars(type(fast).forward)["__wrapped__"], example_inputs)
+    if reason is not None and state.settings.strict:
+        raise UnsupportedError(f"the model cannot be captured as a CUDA graph: {reason}")
 
 
 # ------------------------------------------------------------------------------------------ replacement
@@ -256,6 +275,8 @@ class FusedState:
     """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
+    replays: Replays | None = None
+    """The model's CUDA graphs, if it was asked for any."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -276,7 +297,7 @@ class FusedModule(fx.GraphModule):
     does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
     """
 
-    def __init__(self, captured: Captured, settings: Settings) -> None:
+    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool = False) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
@@ -284,6 +305,7 @@ class FusedModule(fx.GraphModule):
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
         self.__dict__[_STATE] = state = FusedState(captured, settings)
+        state.replays = Replays() if cuda_graphs else None
         self.training = root.training
         self._derive(captured)
         state.own_attributes = frozenset(self.__dict__)
@@ -294,6 +316,8 @@ class FusedModule(fx.GraphModule):
         if state.forget is not None:
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
+        if state.replays is not None:
+            state.replays = Replays()
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         runs: list[channels_last.Run] = []
@@ -346,6 +370,8 @@ class FusedModule(fx.GraphModule):
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.modes:
                 type(self).forward = _watching(type(self).forward)
+            if state.replays is not None:
+                type(self).forward = _replaying(type(self).forward)
         return code
 
     def train(self, mode: bool = True) -> FusedModule:
@@ -382,13 +408,14 @@ class FusedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         state = state_of(self)
         extras = copy.deepcopy(_extras(self), memo)
-        twin = _rebuild(copy.deepcopy(state.captured.root, memo), state.settings, extras)
+        root = copy.deepcopy(state.captured.root, memo)
+        twin = _rebuild(root, state.settings, extras, state.replays is not None)
         memo[id(self)] = twin
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
         state = state_of(self)
-        return _rebuild, (state.captured.root, state.settings, _extras(self))
+        return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
 
 
 def _extras(module: FusedModule) -> dict[str, Any]:
@@ -409,10 +436,10 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
     return state.variants[arguments]
 
 
-def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
+def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any], cuda_graphs: bool) -> FusedModule:
     """A fused module of its own captured model (whose children that run as Python have fused children already)."""
     captured = trace(root, _is_fused, settings.strict)
-    fused = FusedModule(_with_fused_children(captured, settings), settings)
+    fused = FusedModule(_with_fused_children(captured, settings), settings, cuda_graphs)
     fused.__dict__.update(extras)
     return fused
 
@@ -467,6 +494,19 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return _with_own_code(guarded)
+
+
+def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, replayed as a CUDA graph where that is possible."""
+
+    @functools.wraps(forward)
+    def replaying(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        replays = state_of(self).replays
+        if replays is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return replays.call(self, forward, args, kwargs)
+
+    return _with_own_code(replaying)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
