@@ -314,6 +314,8 @@ def _where(error: BaseException) -> tuple[nn.Module | None, str]:
             module = owner
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, fx.proxy.TraceError):
+        message = message.partition(". ")[0]  # the rest explains what torch.fx is
     return module, f"{line}: {message}" if line else message
 
 
