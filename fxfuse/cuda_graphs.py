@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 import warnings
@@ -43,6 +44,7 @@ Key: TypeAlias = tuple[Any, ...]
 
 _CONSTANTS: Final = (bool, int, str, torch.dtype, torch.device, torch.memory_format, torch.Size)
 _TENSORS: Final = (torch.Tensor, nn.Parameter)
+_dtype: Final[Callable[..., Any]] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Unfit(Exception):
@@ -263,24 +265,30 @@ class _State:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
+        self._children = modules[1:]  # as long as they live, their ids are theirs
         self._attributes = [vars(item) for item in modules]
         # the module's own hooks run around its forward
-        self._hooks = [hooks for item in modules[1:] for hooks in (item._forward_hooks, item._forward_pre_hooks)]
-        self._children = [(item._modules, list(item._modules.values())) for item in modules if item._modules]
-        self._tensors = [
-            (table, name, tensor, _place(tensor))
-            for item in modules
-            for table in (item._parameters, item._buffers)
-            for name, tensor in table.items()
-            if tensor is not None
-        ]
+        self._hooks = [hooks for item in self._children for hooks in (item._forward_hooks, item._forward_pre_hooks)]
+        tables = [(item._parameters, item._buffers, item._modules) for item in modules]
+        self._tables: list[dict[str, Any]] = [table for three in tables for table in three if table]
         self._parameters = list(module.parameters())
+        self._tensors = [*self._parameters, *module.buffers()]
         self._modes = self._read_modes()
         self._hooked = any(self._hooks)
+        self._members = self._read_members()
+        self._places = self._read_places()
         self._unfit = self._why_unfit(module)
+
+    # read at every call, of hundreds of tensors and modules: loops in C
 
     def _read_modes(self) -> list[bool]:
         return [attributes["training"] for attributes in self._attributes]
+
+    def _read_members(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
+
+    def _read_places(self) -> list[Any]:
+        return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
     def _why_unfit(self, module: nn.Module) -> str | None:
         if any(self._modes):
@@ -288,7 +296,7 @@ class _State:
         if self._hooked:
             return "a module has hooks"
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not _on_gpu(tensor) or tensor.device != self._tensors[0][2].device:
+            if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
                 return f"'{name}' is on {tensor.device}"
         return None
 
@@ -297,17 +305,15 @@ class _State:
         return (
             self._read_modes() == self._modes
             and any(self._hooks) == self._hooked
-            and all(list(table.values()) == children for table, children in self._children)
-            and all(
-                table.get(name) is tensor and _place(tensor) == place for table, name, tensor, place in self._tensors
-            )
+            and self._read_members() == self._members
+            and self._read_places() == self._places
         )
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
         if self._unfit is not None:
             raise Unfit(self._unfit)
-        tensors = [*(tensor for _, _, tensor, _ in self._tensors[:1]), *leaves]
+        tensors = [*self._tensors[:1], *leaves]
         for tensor in tensors:
             if not _on_gpu(tensor) or tensor.device != tensors[0].device:
                 raise Unfit(f"an argument is on {tensor.device}")
@@ -316,10 +322,6 @@ class _State:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
             raise Unfit("it is called with gradients; torch.no_grad() and torch.inference_mode() switch them off")
         return tensors[0].device
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.data_ptr(), tensor.dtype, tensor.stride())
 
 
 def _is_watched() -> bool:
