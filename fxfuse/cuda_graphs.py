@@ -273,6 +273,7 @@ class _State:
         self._tables: list[dict[str, Any]] = [table for three in tables for table in three if table]
         self._parameters = list(module.parameters())
         self._tensors = [*self._parameters, *module.buffers()]
+        self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self._tensors)
         self._modes = self._read_modes()
         self._hooked = any(self._hooks)
         self._members = self._read_members()
@@ -288,6 +289,8 @@ class _State:
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
 
     def _read_places(self) -> list[Any]:
+        if not self._are_plain:
+            return []
         return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
     def _why_unfit(self, module: nn.Module) -> str | None:
@@ -295,6 +298,8 @@ class _State:
             return "a module is in training mode"
         if self._hooked:
             return "a module has hooks"
+        if not self._are_plain:
+            return "a parameter or buffer is no plain tensor"
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
                 return f"'{name}' is on {tensor.device}"

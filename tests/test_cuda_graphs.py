@@ -279,6 +279,24 @@ class TestRefusals:
         with pytest.raises(fxfuse.UnsupportedError, match=r"cannot be captured as a CUDA graph: 'a.weight' is on cpu"):
             fxfuse.optimize(model, (X,), cuda_graphs=True, strict=True)
 
+    def test_a_model_with_other_tensors(self, replays):
+        model = Net(lambda m, x: m.fc(x).relu() + torch.sparse.mm(m.s, x), fc=linear()).eval()
+        model.register_buffer("s", torch.eye(5).to_sparse())
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        for _ in range(3):
+            assert_as_eager(model, fast, X, exact=False)
+        assert not replays and "no plain tensor" in report(fast)[1]
+
+    def test_a_model_that_comes_to_the_gpu_later(self, replays, monkeypatch):
+        monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda tensor: tensor.dtype == torch.float64)  # as it were
+        model = block()
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        fast(X), fast(X)
+        model.double()
+        for _ in range(3):
+            assert_as_eager(model, fast, X.double())
+        assert len(replays) == 2
+
     def test_objects_as_arguments(self, replays):
         model = Net2(lambda m, x, y: m.fc(x).relu(), fc=linear()).eval()
         fast = fxfuse.optimize(model, cuda_graphs=True)
