@@ -15,7 +15,7 @@ import logging
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -319,6 +319,56 @@ def _where(error: BaseException) -> tuple[nn.Module | None, str]:
     return module, f"{line}: {message}" if line else message
 
 
+_MISSING: Final = object()
+
+
+class _Attributes:
+    """What modules' attributes were before a trace: a forward may set them, and its graph would not."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = {
+            module: {name: (value, _contents(value)) for name, value in vars(module).items()} for module in modules
+        }
+
+    def restore(self) -> dict[nn.Module, str]:
+        """Undoes what the trace did, unless it installed hooks: who does that once, at the first call, has done it.
+
+        Returns the modules that the trace did something to, with an attribute's name.
+        """
+        changed = [
+            (module, name, before.get(name, (_MISSING, None)))
+            for module, before in self._before.items()
+            for name in {**before, **vars(module)}
+            if not _is_as_before(vars(module), name, *before.get(name, (_MISSING, None)))
+        ]
+        if not any(name.endswith("_hooks") for _, name, _ in changed):
+            for module, name, (value, contents) in changed:
+                vars(module)[name] = value
+                if value is _MISSING:
+                    del vars(module)[name]
+                elif contents is not None:
+                    value.clear()
+                    (value.update if isinstance(value, dict) else value.extend)(contents)
+        return {module: name for module, name, _ in changed}
+
+
+def _is_as_before(now: dict[str, Any], name: str, value: Any, contents: Any) -> bool:
+    return now.get(name, _MISSING) is value and (contents is None or _is_same(_contents(value), contents))
+
+
+def _contents(value: Any) -> list[Any] | dict[Any, Any] | None:
+    """A copy of a container that may be changed in place."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list) else None
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        now, before = [*now, *now.values()], [*before, *before.values()]
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 _tracing: Final = threading.RLock()
 """fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
 
@@ -351,26 +401,41 @@ def trace(
     paths = {module: path for path, module in root.named_modules()}
     # hooks must run at every call, not once while tracing
     opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
+    plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
     while True:
         tracer = _Tracer(set(opaque), is_captured, given, constants)
+        attributes = _Attributes(plain)
+        refused: dict[nn.Module, str] = {}
+        cause: Exception | None = None
+
+        def refuse(module: nn.Module | None, reason: str) -> None:
+            # what runs as Python already is not to blame
+            known = module is not None and module in paths and module not in opaque
+            refused[module if known and module is not None else root] = reason  # noqa: B023
+
         try:
             with _tracing:
                 graph = tracer.trace(root)
             # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
             graph._tracer_cls = None
-            break
         except Exception as error:  # tracing runs the user's code, which may raise anything
+            cause = error
             module, reason = _where(error)
             if isinstance(error, _StateError):
                 module = error.module or root
+            refuse(module, reason)
+        for module, name in attributes.restore().items():
+            if cause is None:
+                refuse(module, f"{type(module).__name__}.forward: it sets the attribute '{name}'")
+        if not refused:
+            break
+        for module, reason in refused.items():
             if strict:
-                raise CaptureError(f"the model cannot be traced: {reason}") from error
-            if module is None or module not in paths or module in opaque:
-                module = root
+                raise CaptureError(f"the model cannot be traced: {reason}") from cause
             logger.info("fxfuse: '%s' runs as Python: %s", paths[module], reason)
-            opaque[module] = reason
-            if module is root:
-                return Captured(root, None, (Untraced("", reason),))
+        opaque.update(refused)
+        if root in refused:
+            return Captured(root, None, (Untraced("", refused[root]),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
     return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants)

@@ -445,6 +445,38 @@ def test_attributes_that_are_set_on_values():
     assert "'value' of a value is set" in str(fxfuse.explain(fast))
 
 
+def remembering(m, x):
+    m.calls, m.last = m.calls + 1, m.fc(x).relu()
+    return m.last * m.calls
+
+
+def gathering(m, x):
+    m.history.append(m.fc(x).relu())
+    m.named["last"] = m.history[-1]
+    return m.history[-1] * len(m.history)
+
+
+STATEFUL = {"attributes": remembering, "containers": gathering}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("inside", [False, True])
+def test_attributes_that_a_forward_sets(name, inside):
+    inner = Net(STATEFUL[name], fc=linear(), calls=0, history=[], named={})
+    model = (nn.Sequential(inner, linear(), nn.Tanh()) if inside else inner).eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    stateful = fast[0] if inside else fast
+    assert stateful.calls == 0 and not stateful.history and not stateful.named and not hasattr(stateful, "last")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(X), model(X))
+    assert stateful.calls == inner.calls and len(stateful.history) == len(inner.history)
+    assert "Net.forward: it sets the attribute" in fxfuse.explain(fast).skipped[0].reason
+    assert ("tanh(acc)" in epilogues(fast)) is inside
+    with pytest.raises(fxfuse.CaptureError, match="it sets the attribute"):
+        fxfuse.optimize(model, strict=True)
+
+
 collected = contextvars.ContextVar("collected", default=None)
 
 
