@@ -149,16 +149,27 @@ class Graph:
     def capture(self, call: Callable[[], Any]) -> Any:
         """What `call` returns: tensors that every replay overwrites."""
         pool = self._pool
-        # other threads may go on allocating and synchronising
-        with (
-            torch.cuda.device(pool.device),
-            torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"),
-        ):
-            return call()
+        with torch.cuda.device(pool.device):
+            try:
+                # other threads may go on allocating and synchronising
+                with torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"):
+                    return call()
+            except Exception:
+                _recover(pool)
+                raise
 
     def replay(self) -> None:
         with torch.cuda.device(self._pool.device):
             self._graph.replay()
+
+
+def _recover(pool: Pool) -> None:
+    """Ends what torch leaves open when a capture fails: its allocator and its random generator go on capturing."""
+    with contextlib.suppress(Exception):  # where torch has done it
+        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)
+        torch._C._cuda_releasePool(pool.device.index, pool.handle)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=pool.capturing, capture_error_mode="thread_local"):
+        torch.zeros(1, device=pool.device)  # capturing anything ends it for the generator
 
 
 @contextlib.contextmanager
