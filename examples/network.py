@@ -29,6 +29,12 @@ def trained(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def _is_anchor(module: nn.Module) -> bool:
+    """Whether it is a linear or convolution: transformers has some of its own."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
+
+
 def run(description: str | None, build: Build, inputs: Inputs) -> None:
     """An example's main()."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,6 +43,7 @@ def run(description: str | None, build: Build, inputs: Inputs) -> None:
     parser.add_argument("--batch", type=int, default=None, help="32 on a GPU and 1 on a CPU if not given")
     parser.add_argument("--small", action="store_true", help="a model and a batch of a few kilobytes")
     parser.add_argument("--fp32", default="exact", choices=("exact", "fast"))
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay the model as a CUDA graph")
     parser.add_argument("--compare", nargs="*", default=["eager", "torch.compile"])
     parser.add_argument("--seconds", type=float, default=4.0, help="measuring time")
     given = parser.parse_args()
@@ -48,10 +55,10 @@ def run(description: str | None, build: Build, inputs: Inputs) -> None:
         tensor.to(given.device, model.dtype if tensor.is_floating_point() else None) for tensor in inputs(model, batch)
     )
     with torch.no_grad():
-        fast = fxfuse.optimize(model, example, fp32=given.fp32)
+        fast = fxfuse.optimize(model, example, fp32=given.fp32, cuda_graphs=given.cuda_graphs)
         report = fxfuse.explain(fast)
         print(report)
-        anchors = sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.modules())
+        anchors = sum(_is_anchor(module) for module in model.modules())
         used = {region.nodes for region in report.regions if region.kernel and not region.chain}
         print(f"\n{len(used)} regions in use; the model has {anchors} linears and convolutions\n")
         print(fxfuse.verify(model, fast, example), "\n")

@@ -7,13 +7,15 @@ Python, as one node of its parent's graph, and its children are captured one by 
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import inspect
 import logging
+import operator
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -58,7 +60,8 @@ class Captured:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that have a default, with it."""
     given: frozenset[str] = frozenset()
-    """Those of them that the graph takes as inputs; for the others it is right for one value only."""
+    """Those of them that the graph takes as inputs, further keyword arguments among them; for the others it is right
+    for one value only."""
     constants: Constants = ()
     """Those values where they are not the defaults; further keyword arguments among them."""
 
@@ -97,10 +100,54 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
     return done[module]
 
 
+class _Proxy(fx.Proxy):
+    """A proxy for which `x += 1` overwrites x, as it does for tensors, and to which nothing can be attached unseen."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer"):
+            raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
+        object.__setattr__(self, name, value)
+
+
+def _augmented(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"):
+    setattr(_Proxy, f"__i{_name}__", _augmented(getattr(operator, f"__i{_name}__")))
+
+
+class _BufferProxy(_Proxy):
+    """A buffer, read at every call; what is asked of its shape while tracing is answered at once."""
+
+    _buffer: torch.Tensor
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        object.__setattr__(self, "_buffer", buffer)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._buffer.shape
+
+    @property
+    def ndim(self) -> int:
+        return self._buffer.ndim
+
+    def size(self, *dim: int) -> Any:
+        return self._buffer.size(*dim)
+
+    def dim(self) -> int:
+        return self._buffer.dim()
+
+    def numel(self) -> int:
+        return self._buffer.numel()
+
+
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
-    Arguments of forward that have a default and are not `given` are traced with its value, or with the one among
+    Arguments of forward that have a default and are not `given` are traced without, or with their value among
     `constants`, instead of a proxy: `if mask is not None` asks a question that no proxy can answer. The graph keeps
     them as placeholders.
     """
@@ -121,7 +168,9 @@ class _Tracer(fx.Tracer):
         self.given: frozenset[str] = given or frozenset()
         self.defaults: dict[str, Any] = {}
         self._modes = _modes()
-        self._entered: list[nn.Module] = []
+        self._context = _context()
+        self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
+        self._buffer_paths: dict[int, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -132,9 +181,16 @@ class _Tracer(fx.Tracer):
         """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
+        context = _context()
+        if context != self._context and any(map(has_hooks, m.modules())):
+            unaware = [entered for entered, before in self._entered if before == self._context]
+            raise _StateError(
+                unaware[-1] if unaware else None,
+                f"it sets a context variable, which hooks of a {type(m).__name__} would not find in a graph",
+            )
         if _modes() != self._modes:
             return super().call_module(m, forward, args, kwargs)
-        self._entered.append(m)
+        self._entered.append((m, context))
         result = super().call_module(m, forward, args, kwargs)
         self._entered.pop()
         return result
@@ -142,14 +198,31 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """As fx.Tracer.create_node; a graph does not hold under which autocast or gradient mode its nodes run."""
         if _modes() != self._modes:
-            raise _ModeError(self._entered[-1] if self._entered else None)
+            raise _StateError(
+                self._entered[-1][0] if self._entered else None,
+                "it switches autocast or gradients for a part of its operations",
+            )
         return super().create_node(*args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
         if threading.get_ident() != self._thread:
             return attr_val
+        if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
+            path = self._buffer_paths.get(id(attr_val))
+            if path is not None:  # computed with here and now, it would become a constant
+                if path not in parameter_proxy_cache:
+                    node = self.create_node("get_attr", path, (), {})
+                    parameter_proxy_cache[path] = _BufferProxy(node, self, attr_val)
+                return parameter_proxy_cache[path]
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
+        return super().trace(root, concrete_args)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -162,6 +235,8 @@ class _Tracer(fx.Tracer):
         named = [parameter for parameter in parameters if parameter.kind not in prefixes]
         if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
             self.given = frozenset({named[0].name})
+        constants = dict(self._constants)
+        by_name = False  # from the first argument on that is left out
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
@@ -175,17 +250,21 @@ class _Tracer(fx.Tracer):
             )
             if has_default:
                 self.defaults[parameter.name] = parameter.default
-                if parameter.name not in self.given:
-                    value = self._constants.pop(parameter.name, parameter.default)
+            left_out = has_default and parameter.name not in self.given
             if stars == "*":
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
                 self.defaults[VARIABLE_KEYWORDS] = None
-            elif parameter.kind is kinds.KEYWORD_ONLY:
+                keywords.update((name, value[name]) for name in sorted(self.given - {item.name for item in named}))
+            elif parameter.kind is kinds.POSITIONAL_ONLY:
+                positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
+            elif left_out:
+                by_name = True
+            elif by_name or parameter.kind is kinds.KEYWORD_ONLY:
                 keywords[parameter.name] = value
             else:
                 positional.append(value)
-        keywords.update(self._constants)
+        keywords.update(constants)
         return (lambda *args: root_fn(*args, **keywords)), [self.root, *positional]
 
     def create_arg(self, a: Any) -> Any:
@@ -205,11 +284,16 @@ def _modes() -> tuple[Any, ...]:
     return (autocast, *dtypes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-class _ModeError(fx.proxy.TraceError):
-    """Operations run under an autocast or gradient mode that `module` has entered; None is the root."""
+def _context() -> dict[Any, int]:
+    """Context variables that are set, with the identity of their values."""
+    return {variable: id(value) for variable, value in contextvars.copy_context().items()}
 
-    def __init__(self, module: nn.Module | None) -> None:
-        super().__init__("it switches autocast or gradients for a part of its operations")
+
+class _StateError(fx.proxy.TraceError):
+    """Operations run in a state that `module` has set for the time of its forward; None is the root."""
+
+    def __init__(self, module: nn.Module | None, reason: str) -> None:
+        super().__init__(reason)
         self.module = module
 
 
@@ -230,7 +314,59 @@ def _where(error: BaseException) -> tuple[nn.Module | None, str]:
             module = owner
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, fx.proxy.TraceError):
+        message = message.partition(". ")[0]  # the rest explains what torch.fx is
     return module, f"{line}: {message}" if line else message
+
+
+_MISSING: Final = object()
+
+
+class _Attributes:
+    """What modules' attributes were before a trace: a forward may set them, and its graph would not."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = {
+            module: {name: (value, _contents(value)) for name, value in vars(module).items()} for module in modules
+        }
+
+    def restore(self) -> dict[nn.Module, str]:
+        """Undoes what the trace did, unless it installed hooks: who does that once, at the first call, has done it.
+
+        Returns the modules that the trace did something to, with an attribute's name.
+        """
+        changed = [
+            (module, name, before.get(name, (_MISSING, None)))
+            for module, before in self._before.items()
+            for name in {**before, **vars(module)}
+            if not _is_as_before(vars(module), name, *before.get(name, (_MISSING, None)))
+        ]
+        if not any(name.endswith("_hooks") for _, name, _ in changed):
+            for module, name, (value, contents) in changed:
+                vars(module)[name] = value
+                if value is _MISSING:
+                    del vars(module)[name]
+                elif contents is not None:
+                    value.clear()
+                    (value.update if isinstance(value, dict) else value.extend)(contents)
+        return {module: name for module, name, _ in changed}
+
+
+def _is_as_before(now: dict[str, Any], name: str, value: Any, contents: Any) -> bool:
+    return now.get(name, _MISSING) is value and (contents is None or _is_same(_contents(value), contents))
+
+
+def _contents(value: Any) -> list[Any] | dict[Any, Any] | None:
+    """A copy of a container that may be changed in place."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list) else None
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        now, before = [*now, *now.values()], [*before, *before.values()]
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 _tracing: Final = threading.RLock()
@@ -252,9 +388,9 @@ def trace(
     """Traces `root` itself, in its present mode.
 
     Args:
-        given: the arguments of forward, of those with a default, that calls will give another value. If None: the
-            first argument if all of them have defaults, else none.
-        constants: values that calls will give to others, and to further keyword arguments.
+        given: the arguments of forward, of those with a default and of further keyword arguments, that calls will give
+            a value of their own. If None: the first argument if all of them have defaults, else none.
+        constants: values that calls will give to others.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
     """
@@ -265,26 +401,41 @@ def trace(
     paths = {module: path for path, module in root.named_modules()}
     # hooks must run at every call, not once while tracing
     opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
+    plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
     while True:
         tracer = _Tracer(set(opaque), is_captured, given, constants)
+        attributes = _Attributes(plain)
+        refused: dict[nn.Module, str] = {}
+        cause: Exception | None = None
+
+        def refuse(module: nn.Module | None, reason: str) -> None:
+            # what runs as Python already is not to blame
+            known = module is not None and module in paths and module not in opaque
+            refused[module if known and module is not None else root] = reason  # noqa: B023
+
         try:
             with _tracing:
                 graph = tracer.trace(root)
             # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
             graph._tracer_cls = None
-            break
         except Exception as error:  # tracing runs the user's code, which may raise anything
+            cause = error
             module, reason = _where(error)
-            if isinstance(error, _ModeError):
+            if isinstance(error, _StateError):
                 module = error.module or root
+            refuse(module, reason)
+        for module, name in attributes.restore().items():
+            if cause is None:
+                refuse(module, f"{type(module).__name__}.forward: it sets the attribute '{name}'")
+        if not refused:
+            break
+        for module, reason in refused.items():
             if strict:
-                raise CaptureError(f"the model cannot be traced: {reason}") from error
-            if module is None or module not in paths or module in opaque:
-                module = root
+                raise CaptureError(f"the model cannot be traced: {reason}") from cause
             logger.info("fxfuse: '%s' runs as Python: %s", paths[module], reason)
-            opaque[module] = reason
-            if module is root:
-                return Captured(root, None, (Untraced("", reason),))
+        opaque.update(refused)
+        if root in refused:
+            return Captured(root, None, (Untraced("", refused[root]),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
     return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants)

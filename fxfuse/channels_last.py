@@ -45,7 +45,7 @@ class Run:
 def convert_runs(root: nn.Module, graph: fx.Graph) -> list[Run]:
     """Puts conversions around the runs of `graph`, whose regions are fused already. Returns the runs."""
     mutations = Mutations(root, graph)
-    if mutations.any():  # a conversion copies, and what is overwritten would be overwritten in the copy only
+    if mutations.visible():  # a conversion copies, and what is overwritten would be overwritten in the copy only
         return []
     runs = [run for run in _find_runs(root, graph) if len(run.convolutions) >= LEAST]
     for run in runs:

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,17 @@ from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
-from fxfuse.errors import FxfuseError
-from fxfuse.patterns import MODE_DEPENDENT, Attribute, Region, Skipped, find_regions, is_region_alone
+from fxfuse.cuda_graphs import Replays
+from fxfuse.errors import FxfuseError, UnsupportedError
+from fxfuse.patterns import (
+    MODE_DEPENDENT,
+    Attribute,
+    Region,
+    Skipped,
+    find_regions,
+    is_region_alone,
+    keep_numbers,
+)
 from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
@@ -35,6 +45,7 @@ def optimize(
     *,
     strict: bool = False,
     fp32: Literal["exact", "fast"] = "exact",
+    cuda_graphs: bool = False,
 ) -> fx.GraphModule:
     """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
 
@@ -56,10 +67,19 @@ def optimize(
             x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
             whose numbers are within a factor of 2^18 of each other, while smaller ones lose digits. It takes scratch
             memory as large as x and the weight at every call.
+        cuda_graphs: on a GPU, replay the model as one CUDA graph for calls without gradients in evaluation mode. The
+            call of `example_inputs` is captured now; of other calls (shapes, dtypes, strides, values that are no
+            tensors), the second of a kind, for up to 8 kinds. Results are the caller's own. Weights may change in place
+            at any time, and elsewhere too (the graphs are then captured again); what a forward does in Python, or reads
+            from attributes that are no tensors, is fixed when it is captured. The report says which calls ran without a
+            graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
     traced model with nothing fused.
+
+    torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
+    arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
     """
     if isinstance(model, torch.export.ExportedProgram):
         model = model.module()
@@ -77,9 +97,11 @@ def optimize(
         if isinstance(child, FusedModule) and state_of(child).settings == before != settings:  # fused with the model
             state_of(child).settings = settings
             child._derive(state_of(child).captured)
-    fast = FusedModule(_with_fused_children(captured, settings), settings)
+    fast = FusedModule(_with_fused_children(captured, settings), settings, cuda_graphs)
     if example_inputs is not None:
         compile_for(fast, example_inputs)
+    if example_inputs is not None and cuda_graphs:
+        _capture_for(fast, example_inputs)
     return fast
 
 
@@ -122,6 +144,15 @@ def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     with unchanged(fast), plans.collect() as calls:
         fast(*copies(list(example_inputs)))
     plans.prepare(calls)
+
+
+def _capture_for(fast: FusedModule, example_inputs: Sequence[Any]) -> None:
+    """Captures `fast(*example_inputs)` as a CUDA graph."""
+    state = state_of(fast)
+    assert state.replays is not None
+    reason = state.replays.prepare(fast, vars(type(fast).forward)["__wrapped__"], example_inputs)
+    if reason is not None and state.settings.strict:
+        raise UnsupportedError(f"the model cannot be captured as a CUDA graph: {reason}")
 
 
 # ------------------------------------------------------------------------------------------ replacement
@@ -266,6 +297,8 @@ class FusedState:
     """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
+    replays: Replays | None = None
+    """The model's CUDA graphs, if it was asked for any."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -286,7 +319,7 @@ class FusedModule(fx.GraphModule):
     does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
     """
 
-    def __init__(self, captured: Captured, settings: Settings) -> None:
+    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool = False) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
@@ -294,6 +327,7 @@ class FusedModule(fx.GraphModule):
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
         self.__dict__[_STATE] = state = FusedState(captured, settings)
+        state.replays = Replays() if cuda_graphs else None
         self.training = root.training
         self._derive(captured)
         state.own_attributes = frozenset(self.__dict__)
@@ -304,6 +338,8 @@ class FusedModule(fx.GraphModule):
         if state.forget is not None:
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
+        if state.replays is not None:
+            state.replays = Replays()
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         runs: list[channels_last.Run] = []
@@ -313,7 +349,7 @@ class FusedModule(fx.GraphModule):
         else:
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
-                recompose(graph)
+                recompose(captured.root, graph)
                 found, skipped = find_regions(captured.root, graph)
                 known = tensors_of(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
@@ -326,6 +362,7 @@ class FusedModule(fx.GraphModule):
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
                 if not captured.root.training:
                     runs = channels_last.convert_runs(captured.root, graph)
+            keep_numbers(graph)
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
         state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
@@ -333,6 +370,17 @@ class FusedModule(fx.GraphModule):
         finalizer.atexit = False
         state.forget = finalizer
         self.graph = graph
+
+    @property
+    def graph(self) -> fx.Graph:
+        """As GraphModule.graph. torch.export does not call a graph module but interprets its graph: it gets one that
+        calls the module, so that arguments with defaults and modules that run as Python are what they are in a call."""
+        exporting = torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+        return _calling_graph(self) if exporting else super().graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        fx.GraphModule.graph.__set__(self, graph)  # type: ignore[attr-defined]
 
     def recompile(self) -> Any:
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
@@ -347,6 +395,8 @@ class FusedModule(fx.GraphModule):
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.modes:
                 type(self).forward = _watching(type(self).forward)
+            if state.replays is not None:
+                type(self).forward = _replaying(type(self).forward)
         return code
 
     def train(self, mode: bool = True) -> FusedModule:
@@ -383,13 +433,14 @@ class FusedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         state = state_of(self)
         extras = copy.deepcopy(_extras(self), memo)
-        twin = _rebuild(copy.deepcopy(state.captured.root, memo), state.settings, extras)
+        root = copy.deepcopy(state.captured.root, memo)
+        twin = _rebuild(root, state.settings, extras, state.replays is not None)
         memo[id(self)] = twin
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
         state = state_of(self)
-        return _rebuild, (state.captured.root, state.settings, _extras(self))
+        return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
 
 
 def _extras(module: FusedModule) -> dict[str, Any]:
@@ -410,10 +461,10 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
     return state.variants[arguments]
 
 
-def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any]) -> FusedModule:
+def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any], cuda_graphs: bool) -> FusedModule:
     """A fused module of its own captured model (whose children that run as Python have fused children already)."""
     captured = trace(root, _is_fused, settings.strict)
-    fused = FusedModule(_with_fused_children(captured, settings), settings)
+    fused = FusedModule(_with_fused_children(captured, settings), settings, cuda_graphs)
     fused.__dict__.update(extras)
     return fused
 
@@ -436,7 +487,7 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    return watching
+    return _with_own_code(watching)
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
@@ -457,17 +508,37 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         passed.update((name, value) for name, value in kwargs.items() if name in defaults)
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
         if takes_more:
-            more = {name: value for name, value in kwargs.items() if name not in names}
-            if not all(map(_is_constant, more.values())):
-                return captured.root.forward(*args, **kwargs)
-            others.update(more)
+            others.update((name, value) for name, value in kwargs.items() if name not in names)
         constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
         given = frozenset(name for name, value in others.items() if not _is_constant(value))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
-        return _variant(self, (given, constants))(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
+            return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace
+        # not called as a module: it shares the hooks, which run already
+        return _variant(self, (given, constants)).forward(*args, **kwargs)
 
-    return guarded
+    return _with_own_code(guarded)
+
+
+def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, replayed as a CUDA graph where that is possible."""
+
+    @functools.wraps(forward)
+    def replaying(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        replays = state_of(self).replays
+        if replays is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return replays.call(self, forward, args, kwargs)
+
+    return _with_own_code(replaying)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which Dynamo keeps what it compiles apart: it goes by code objects, a few results for each."""
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 def _is_constant(value: Any) -> bool:
@@ -477,6 +548,14 @@ def _is_constant(value: Any) -> bool:
 
 def _disabled() -> bool:
     return os.environ.get("FXFUSE_DISABLE", "") not in ("", "0")
+
+
+def _calling_graph(module: FusedModule) -> fx.Graph:
+    """A graph for fx.Interpreter that calls `module`."""
+    graph = fx.Graph()
+    args = graph.placeholder("*args")
+    graph.output(graph.call_function(lambda args: module.forward(*args), (args,)))
+    return graph
 
 
 # ------------------------------------------------------------------------------ models that run as Python
@@ -491,7 +570,7 @@ class _PythonForward:
     root: nn.Module
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.root.forward(*args, **kwargs)
+        return self.root.forward(*args, **(kwargs or {}))  # fx.Interpreter gives an empty list
 
 
 def _python_graph() -> fx.Graph:

@@ -106,7 +106,8 @@ def run(
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
             plan = found.get(key)
             if plan is None:
-                plan = found[key] = _draft(problem, strict)()
+                plan = _draft(problem, strict)()
+                _keep(found, key, plan)
     return plan.run(x, weight, bias, operands)
 
 
@@ -151,7 +152,12 @@ def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
     for call, draft in drafts:
         plan = draft()
         with _lock:
-            _plans.setdefault(call.region, {})[call.key] = plan
+            _keep(_plans.setdefault(call.region, {}), call.key, plan)
+
+
+def _keep(found: dict[Key, Plan], key: Key, plan: Plan) -> None:
+    if not plan.provisional:
+        found[key] = plan
 
 
 # ---------------------------------------------------------------------------------------------- making

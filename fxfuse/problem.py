@@ -93,6 +93,8 @@ class Plan:
     """Times in seconds of the candidates that it was chosen from, if they were measured."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates beside its output."""
+    provisional: bool = False
+    """Whether it is for this call only: nothing could be measured now."""
 
 
 Draft: TypeAlias = Callable[[], Plan]

@@ -60,6 +60,8 @@ class Report:
     skipped: tuple[SkippedReport, ...]
     channels_last: tuple[str, ...] = ()
     """Which convolutions run in channels_last on a GPU although the model's tensors are contiguous."""
+    cuda_graphs: tuple[str, ...] = ()
+    """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -79,6 +81,7 @@ class Report:
             headers = ("anchor", "replaces", "epilogue", "kernel")
             parts.append(tabulate(fused, headers=headers, tablefmt="simple_outline"))
         parts += self.channels_last
+        parts += self.cuda_graphs
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             rows = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -120,7 +123,18 @@ def explain(fast: fx.GraphModule) -> Report:
             f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
             for run in state_of(module).runs
         ]
-    return Report(tuple(regions), tuple(skipped), tuple(runs))
+    return Report(tuple(regions), tuple(skipped), tuple(runs), _graphs_report(fast))
+
+
+def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
+    replays = state_of(fast).replays
+    if replays is None:
+        return ()
+    refused = (
+        f"{count} call{'' if count == 1 else 's'} without a CUDA graph: {reason}"
+        for reason, count in replays.refused.items()
+    )
+    return (f"{replays.graphs} CUDA graph{'' if replays.graphs == 1 else 's'} captured", *refused)
 
 
 def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:

@@ -90,14 +90,26 @@ def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
         return _leaves(model(*copies(list(inputs))))
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
+    """What a value consists of; of objects that can only be equal to themselves (a cache), their attributes."""
+    parts: list[Any]
     if dataclasses.is_dataclass(value):  # transformers' outputs are dictionaries, too
-        return [leaf for item in dataclasses.fields(value) for leaf in _leaves(getattr(value, item.name))]
-    if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
+        parts = [getattr(value, item.name) for item in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif not _has_equality(value) and hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    else:
+        return [value]
+    if any(value is outer for outer in inside):
+        return []
+    return [leaf for part in parts for leaf in _leaves(part, (*inside, value))]
+
+
+def _has_equality(value: Any) -> bool:
+    return any("__eq__" in vars(base) for base in type(value).__mro__[:-1])
 
 
 def _to_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Capture: whatever Python a model's forward is, the result is eager's and the report says what was not traced."""
 
+import contextvars
 import copy
 import dataclasses
 import enum
+import functools
 import threading
 import time
 import types
@@ -171,6 +173,55 @@ def test_children_are_fused_when_an_optional_input_is_given():
     assert any(region.kernel for region in fxfuse.explain(fast).regions)
 
 
+class Decorated(Base):
+    """Its arguments go by name: as many of transformers' models, it sets defaults in keywords."""
+
+    @staticmethod
+    def _with_scale(forward):
+        @functools.wraps(forward)
+        def wrapper(self, *args, **kwargs):
+            if kwargs.get("scale") is None:
+                kwargs["scale"] = 3.0
+            return forward(self, *args, **kwargs)
+
+        return wrapper
+
+    @_with_scale
+    def forward(self, x, mask=None, scale=None):
+        y = self.fc(x).relu() * scale
+        return y if mask is None else y * mask
+
+
+def test_arguments_that_are_not_given_are_not_passed():
+    model = Decorated().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, X)
+        assert_as_eager(model, fast, X, mask=X)
+        assert_as_eager(model, fast, X, scale=2.0)
+    assert not fxfuse.explain(fast).skipped
+
+
+class KeywordTensors(Base):
+    """It hands on keywords that its signature does not name."""
+
+    def forward(self, x, **options):
+        return self._scaled(self.fc(x).relu(), **options)
+
+    def _scaled(self, y, scale=1.0, shift=None):
+        return y * scale if shift is None else y * scale + shift
+
+
+def test_tensors_among_further_keywords_are_inputs():
+    model = KeywordTensors().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for options in ({}, {"shift": X}, {"shift": -X, "scale": 2.0}, {"shift": X, "scale": X}, {"unknown": X}):
+            assert_as_eager(model, fast, X, exact=False, **options)
+        fast(X, shift=X)
+    assert any(region.kernel and "o1" in region.epilogue for region in fxfuse.explain(fast).regions)
+
+
 # ---------------------------------------------------------------------------------------------- outputs
 
 
@@ -304,6 +355,178 @@ def test_modes_reach_untraceable_models(mode):
     assert bool((fast(X) == 0).all()) is mode
     assert fast.training is mode and all(module.training is mode for module in fast.modules())
     assert all(module.training is not mode for module in model.modules())
+
+
+# ------------------------------------------------------------------- Python that a graph does not hold
+
+
+def counting(m, x):
+    m.count.add_(1)
+    return m.fc(x).relu() * (m.count * 2)
+
+
+def growing(m, x):
+    n = x.size(0)
+    k = n
+    k += 1
+    return m.fc(x).relu() * n + k
+
+
+def buffered(forward, **buffers):
+    model = Net(forward, fc=linear())
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    return model
+
+
+def test_buffers_are_read_and_written_at_every_call():
+    model = buffered(counting, count=torch.zeros(1)).eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    assert fast.count == 0
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(X), model(X))
+    assert fast.count == 3 and not fxfuse.explain(fast).skipped
+
+
+def test_sizes_of_buffers_answer_questions():
+    model = buffered(
+        lambda m, x: m.fc(x).relu() + (m.v[: x.shape[1]] if m.v.shape[0] > 4 and m.v.dim() == 1 else 0), v=randn(9)
+    )
+    fast = fxfuse.optimize(model.eval(), strict=True)
+    with torch.no_grad():
+        assert_as_eager(model, fast, X)
+
+
+AUGMENTED = {
+    "an alias": lambda m, x: (lambda y, z: (y.__iadd__(1), y * z)[1])(*[m.fc(x)] * 2),
+    "the argument": lambda m, x: (x.__imul__(2), m.fc(x).relu())[1],
+    "a number": growing,
+    "a residual": lambda m, x: m.fc(x).__iadd__(x).relu(),
+    "another dtype": lambda m, x: m.fc(x).__iadd__(x.double()).relu(),
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTED)
+def test_augmented_assignments_overwrite(name):
+    model = Net(AUGMENTED[name], fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    assert not any("runs as Python" in item.reason for item in fxfuse.explain(fast).skipped)
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)
+        inputs = [X.clone(), X.clone()]
+        model(inputs[0]), fast(inputs[1])
+        assert torch.equal(*inputs)
+
+
+def test_a_residual_that_is_added_in_place_is_fused():
+    model = Net(lambda m, x: m.fc(x).__iadd__(x).relu(), fc=linear()).eval()
+    assert epilogues(fxfuse.optimize(model)) == ["relu(assign(acc + o0, acc))"]
+
+
+def test_attributes_that_are_set_on_values():
+    @dataclasses.dataclass
+    class Result:
+        value: torch.Tensor
+
+    class Inner(Base):
+        def forward(self, x):
+            return Result(self.fc(x).relu() if x.sum() < 1e9 else x)
+
+    def forward(m, x):
+        result = m.inner(x)
+        result.value = result.value * 2
+        return result.value
+
+    model = Net(forward, inner=Inner()).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)
+    assert "'value' of a value is set" in str(fxfuse.explain(fast))
+
+
+def remembering(m, x):
+    m.calls, m.last = m.calls + 1, m.fc(x).relu()
+    return m.last * m.calls
+
+
+def gathering(m, x):
+    m.history.append(m.fc(x).relu())
+    m.named["last"] = m.history[-1]
+    return m.history[-1] * len(m.history)
+
+
+STATEFUL = {"attributes": remembering, "containers": gathering}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("inside", [False, True])
+def test_attributes_that_a_forward_sets(name, inside):
+    inner = Net(STATEFUL[name], fc=linear(), calls=0, history=[], named={})
+    model = (nn.Sequential(inner, linear(), nn.Tanh()) if inside else inner).eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    stateful = fast[0] if inside else fast
+    assert stateful.calls == 0 and not stateful.history and not stateful.named and not hasattr(stateful, "last")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(X), model(X))
+    assert stateful.calls == inner.calls and len(stateful.history) == len(inner.history)
+    assert "Net.forward: it sets the attribute" in fxfuse.explain(fast).skipped[0].reason
+    assert ("tanh(acc)" in epilogues(fast)) is inside
+    with pytest.raises(fxfuse.CaptureError, match="it sets the attribute"):
+        fxfuse.optimize(model, strict=True)
+
+
+collected = contextvars.ContextVar("collected", default=None)
+
+
+class Collecting(nn.Module):
+    """Gathers what its layers return through hooks, installed at its first call, and a context variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Tanh()) for _ in range(3))
+        self.hooked = False
+
+    def forward(self, x):
+        if not self.hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(self.collect)
+            self.hooked = True
+        token = collected.set([])
+        for layer in self.layers:
+            x = layer(x)
+        results = tuple(collected.get())
+        collected.reset(token)
+        return results
+
+    @staticmethod
+    def collect(module, args, result):
+        if collected.get() is not None:
+            collected.get().append(result)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_hooks_that_read_context_variables(called_before):
+    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(torch.stack(x)).relu(), fc=linear())).eval()
+    if called_before:
+        model(X)
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_as_eager(model, fast, X)
+    assert [item.node for item in fxfuse.explain(fast).skipped] == ["0"]
+    assert epilogues(fast).count("tanh(acc)") == 3
+
+
+def test_hooks_run_once_when_other_arguments_are_given():
+    calls = []
+    model = nn.Sequential(DefaultNone()).eval()
+    model[0].register_forward_hook(lambda module, args, result: calls.append(module))
+    fast = fxfuse.optimize(Net(lambda m, x: m.inner[0](x, mask=x) if x.sum() < 1e9 else x, inner=model).eval())
+    with torch.no_grad():
+        fast(X)
+    assert len(calls) == 1
 
 
 # ---------------------------------------------------------------------------------------- odd modules

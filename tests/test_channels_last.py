@@ -57,8 +57,18 @@ def activated(m, x):
     return x
 
 
+def in_place(m, x):
+    x = F.relu(m.layers[0](x))
+    for layer in m.layers[1:]:
+        y = F.max_pool2d(layer(x), 3, 1, 1)
+        y += x
+        x = y
+    return x
+
+
 MODELS = {
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
+    "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
     "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),
     "residual": Net(
         residual,
@@ -93,7 +103,8 @@ def test_results_and_strides_are_eagers(name, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "back"), [("activated", 1), ("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1)]
+    ("name", "back"),
+    [("activated", 1), ("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1), ("in place", 1)],
 )
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["resnet50", "mobilenetv2", "vit", "bert", "llama"])
+@pytest.mark.parametrize("name", ["resnet50", "mobilenetv2", "vit", "bert", "gpt2", "llama"])
 def test_network_examples(name, capsys, monkeypatch):
     options = ["--small", "--device", "cpu", "--compare", "eager", "--seconds", "0.01"]
     monkeypatch.setattr(sys, "argv", [name, *options])

@@ -832,6 +832,9 @@ def test_tuning_at_the_first_call_and_in_a_graph(tuning):
             y = unmeasured(x)
         graph.replay()
         torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+        assert not fxfuse.explain(unmeasured).regions[0].kernel
+        unmeasured(x)
+        assert fxfuse.explain(unmeasured).regions[0].measured
 
 
 # ------------------------------------------------------------------------------------------- the machine

@@ -79,3 +79,111 @@ def test_fused_regions_are_what_runs(network):
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("fxfuse::conv2d", 0) >= fused
     assert calls.get("aten::batch_norm", 0) + calls.get("fxfuse::conv2d", 0) == 52 + (fused == 53)
+
+
+# ----------------------------------------------------------------------------------------- all kinds of forward
+
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+VISION = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+OPT = {
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 2,
+    "word_embed_proj_dim": 32,
+}  # fmt: skip
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+CONVNEXT = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}
+RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2]}
+SEGFORMER = {
+    "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3],
+    "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16,
+}  # fmt: skip
+WHISPER = {
+    "vocab_size": 99, "num_mel_bins": 8, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    "max_source_positions": 20, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+CLIP = {
+    "text_config": {**TEXT, "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 97, "pad_token_id": 1},
+    "vision_config": VISION,
+    "projection_dim": 16,
+}
+
+TINY = {
+    # the model, its configuration, the names of its inputs
+    "BERT": ("BertForSequenceClassification", "BertConfig", TEXT, "input_ids attention_mask"),
+    "RoBERTa": ("RobertaModel", "RobertaConfig", TEXT, "input_ids"),
+    "DistilBERT": (
+        "DistilBertModel", "DistilBertConfig",
+        {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, "input_ids",
+    ),
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2, "input_ids"),
+    "OPT": ("OPTForCausalLM", "OPTConfig", OPT, "input_ids"),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", TEXT, "input_ids"),
+    "T5": ("T5Model", "T5Config", T5, "input_ids decoder_input_ids"),
+    "ViT": ("ViTForImageClassification", "ViTConfig", VISION, "pixel_values"),
+    "DeiT": ("DeiTModel", "DeiTConfig", VISION, "pixel_values"),
+    "Swin": ("SwinModel", "SwinConfig", SWIN, "pixel_values"),
+    "ConvNeXt": ("ConvNextModel", "ConvNextConfig", CONVNEXT, "pixel_values"),
+    "ResNet": ("ResNetModel", "ResNetConfig", RESNET, "pixel_values"),
+    "MobileNetV2": (
+        "MobileNetV2Model", "MobileNetV2Config", {"image_size": 32, "depth_multiplier": 0.35}, "pixel_values",
+    ),
+    "SegFormer": ("SegformerForSemanticSegmentation", "SegformerConfig", SEGFORMER, "pixel_values"),
+    "Whisper": ("WhisperModel", "WhisperConfig", WHISPER, "input_features decoder_input_ids"),
+    "CLIP": ("CLIPModel", "CLIPConfig", CLIP, "input_ids pixel_values attention_mask"),
+}  # fmt: skip
+
+INPUTS = {
+    "input_ids": lambda batch: torch.randint(4, 90, (batch, 9)),
+    "decoder_input_ids": lambda batch: torch.randint(4, 90, (batch, 5)),
+    "attention_mask": lambda batch: torch.ones(batch, 9, dtype=torch.long).index_fill_(1, torch.arange(6, 9), 0),
+    "pixel_values": lambda batch: randn(batch, 3, 32, 32),
+    "input_features": lambda batch: randn(batch, 8, 40),
+}
+
+
+class ByName(nn.Module):
+    """Calls a model with names for its arguments."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs):
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
+
+
+def tiny(name):
+    """A model and the names of its inputs."""
+    model_name, config_name, options, names = TINY[name]
+    torch.manual_seed(0)
+    model = randomised(getattr(transformers, model_name)(getattr(transformers, config_name)(**options)))
+    return model, names.split()
+
+
+def assert_outputs_are_eagers(model, fast, names, batch):
+    inputs = {name: INPUTS[name](batch) for name in names}
+    with torch.no_grad():
+        assert type(fast(**inputs)) is type(model(**inputs))
+    found = fxfuse.verify(ByName(model, names), ByName(fast, names), list(inputs.values()))
+    assert found.ok or found.error < 3 * found.eager_error, found
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_whatever_a_forward_does_the_outputs_are_eagers(name):
+    model, names = tiny(name)
+    fast = fxfuse.optimize(model)
+    for batch in (2, 3):
+        assert_outputs_are_eagers(model, fast, names, batch)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5", "Swin", "Whisper", "CLIP"])
+def test_so_they_are_through_dynamo(name):
+    model, names = tiny(name)
+    torch.compiler.reset()
+    assert_outputs_are_eagers(model, torch.compile(model, backend="fxfuse"), names, 2)

@@ -1,6 +1,7 @@
 """optimize(): the result goes on being the user's model, whatever is done with either of them afterwards."""
 
 import copy
+import dataclasses
 import gc
 import io
 import logging
@@ -28,7 +29,7 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse import functional, plans
-from fxfuse.optimize import state_of
+from fxfuse.optimize import compile_for, state_of
 from fxfuse.problem import ANCHORS
 
 IMAGE = randn(4, 4, 8, 8)
@@ -415,6 +416,27 @@ def test_a_region_may_be_forgotten_while_its_plan_is_made(monkeypatch, forget):
     monkeypatch.setattr(plans, "_draft", forgetting)
     with torch.no_grad():
         assert_as_eager(model, fast, randn(2, 8))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_provisional_plan_is_for_one_call(prepared, monkeypatch, forget):
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    fast = fxfuse.optimize(model)
+    draft = plans._draft
+
+    def provisional(*args):
+        plan = draft(*args)()
+        return lambda: dataclasses.replace(plan, provisional=True)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(plans, "_draft", provisional)
+        if prepared:
+            compile_for(fast, (randn(2, 8),))
+        assert_as_eager(model, fast, randn(2, 8))
+        assert regions(fast)[0].kernel is None
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 8))
+    assert regions(fast)[0].kernel is not None
 
 
 # ----------------------------------------------------------------------------------------- example_inputs

@@ -45,6 +45,12 @@ def inplace_functions(m, x):
     return x.tanh_()
 
 
+def flattened(m, x):
+    """A linear as GPT-2 has it."""
+    y = torch.addmm(m.v, x.view(-1, x.size(-1)), m.w)
+    return y.view(x.size()[:-1] + (5,)).relu()  # noqa: RUF005 - unpacking sizes stops a trace
+
+
 ONE_REGION = {
     # the reference models
     "a": (Net(lambda m, x: torch.relu(m.fc(x) + m.v), fc=linear(bias=False), v=ones(8)), "relu(acc + o0)"),
@@ -59,6 +65,14 @@ ONE_REGION = {
     "@ w.t()": (Net(lambda m, x: (x @ m.w.t()).relu(), w=ones(5, 8)), "relu(acc)"),
     "@ w.T": (Net(lambda m, x: (x @ m.w.T).relu(), w=ones(5, 8)), "relu(acc)"),
     "addmm": (Net(lambda m, x: torch.addmm(m.v, x, m.w).relu(), w=ones(8, 5), v=ones(5)), "relu(acc)"),
+    "flattened addmm": (Net(flattened, w=ones(8, 5), v=ones(5)), "relu(acc)"),
+    "flattened mm": (
+        Net(
+            lambda m, x: torch.mm(x.reshape(-1, x.shape[-1]), m.w).view(operator.add(x.shape[:-1], (5,))).relu(),
+            w=ones(8, 5),
+        ),
+        "relu(acc)",
+    ),
     "addmm alpha beta": (
         Net(lambda m, x: torch.addmm(m.v, x, m.w, beta=0.5, alpha=2).relu(), w=ones(8, 5), v=ones(5)),
         "relu(acc)",
@@ -131,6 +145,13 @@ LEFT_ALONE = {
     "comparison": (Net(lambda m, x: m.fc(x) > 0, fc=linear()), "fc", "comparison"),
     "runtime stride": (
         Net(lambda m, x: F.conv2d(x, m.w, stride=x.size(0)).relu(), w=ones(8, 4, 3, 3)), "conv2d", "not known before",
+    ),
+    "another flattening": (
+        Net(
+            lambda m, x: torch.mm(x.view(-1, x.size(0)), m.w).view(operator.add(x.shape[:-1], (5,))).relu(),
+            w=ones(8, 5),
+        ),
+        "mm", "no pointwise operation follows",
     ),
     "enlarging operand": (Net(lambda m, x: m.fc(x) + m.v, fc=linear(1), v=ones(5)), "fc", "would enlarge the result"),
     "enlarging rank": (Net(lambda m, x: m.c(x) * m.v, c=conv(), v=ones(2, 1, 1, 1, 1)), "c", "would enlarge"),

@@ -103,6 +103,11 @@ def test_a_single_candidate_is_not_measured(gpu):
 def test_under_capture_nothing_is_measured(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert gpu(problem(), gpu.candidates("a", "b")) == "a" and not gpu.measured
+    assert tune.draft(problem(), gpu.candidates("a", "b"))().provisional
+    assert not tune.draft(problem(), gpu.candidates("a"))().provisional
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpu.times = {"a": 2.0, "b": 1.0}
+    assert gpu(problem(), gpu.candidates("a", "b")) == "b" and gpu.measured
 
 
 def test_sizes_share_a_choice_up_to_the_next_power_of_two(gpu):

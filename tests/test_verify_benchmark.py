@@ -69,6 +69,19 @@ def test_a_wrong_model_is_not(name):
     assert re.search(problem, found.problem) and "NOT OK" in str(found)
 
 
+class Cache:
+    """An object that is equal to itself only."""
+
+    def __init__(self, value):
+        self.layers, self.owner = [value], self
+
+
+def test_objects_are_compared_by_their_attributes():
+    original = model(forward=lambda m, x: Cache(m.fc(x)))
+    assert fxfuse.verify(original, fxfuse.optimize(original), (X,))
+    assert not fxfuse.verify(original, model(forward=lambda m, x: Cache(m.fc(x) * 2)), (X,))
+
+
 def test_nonfinite_values_in_the_same_places_are_ok():
     original = model(forward=poke(float("nan"), ((0, 0),)))
     assert fxfuse.verify(original, copy.deepcopy(original), (X,))

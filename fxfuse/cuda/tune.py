@@ -10,6 +10,7 @@ model's first choice.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -94,8 +95,10 @@ def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
             with contextlib.suppress(BuildError):  # then the others are tried, as if nothing were stored
                 plan = _plan(chosen, chosen.build(), stored.measured)
                 return lambda: plan
-    if not enabled() or len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
-        plan = _plan(candidates[0], candidates[0].build())
+    decided = not enabled() or len(candidates) == 1
+    if decided or torch.cuda.is_current_stream_capturing():
+        # a call that is captured before any other measures nothing; the next one does
+        plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
         return lambda: plan
     ready = _compile([*candidates[:CONTESTANTS], *(c for c in candidates[CONTESTANTS:] if c.always)])
     return lambda: _decide(problem, ready)

@@ -3,6 +3,7 @@ when overwritten values forbid it (mutation.py)."""
 
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
 from fxfuse.patterns.find import find_regions
+from fxfuse.patterns.mutation import keep_numbers
 from fxfuse.patterns.region import Region, Skipped, is_region_alone
 from fxfuse.patterns.values import MODE_DEPENDENT
 
@@ -15,4 +16,5 @@ __all__ = [
     "find_anchor",
     "find_regions",
     "is_region_alone",
+    "keep_numbers",
 ]

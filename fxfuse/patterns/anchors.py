@@ -54,6 +54,9 @@ def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
     The latter is a fake tensor, and its sizes may be symbols.
     """
     path = source.path if isinstance(source, Attribute) else None
+    if isinstance(source, fx.Node) and source.op == "call_method" and source.target == "t":
+        matrix = known_tensor(root, source.args[0])
+        return matrix.t() if matrix is not None and matrix.dim() <= 2 else None
     if isinstance(source, fx.Node) and source.op == "get_attr":
         path = str(source.target)
     tensor = tensor_at(root, path) if path is not None else noted(source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -31,6 +31,21 @@ _IN_PLACE_FUNCTIONS: Final = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.ifloordiv, operator.imod,
      operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem}
 )  # fmt: skip
+
+
+def update_(name: str, value: Any, other: Any) -> Any:
+    """`value += other`, for the name "iadd": overwrites a tensor, returns another number."""
+    return getattr(operator, name)(value, other)
+
+
+def keep_numbers(graph: fx.Graph) -> None:
+    """Makes `x += 1` in the graph's code, which gives the name x a new meaning if x is a number, a call of update_."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _IN_PLACE_FUNCTIONS and node.target is not operator.setitem:
+            value = node.args[0]
+            if not isinstance(value, fx.Node) or len(value.users) > 1:
+                node.args = (node.target.__name__, *node.args)
+                node.target = update_
 
 
 def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
@@ -79,9 +94,18 @@ class Mutations:
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
-    def any(self) -> bool:
-        """Whether any node overwrites anything."""
-        return bool(self._writes)
+    def visible(self) -> bool:
+        """Whether what some node overwrites can be seen in another way than by that node's result."""
+        return any(self._is_visible(*write) for write in self._writes)
+
+    def _is_visible(self, index: int, memory: frozenset[object]) -> bool:
+        if any(not isinstance(item, fx.Node) or item.op == "placeholder" for item in memory):
+            return True  # an argument of the model, a parameter or a buffer
+        return any(
+            self.order[arg] < index < order and memory & self._roots[arg]
+            for node, order in self.order.items()
+            for arg in node.all_input_nodes
+        )
 
     def same_section(self, node: fx.Node, other: fx.Node) -> bool:
         """Whether both run under the same autocast and gradient mode, as far as the graph itself switches them."""

@@ -1,6 +1,6 @@
 """What AOTAutograd, torch.export and some models take apart, put together, so that regions can grow over it.
 
-view, addmm or mm, view                             → linear or matmul of more than two dimensions
+view, addmm or mm, view                             → linear or matmul of any number of dimensions
 _native_batch_norm_legit_no_training, getitem 0     → batch_norm
 view, view back (where something was overwritten)   → nothing
 """
@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.patterns.anchors import noted
+from fxfuse.patterns.anchors import known_tensor, noted
 
 _aten = torch.ops.aten
 _VIEWS: Final = (_aten.view, _aten.reshape, _aten._unsafe_view, torch.reshape)
@@ -23,12 +23,12 @@ _ADDMM: Final = (_aten.addmm, torch.addmm)
 _MM: Final = (_aten.mm, torch.mm)
 
 
-def recompose(graph: fx.Graph) -> None:
-    """Rewrites `graph`, where Dynamo or torch.export noted the shapes of its values; the rest stays as it is."""
+def recompose(root: nn.Module, graph: fx.Graph) -> None:
+    """Rewrites `graph`, where Dynamo or torch.export noted the shapes of its values, or its own nodes say them."""
     for node in list(graph.nodes):
         target = ops.function_of(node.target)
         if target in (*_ADDMM, *_MM):
-            _recompose_product(graph, node, target in _ADDMM)
+            _recompose_product(root, graph, node, target in _ADDMM)
         elif target is _aten._native_batch_norm_legit_no_training:
             _recompose_batch_norm(graph, node)
         elif _is_view(node):
@@ -62,38 +62,84 @@ def _transposed(weight: Any) -> fx.Node | None:
     return source if swaps and isinstance(source, fx.Node) else None
 
 
-def _recompose_product(graph: fx.Graph, product: fx.Node, has_bias: bool) -> None:
+def _recompose_product(root: nn.Module, graph: fx.Graph, product: fx.Node, has_bias: bool) -> None:
     if product.kwargs:  # alpha, beta
         return
     bias, flat, right = product.args if has_bias else (None, *product.args)
-    weight = _transposed(right)
-    if not _is_view(flat) or not all(map(_is_view, product.users)):
+    views = list(product.users)
+    if not _is_view(flat) or not all(map(_is_view, views)):
         return
     assert isinstance(flat, fx.Node)
+    if not _keeps_rows(product, bias, flat) and not _says_it_keeps_rows(root, product, bias, flat, right):
+        return
     x = flat.args[0]
-    rows, features = _sizes(noted(x)), _sizes(noted(product))
-    if rows is None or features is None or _sizes(noted(flat)) != [features[0], rows[-1]]:
-        return
-    shape = [*rows[:-1], features[1]]
-    if any(_sizes(noted(view)) != shape for view in product.users):
-        return
-    if isinstance(bias, fx.Node) and _sizes(noted(bias)) != features[1:]:
-        return
+    weight = _transposed(right)
     with graph.inserting_before(product):
-        if weight is not None:
-            whole = graph.call_function(F.linear, (x, weight, bias))
-        else:
+        if weight is None and bias is None:
             whole = graph.call_function(torch.matmul, (x, right))
-            whole.meta = dict(next(iter(product.users)).meta)
-            whole = whole if bias is None else graph.call_function(torch.add, (whole, bias))
-    for view in list(product.users):
+        else:
+            weight = graph.call_method("t", (right,)) if weight is None else weight
+            whole = graph.call_function(F.linear, (x, weight, bias))
+    for view in views:
         whole.meta = dict(view.meta)
         view.replace_all_uses_with(whole)
-        graph.erase_node(view)
-    graph.erase_node(product)
-    for node in (flat, right):
-        if isinstance(node, fx.Node) and not node.users:
-            graph.erase_node(node)
+        _erase_unused(graph, view)
+
+
+def _keeps_rows(product: fx.Node, bias: Any, flat: fx.Node) -> bool:
+    """Whether the sizes that were noted show that all dimensions of x but the last are rows, before and after."""
+    rows, features = _sizes(noted(flat.args[0])), _sizes(noted(product))
+    if rows is None or features is None or _sizes(noted(flat)) != [features[0], rows[-1]]:
+        return False
+    shape = [*rows[:-1], features[1]]
+    if any(_sizes(noted(view)) != shape for view in product.users):
+        return False
+    return not isinstance(bias, fx.Node) or _sizes(noted(bias)) == features[1:]
+
+
+def _says_it_keeps_rows(root: nn.Module, product: fx.Node, bias: Any, flat: fx.Node, right: Any) -> bool:
+    """The same of nodes that compute the sizes: x.view(-1, x.size(-1)), result.view(x.size()[:-1] + (features,))."""
+    matrix, vector = known_tensor(root, right), known_tensor(root, bias)
+    if matrix is None or matrix.dim() != 2 or (bias is not None and (vector is None or vector.dim() != 1)):
+        return False
+    x, features = flat.args[0], matrix.shape[1]
+    if vector is not None and vector.shape[0] != features:
+        return False
+
+    def keeps(shape: Any) -> bool:
+        if not isinstance(shape, fx.Node) or shape.target is not operator.add or len(shape.args) != 2:
+            return False
+        rows, last = shape.args
+        return _is_item(rows, x, slice(None, -1, None)) and last == (features,)
+
+    if len(flat.args) != 3 or flat.args[1] != -1 or not _is_last_size(flat.args[2], x):
+        return False
+    return all(len(view.args) == 2 and keeps(view.args[1]) for view in product.users)
+
+
+def _is_last_size(size: Any, x: Any) -> bool:
+    asked = isinstance(size, fx.Node) and size.op == "call_method" and size.target == "size" and size.args == (x, -1)
+    return asked or _is_item(size, x, -1)
+
+
+def _is_item(value: Any, x: Any, index: Any) -> bool:
+    """Whether `value` is x.shape[index] or x.size()[index]."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem or value.args[1] != index:
+        return False
+    shape = value.args[0]
+    return isinstance(shape, fx.Node) and (
+        (shape.op == "call_method" and shape.target == "size" and shape.args == (x,))
+        or (shape.op == "call_function" and shape.target is getattr and shape.args == (x, "shape"))
+    )
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases `node`, and what it was made of as far as nobody else uses it."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for arg in inputs:
+        if not arg.users and arg.op != "placeholder":
+            _erase_unused(graph, arg)
 
 
 def _recompose_batch_norm(graph: fx.Graph, node: fx.Node) -> None:

@@ -1,0 +1,440 @@
+"""optimize(..., cuda_graphs=True): a call of the whole model as one CUDA graph instead of one launch after another.
+
+`Replays` decides for each call. The first call of its kind (shapes, strides and dtypes of the tensors, values of the
+other arguments, torch's switches) runs as usual, the second is captured: warm-up calls on a stream of its own, then
+torch.cuda.graph with a memory pool that the model's graphs share. Arguments are copied into buffers before a replay,
+and results out of the graph's memory after it, so that they belong to the caller.
+
+A graph reads parameters and buffers where they lay when it was captured: changes in place are seen, and if one of them
+lies elsewhere now, has been replaced, or if a module has changed its mode, all graphs are dropped. What a forward reads
+from Python (a number in an attribute) or does there is fixed at the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.functional import autocast_dtype
+from fxfuse.state import unchanged
+
+logger = logging.getLogger("fxfuse")
+
+GRAPHS: Final = 8
+"""Kinds of call for which a model keeps graphs, each with the memory of all intermediate results."""
+KINDS_REMEMBERED: Final = 64
+"""Kinds of call of which is known that they have been met once."""
+WARM_UP_CALLS: Final = 2
+
+Forward: TypeAlias = Callable[..., Any]
+"""A module's forward, self first."""
+Key: TypeAlias = tuple[Any, ...]
+
+_CONSTANTS: Final = (bool, int, str, torch.dtype, torch.device, torch.memory_format, torch.Size)
+_TENSORS: Final = (torch.Tensor, nn.Parameter)
+_dtype: Final[Callable[..., Any]] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class Unfit(Exception):
+    """Why a call cannot be a graph."""
+
+
+# ------------------------------------------------------------------------------------- arguments, results
+
+
+def flatten(value: Any, leaves: list[torch.Tensor]) -> Key:
+    """What a graph is captured for in an argument; its tensors are appended to `leaves`. Raises Unfit."""
+    if type(value) in _TENSORS:
+        if value.layout is not torch.strided or value.is_nested or torch._debug_has_internal_overlap(value) == 1:
+            raise Unfit("an argument's elements share memory, or it is not strided")
+        leaves.append(value)
+        return (torch.Tensor, value.shape, value.stride(), value.dtype, value.device)
+    if value is None or isinstance(value, _CONSTANTS):
+        return (type(value), value)
+    if isinstance(value, float):
+        return (float, value.hex())  # NaN is no key, and -0.0 is not 0.0
+    if type(value) in (tuple, list):
+        return (type(value), *(flatten(item, leaves) for item in value))
+    if type(value) is dict:
+        return (dict, *((name, flatten(item, leaves)) for name, item in value.items()))
+    raise Unfit(f"an argument is a {type(value).__name__}")
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced; containers and dataclasses are made anew. Raises Unfit for other objects."""
+    if type(value) in _TENSORS:
+        return function(value)
+    if value is None or isinstance(value, (*_CONSTANTS, float)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in dataclasses.fields(value) if item.init]
+        return dataclasses.replace(
+            value,
+            **{name: map_tensors(getattr(value, name), function) for name in names},
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(item, function) for item in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((name, map_tensors(item, function)) for name, item in value.items())
+    raise Unfit(f"a {type(value).__name__} is among its results")
+
+
+def _buffer(leaf: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return buffer.copy_(leaf.detach())
+
+
+def _copied(result: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    expanded = [size > 1 and stride == 0 for size, stride in zip(result.shape, result.stride(), strict=True)]
+    once = result[tuple(slice(0, 1) if repeated else slice(None) for repeated in expanded)] if any(expanded) else result
+    copy = torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device).copy_(once)
+    return copy.expand(result.shape) if any(expanded) else copy
+
+
+# ------------------------------------------------------------------------------------------- one graph
+
+
+class Pool:
+    """Memory for the graphs of one model, which are replayed one after another: they may use the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self.capturing = torch.cuda.Stream(device)
+        self._used_by = torch.cuda.current_stream(device)
+
+    def use(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Lets the current stream wait for whoever used the graphs last."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._used_by:
+            stream.wait_stream(self._used_by)
+            self._used_by = stream
+        for buffer in buffers:
+            buffer.record_stream(stream)
+
+
+class Graph:
+    """torch's CUDA graph of one call: with Pool, all that needs a GPU."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, call: Callable[[], Any]) -> None:
+        """Runs `call` until all is done that is done once (compiling, measuring, cuDNN's search). Raises Unfit."""
+        stream = torch.cuda.current_stream(self._pool.device)
+        self._pool.capturing.wait_stream(stream)
+        with torch.cuda.stream(self._pool.capturing):
+            for _ in range(WARM_UP_CALLS):
+                call()
+            with _waiting_noticed():  # in a capture it would fail, and torch's allocator would not recover
+                call()
+        stream.wait_stream(self._pool.capturing)
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns: tensors that every replay overwrites."""
+        pool = self._pool
+        with torch.cuda.device(pool.device):
+            try:
+                # other threads may go on allocating and synchronising
+                with torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"):
+                    return call()
+            except Exception:
+                _recover(pool)
+                raise
+
+    def replay(self) -> None:
+        with torch.cuda.device(self._pool.device):
+            self._graph.replay()
+
+
+def _recover(pool: Pool) -> None:
+    """Ends what torch leaves open when a capture fails: its allocator and its random generator go on capturing."""
+    with contextlib.suppress(Exception):  # where torch has done it
+        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)
+        torch._C._cuda_releasePool(pool.device.index, pool.handle)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=pool.capturing, capture_error_mode="thread_local"):
+        torch.zeros(1, device=pool.device)  # capturing anything ends it for the generator
+
+
+@contextlib.contextmanager
+def _waiting_noticed() -> Iterator[None]:
+    """Raises Unfit afterwards if the CPU waited for the GPU inside."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    if waits:
+        raise Unfit(f"it waits for the GPU ({waits[0].filename}:{waits[0].lineno})")
+
+
+_recording: Final = threading.local()
+
+
+@contextlib.contextmanager
+def _preparing() -> Iterator[None]:
+    """Inside, models do not replay, and autocast keeps no copies of weights: a graph would read them when they are
+    gone."""
+    cached = torch.is_autocast_cache_enabled()
+    _recording.active = True
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        _recording.active = False
+
+
+class Recording:
+    """A captured call."""
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], pool: Pool
+    ) -> None:
+        """Captures forward(module, *args, **kwargs). Raises Unfit."""
+        leaves: list[torch.Tensor] = []
+        flatten([args, kwargs], leaves)
+        device = pool.device
+        self._pool, self._graph = pool, Graph(pool)
+        # not tensors of the inference mode that the caller may be in: those may not be overwritten outside of it
+        with torch.inference_mode(False), torch.no_grad(), unchanged(module), _preparing():
+            self._buffers = [_buffer(leaf) for leaf in leaves]
+            buffers = iter(self._buffers)
+            args, kwargs = map_tensors((tuple(args), kwargs), lambda _: next(buffers))
+            before = self._versions(), _random_state(device)
+            self._graph.warm_up(lambda: forward(module, *args, **kwargs))
+            if before[0] != self._versions():
+                raise Unfit("it overwrites an argument")
+            if any(not torch.equal(*states) for states in zip(before[1], _random_state(device), strict=True)):
+                raise Unfit("it draws random numbers")
+            self._results = self._graph.capture(lambda: forward(module, *args, **kwargs))
+        lent = [*self._buffers, *module.parameters(), *module.buffers()]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in lent}
+
+        def check(result: torch.Tensor) -> torch.Tensor:
+            if result.device != device:
+                raise Unfit(f"a result is on {result.device}")
+            if result.numel() and result.untyped_storage().data_ptr() in storages:
+                raise Unfit("a result is a view of an argument, a parameter or a buffer")
+            return result
+
+        map_tensors(self._results, check)
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers]
+
+    def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """The results for the tensors of another call of this kind."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(result: torch.Tensor) -> torch.Tensor:
+            if id(result) not in copies:
+                copies[id(result)] = _copied(result)
+            return copies[id(result)]
+
+        with torch.no_grad():
+            self._pool.use(self._buffers)
+            for buffer, leaf in zip(self._buffers, leaves, strict=True):
+                buffer.copy_(leaf)
+            self._graph.replay()
+            return map_tensors(self._results, copied)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+# ------------------------------------------------------------------------------------------- the model
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+class _State:
+    """What graphs depend on in the model: where its tensors lie, and that no Python must run for its modules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._children = modules[1:]  # as long as they live, their ids are theirs
+        self._attributes = [vars(item) for item in modules]
+        # the module's own hooks run around its forward
+        self._hooks = [hooks for item in self._children for hooks in (item._forward_hooks, item._forward_pre_hooks)]
+        tables = [(item._parameters, item._buffers, item._modules) for item in modules]
+        self._tables: list[dict[str, Any]] = [table for three in tables for table in three if table]
+        self._parameters = list(module.parameters())
+        self._tensors = [*self._parameters, *module.buffers()]
+        self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self._tensors)
+        self._modes = self._read_modes()
+        self._hooked = any(self._hooks)
+        self._members = self._read_members()
+        self._places = self._read_places()
+        self._unfit = self._why_unfit(module)
+
+    # read at every call, of hundreds of tensors and modules: loops in C
+
+    def _read_modes(self) -> list[bool]:
+        return [attributes["training"] for attributes in self._attributes]
+
+    def _read_members(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
+
+    def _read_places(self) -> list[Any]:
+        if not self._are_plain:
+            return []
+        return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
+
+    def _why_unfit(self, module: nn.Module) -> str | None:
+        if any(self._modes):
+            return "a module is in training mode"
+        if self._hooked:
+            return "a module has hooks"
+        if not self._are_plain:
+            return "a parameter or buffer is no plain tensor"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
+                return f"'{name}' is on {tensor.device}"
+        return None
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            self._read_modes() == self._modes
+            and any(self._hooks) == self._hooked
+            and self._read_members() == self._members
+            and self._read_places() == self._places
+        )
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
+        """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
+        if self._unfit is not None:
+            raise Unfit(self._unfit)
+        tensors = [*self._tensors[:1], *leaves]
+        for tensor in tensors:
+            if not _on_gpu(tensor) or tensor.device != tensors[0].device:
+                raise Unfit(f"an argument is on {tensor.device}")
+        if not tensors:
+            raise Unfit("neither the model nor its arguments have tensors")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
+            raise Unfit("it is called with gradients; torch.no_grad() and torch.inference_mode() switch them off")
+        return tensors[0].device
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to see the operators that a call runs: a replay runs none."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _switches() -> Key:
+    autocast = torch.is_autocast_enabled()
+    return (
+        tf32_allowed("matmul"), tf32_allowed("conv2d"), autocast_dtype("cuda") if autocast else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+class Replays:
+    """The graphs of one model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._state: _State | None = None
+        self._pool: Pool | None = None
+        self._met: set[Key] = set()
+        self._found: dict[Key, Recording | Unfit] = {}
+        self.refused: Counter[str] = Counter()
+        """Why calls ran without a graph, and how many did."""
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs there are."""
+        return sum(isinstance(found, Recording) for found in self._found.values())
+
+    def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """forward(module, *args, **kwargs), replayed if that is possible."""
+        if not getattr(_recording, "active", False) and not _is_watched():
+            with self._lock:  # buffers are in use from the copies into them to those of the results
+                leaves: list[torch.Tensor] = []
+                try:
+                    recording = self._recording(module, forward, args, kwargs, leaves, at_once=False)
+                except Unfit as unfit:
+                    self.refused[str(unfit)] += 1
+                else:
+                    if recording is not None:
+                        return recording.replay(leaves)
+        return forward(module, *args, **kwargs)
+
+    def prepare(self, module: nn.Module, forward: Forward, args: Sequence[Any]) -> str | None:
+        """Captures forward(module, *args) now; the reason if that is not possible."""
+        with self._lock, torch.no_grad():
+            try:
+                self._recording(module, forward, args, {}, [], at_once=True)
+            except Unfit as unfit:
+                return str(unfit)
+        return None
+
+    def _recording(
+        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
+        leaves: list[torch.Tensor], at_once: bool,
+    ) -> Recording | None:  # fmt: skip
+        """The recording for this kind of call; None if it has not been met before. Appends its tensors to `leaves`."""
+        if self._state is None or not self._state.holds():
+            self._met, self._found, self._pool = set(), {}, None
+            self._state = _State(module)
+        key = (_switches(), flatten([tuple(args), kwargs], leaves))
+        device = self._state.check(leaves)
+        found = self._found.get(key)
+        if found is None:
+            if key not in self._met and not at_once:
+                if len(self._met) < KINDS_REMEMBERED:
+                    self._met.add(key)
+                return None
+            if self.graphs >= GRAPHS:
+                raise Unfit(f"there are {GRAPHS} graphs for other kinds of call")
+            if self._pool is None or self._pool.device != device:
+                self._pool = Pool(device)
+            found = self._found[key] = _record(module, forward, args, kwargs, self._pool)
+        if isinstance(found, Unfit):
+            raise found
+        return found
+
+
+def _record(
+    module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], pool: Pool
+) -> Recording | Unfit:
+    logger.info("fxfuse: a CUDA graph of %s is captured", type(module).__name__)
+    try:
+        return Recording(module, forward, args, kwargs, pool)
+    except Unfit as unfit:
+        return unfit
+    except Exception as error:  # of the model (its call will raise it again), or of what cannot be captured
+        cause = error.__context__ or error  # ending a failed capture raises another one
+        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        return Unfit(f"capturing it fails: {text}")

@@ -1,0 +1,192 @@
+"""Optimised models in others' hands: torch.compile, torch.export, files and copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_as_eager, linear, randn
+from torch import nn
+
+import fxfuse
+from fxfuse import build
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own
+
+
+class Optional(nn.Module):
+    """Arguments with defaults, a dictionary out, modules that depend on the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.norm = linear(), nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def forward(self, x, mask=None, scale=1.0, **options):
+        y = F.silu(self.norm(self.drop(self.fc(x)))) * scale
+        return {"y": y if mask is None else y * mask}
+
+
+class Python(nn.Module):
+    """Asks for sizes, which no trace can answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fc = Optional(), linear()
+
+    def forward(self, x):
+        return F.gelu(self.fc(self.inner(x, scale=2.0)["y"])).view(*x.shape[:-1], 2, 4)
+
+
+class Convolutions(nn.Module):
+    """A run that is converted to channels_last on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x)) + x
+        return x
+
+
+CASES = {
+    # the model, a call's arguments, fused operators in its graph
+    "traced": (Optional, (randn(3, 8),), 1),
+    "another argument": (Optional, (randn(3, 8), randn(3, 8, seed=1)), 1),
+    "Python": (Python, (randn(3, 8),), 1),
+    "convolutions": (Convolutions, (randn(2, 4, 6, 6),), 4),
+}
+
+
+def fused_operators(graph):
+    return sum(node.op == "call_function" and "fxfuse" in str(node.target) for node in graph.nodes)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    make, inputs, operators = CASES[request.param]
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = make().eval()
+    with torch.no_grad():
+        fast = fxfuse.optimize(model)
+        fast(*inputs)  # a call with other arguments than the default ones is traced now, not by Dynamo
+        yield model, fast, inputs, operators
+
+
+def test_compiled_without_a_graph_break(case):
+    model, fast, inputs, operators = case
+    graphs = []
+
+    def backend(graph_module, example_inputs):
+        graphs.append(graph_module.graph)
+        return graph_module
+
+    assert_as_eager(model, torch.compile(fast, backend=backend, fullgraph=True), *inputs)
+    assert [fused_operators(graph) for graph in graphs] == [operators]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fxfuse"])
+def test_compiled_by_other_backends(case, backend):
+    model, fast, inputs, _ = case
+    assert_as_eager(model, torch.compile(fast, backend=backend), *inputs)
+
+
+def test_compiled_by_inductor():
+    model = nn.Sequential(linear(), nn.Mish()).eval()
+    with torch.no_grad():
+        assert_as_eager(model, torch.compile(fxfuse.optimize(model)), randn(3, 8), exact=False)
+
+
+def test_compiled_for_arguments_that_were_not_met_before():
+    model = Optional().eval()
+    fast = torch.compile(fxfuse.optimize(model), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(3, 8), mask=randn(3, 8, seed=1), exact=False)
+
+
+def test_many_optimised_models_are_compiled():
+    """Dynamo keeps a few results for each code object; each model has its own."""
+    models = [Optional().eval() for _ in range(12)]
+    graphs = []
+
+    def backend(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        for model in models:
+            assert_as_eager(model, torch.compile(fxfuse.optimize(model), backend=backend), randn(3, 8))
+    assert len(graphs) == len(models)
+
+
+def through_a_file(program):
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+PROGRAMS = {
+    "exported": lambda program: program,
+    "decomposed": lambda program: program.run_decompositions(),
+    "saved": through_a_file,
+}
+
+
+@pytest.mark.parametrize("how", PROGRAMS)
+@pytest.mark.parametrize("strict", [False, True], ids=["interpreted", "by Dynamo"])
+def test_exported(case, how, strict):
+    model, fast, inputs, operators = case
+    program = PROGRAMS[how](torch.export.export(fast, inputs, strict=strict))
+    assert fused_operators(program.graph) == operators
+    assert program.state_dict.keys() == model.state_dict().keys()
+    assert_as_eager(model, program.module(), *inputs)
+
+
+def test_exported_for_any_number_of_rows():
+    model = Optional().eval()
+    rows = torch.export.Dim("rows", min=2)
+    with torch.no_grad():
+        program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),), dynamic_shapes={"x": {0: rows}})
+        for n in (2, 5, 33):
+            assert_as_eager(model, program.module(), randn(n, 8), exact=False)
+
+
+def test_an_exported_program_can_be_optimised_again():
+    model = Optional().eval()
+    program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),))
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(program), randn(3, 8), exact=False)
+
+
+def torch_saved(fast):
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
+    "torch.save": torch_saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_find_their_kernels(case, how, forget, monkeypatch):
+    """In a process that has loaded nothing, and with no compiler."""
+    model, fast, inputs, _ = case
+    forget()
+    twin = COPIES[how](fast)
+    monkeypatch.setattr(build, "_load_inline", None)
+    assert_as_eager(model, twin, *inputs)
+    used = [region for region in fxfuse.explain(twin).regions if region.kernel]
+    assert used and not any(region.fallback for region in used)
