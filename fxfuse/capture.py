@@ -330,16 +330,18 @@ class _Attributes:
             module: {name: (value, _contents(value)) for name, value in vars(module).items()} for module in modules
         }
 
-    def restore(self) -> dict[nn.Module, str]:
-        """Undoes what the trace did, unless it installed hooks: who does that once, at the first call, has done it.
+    def restore(self, tracer: fx.Tracer) -> dict[nn.Module, str]:
+        """Undoes what forwards did, unless they installed hooks: who does that once, at the first call, has done it.
 
-        Returns the modules that the trace did something to, with an attribute's name.
+        Returns the modules that something was done to, with an attribute's name.
         """
+        constants = set(tracer.tensor_attrs.values())  # that the tracer itself gave to the root: the graph reads them
         changed = [
             (module, name, before.get(name, (_MISSING, None)))
             for module, before in self._before.items()
             for name in {**before, **vars(module)}
             if not _is_as_before(vars(module), name, *before.get(name, (_MISSING, None)))
+            and not (module is tracer.root and name in constants)
         ]
         if not any(name.endswith("_hooks") for _, name, _ in changed):
             for module, name, (value, contents) in changed:
@@ -424,7 +426,7 @@ def trace(
             if isinstance(error, _StateError):
                 module = error.module or root
             refuse(module, reason)
-        for module, name in attributes.restore().items():
+        for module, name in attributes.restore(tracer).items():
             if cause is None:
                 refuse(module, f"{type(module).__name__}.forward: it sets the attribute '{name}'")
         if not refused:
