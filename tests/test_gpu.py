@@ -79,7 +79,7 @@ def test_reference_models_are_one_launch(name, dtype):
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         launched = kernels_launched(lambda: fast(x))
-    packing = [kernel for kernel in launched if "pack_filters" in kernel]  # a direct convolution's, a few microseconds
+    packing = [kernel for kernel in launched if "pack" in kernel]  # filters of a convolution: a few microseconds
     assert len(packing) <= (name == "c"), launched
     assert len(launched) - len(packing) == 1, launched
 
@@ -501,6 +501,7 @@ def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, f
 def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [3])  # more than some sums have tiles
     monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     monkeypatch.setattr(conv2d, "_as_gemm", lambda problem: None)
     conv, shape = CONVOLUTIONS[name]
     x = tensor(*shape, dtype=dtype)
@@ -512,6 +513,7 @@ def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, mo
 def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and_inf(monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [5])
     monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), tensor(2, 64, 14, 14)
     with torch.no_grad():
@@ -607,6 +609,7 @@ def direct_configurations(seed, count, aligned):
 @pytest.mark.parametrize(("dtype", "tile"), DIRECT, ids=lambda of: getattr(of, "name", of))
 def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forget):
     monkeypatch.setattr(conv2d, "DIRECT_TILES" if dtype == torch.float32 else "HALF_DIRECT_TILES", (tile,))
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     in_16_bytes = 16 // dtype.itemsize
     for configuration in direct_configurations(1, 24, in_16_bytes if aligned else 0):
@@ -617,6 +620,27 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
         x = tensor(images, channels, height, width, dtype=dtype)
         kernel = check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x, dtype)
         assert tile.name in kernel, (kernel, x.shape, conv)
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", conv2d.WGMMA_TILES, ids=lambda tile: str(tile.groups))
+def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monkeypatch, forget):
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", (tile,))
+    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    for images, channels, filters, height, width, padding, groups in direct_configurations(2, 12, 0):
+        conv = nn.Conv2d(channels, filters, 3, stride, padding, groups=groups, bias=False)
+        x = tensor(images, channels, height, width, dtype=dtype)
+        kernel = check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x, dtype)
+        fits = stride == 1 or width < 140  # into shared memory: with strides patches are larger
+        assert "wgmma" in kernel or not fits, (kernel, x.shape, conv)
 
 
 def depthwise_configurations(seed, count):
@@ -642,7 +666,7 @@ def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, fo
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
         bn = nn.BatchNorm2d(conv.out_channels)
         kernel = check(Net(lambda s, x: F.relu6(s.bn(s.conv(x))), conv=conv, bn=bn), x, dtype)
-        assert "depthwise" in kernel, (kernel, conv, x.shape, x.stride())
+        assert conv.groups == 1 or "depthwise" in kernel, (kernel, conv, x.shape, x.stride())
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -665,6 +689,7 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
 @pytest.mark.parametrize("padding", range(4))
 def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypatch, forget):
     monkeypatch.setattr(conv2d, "DIRECT_TILES", conv2d.DIRECT_TILES[2:3])
+    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     conv = nn.Conv2d(17, 70, 3, padding=padding)
     assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), tensor(3, 17, 9, 132))
@@ -672,8 +697,10 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
 
 @pytest.mark.parametrize("width", [60, 61, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(dtype, width, monkeypatch):
+@pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=HOPPER)])
+def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, dtype, width, monkeypatch):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    monkeypatch.setattr(conv2d, "_wgmma" if family == "direct" else "_direct", lambda problem: [])
     conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
     x = tensor(2, 23, 30, width, dtype=dtype)
@@ -681,7 +708,7 @@ def test_direct_convolution_keeps_infinities_and_nan_where_they_belong(dtype, wi
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         have, want = fast(x), model.double()(x.double())
-    assert "direct" in (fxfuse.explain(fast).regions[0].kernel or "")
+    assert family in (fxfuse.explain(fast).regions[0].kernel or "")
     assert torch.equal(have.isnan(), want.isnan())
     assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
 

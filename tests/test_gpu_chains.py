@@ -26,7 +26,7 @@ IN_PLACE = "library + one pass in place"
 
 def tensor(*shape, dtype=torch.float32):
     generator = torch.Generator("cuda").manual_seed(sum(shape))
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
 def launches(call):

@@ -48,8 +48,8 @@ CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
-CHANNELS_LAST_PRODUCTS = 2**30
-"""Multiplications below which its passes were measured to take longer than the library gains in channels_last."""
+CHANNELS_LAST_PRODUCTS = 2**28
+"""Multiplications below which its passes would take longer than the library gains in channels_last."""
 
 logger = logging.getLogger("fxfuse")
 
