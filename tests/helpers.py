@@ -1,7 +1,9 @@
 """What the tests share: small models from functions, and the comparison of an optimised model with eager."""
 
 import copy
+import io
 import itertools
+import pickle
 
 import torch
 from torch import nn
@@ -140,3 +142,28 @@ def assert_as_eager(model, fast, *inputs, exact=True, **keywords):
 
 def as_double(tensor):
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _saved_and_loaded(fast):
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
+    "torch.save": _saved_and_loaded,
+}
+"""Ways to a model of the same kind."""
+
+
+def kernels_launched(call):
+    """Names of the CUDA kernels that one call launches, memory operations included."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_eager, linear, randn
+from helpers import COPIES, assert_as_eager, linear, randn
 from torch import nn
 
 import fxfuse
@@ -164,20 +162,6 @@ def test_an_exported_program_can_be_optimised_again():
     program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),))
     with torch.no_grad():
         assert_as_eager(model, fxfuse.optimize(program), randn(3, 8), exact=False)
-
-
-def torch_saved(fast):
-    file = io.BytesIO()
-    torch.save(fast, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
-    "torch.save": torch_saved,
-}
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -7,17 +7,14 @@ it was captured with, and overwrites the results that it returned then.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import gc
-import io
-import pickle
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, linear, randn
+from helpers import COPIES, Net, Net2, assert_as_eager, linear, randn
 from torch import nn
 
 import fxfuse
@@ -454,20 +451,6 @@ def test_changes_of_weights_are_seen(name, replays):
 
 
 # ---------------------------------------------------------------------------------------- composition
-
-
-def torch_saved(fast):
-    file = io.BytesIO()
-    torch.save(fast, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
-    "torch.save": torch_saved,
-}
 
 
 class Pickled(nn.Module):

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net
+from helpers import Net, kernels_launched
 from torch import nn
 
 import fxfuse
@@ -24,16 +24,6 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def kernels_launched(call):
-    """Names of the CUDA kernels that one call launches, memory operations included."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 @torch.no_grad()

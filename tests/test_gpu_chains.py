@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, batch_norm
+from helpers import Net, Net2, assert_as_eager, batch_norm, kernels_launched
 from torch import nn
 
 import fxfuse
@@ -29,15 +29,6 @@ def tensor(*shape, dtype=torch.float32):
     return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
-def launches(call):
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
 @torch.no_grad()
 def check(model, *inputs, dtype=torch.float32):
     """The optimised model's only region, after comparing with eager; inputs stay as they are."""
@@ -49,7 +40,9 @@ def check(model, *inputs, dtype=torch.float32):
     assert all(map(torch.equal, inputs, before))
     (region,) = fxfuse.explain(fast).regions
     assert region.kernel is not None, region.fallback
-    passes = [name for name in launches(lambda: fast(*inputs)) if "pointwise_kernel" in name and "fxfuse" in name]
+    passes = [
+        name for name in kernels_launched(lambda: fast(*inputs)) if "pointwise_kernel" in name and "fxfuse" in name
+    ]
     assert len(passes) == 1, passes
     return region
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.package
 from helpers import (
+    COPIES,
     Net,
     Net2,
     assert_as_eager,
@@ -238,20 +239,6 @@ def test_gradients_of_every_parameter_are_eagers(training):
 
 
 # --------------------------------------------------------------------------------------- copies and files
-
-
-def through_a_file(fast):
-    file = io.BytesIO()
-    torch.save(fast, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
-    "torch.save": through_a_file,
-}
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
