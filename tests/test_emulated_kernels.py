@@ -92,6 +92,7 @@ def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
     dtype = PRECISIONS[precision]
     for shape, filters, options in (
         ((2, 5, 5, 13), (70, 5, 3, 3), {}),
+        ((2, 44, 5, 5), (9, 44, 3, 3), {}),  # fewer positions than threads, more chunks than stages
         ((2, 20, 6, 32), (136, 20, 3, 3), {"padding": 1}),
         ((1, 3, 5, 300), (9, 3, 3, 3), {}),
         ((2, 3, 19, 18), (24, 3, 3, 3), {"stride": 2, "padding": 1}),

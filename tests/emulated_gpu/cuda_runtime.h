@@ -91,6 +91,7 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     bool done, waits;                     // waits: at a barrier of the block, or for a phase of one in shared memory
+    bool pauses;                          // lets all others go first
     std::vector<Copy> open;               // copies that are not committed
     std::deque<std::vector<Copy>> groups;  // committed ones
 };
@@ -114,6 +115,12 @@ inline size_t shared_bytes;
 inline std::function<void()> body;
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+// Lets all other threads go as far as they can.
+inline void pause() {
+    fibers[current].pauses = true;
+    yield();
+}
 
 template <class Item, class Complete>
 void Meeting::attend(int index, int expected, Item& mine, Complete complete) {
@@ -152,7 +159,7 @@ inline void run_block(unsigned threads) {
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
         fiber.stack.resize(kStackBytes);
-        fiber.done = fiber.waits = false;
+        fiber.done = fiber.waits = fiber.pauses = false;
         fiber.open.clear();
         fiber.groups.clear();
         getcontext(&fiber.context);
@@ -166,19 +173,26 @@ inline void run_block(unsigned threads) {
     while (left > 0) {
         const unsigned before = left;
         bool ran = false;
+        for (unsigned i = 0; i < threads; ++i) {
+            ran |= fibers[i].pauses;
+            fibers[i].pauses = false;
+        }
         for (unsigned first = 0; first < threads; first += kWarp) {
             for (bool runs = true; runs;) {
                 runs = false;
+                bool pauses = false;
                 for (unsigned i = first; i < first + kWarp && i < threads; ++i) {
                     const unsigned thread = backwards ? threads - 1 - i : i;
                     Fiber& fiber = fibers[thread];
-                    if (fiber.done || fiber.waits) continue;
+                    if (fiber.done || fiber.waits || fiber.pauses) continue;
                     current = static_cast<int>(thread);
                     threadIdx = {thread, 0, 0};
                     swapcontext(&scheduler, &fiber.context);
                     left -= fiber.done;
                     runs = ran = true;
+                    pauses |= fiber.pauses;
                 }
+                if (pauses) break;  // for the whole warp: others of it may be waiting for that thread
             }
         }
         if (!ran && left == before) fail("threads wait for others that are gone");

@@ -40,6 +40,7 @@ inline void barrier_arrive(uint32_t barrier) {
     Barrier& it = barrier_at(barrier);
     if (++it.arrived > it.expected) emulation::fail("too many have arrived at a barrier");
     it.look();
+    emulation::pause();  // whoever waited may do at once what this thread says that it may
 }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     barrier_at(barrier).bytes += bytes;
@@ -115,6 +116,7 @@ void wgmma_wait() {
     for (; groups.size() > kPending; groups.pop_front()) {
         for (const auto& product : groups.front()) product();
     }
+    __syncwarp();  // a warp waits as one
 }
 
 template <int kPerWord, class Element>
