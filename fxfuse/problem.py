@@ -173,6 +173,17 @@ def run_anchor(
     return ANCHORS[kind](x, weight, bias, **dict(options))
 
 
+def anchor_alone(problem: Problem) -> Run:
+    """The anchor as torch runs it: for regions that nothing pointwise follows."""
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return run_anchor(problem.kind, problem.options, x, weight, bias)
+
+    return run
+
+
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
     weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))

@@ -7,7 +7,6 @@ narrower one, so that nothing is rounded twice.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Expr
 from fxfuse.layout import flatten
 from fxfuse.operands import Addresses, OperandPlan, plan_operands
-from fxfuse.problem import Draft, Plan, Problem, channel_operands, run_anchor, typed
+from fxfuse.problem import Draft, Plan, Problem, anchor_alone, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
 
@@ -66,12 +65,6 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
 
-def _run_anchor(
-    problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    return run_anchor(problem.kind, problem.options, x, weight, bias)
-
-
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
 
@@ -80,7 +73,7 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     if problem.weight is None:
         return _draft_chain(problem, acc)
     if isinstance(problem.expression, Acc):
-        alone = Plan(functools.partial(_run_anchor, problem), f"{problem.kind} by torch")
+        alone = Plan(anchor_alone(problem), f"{problem.kind} by torch")
         return lambda: alone
     passes: dict[tuple[int, ...], _Pass | None] = {acc.stride(): _make_pass(problem, acc)}
     name = f"{problem.kind} by torch + one pass"

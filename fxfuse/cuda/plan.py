@@ -33,6 +33,7 @@ from fxfuse.problem import (
     Problem,
     Run,
     TensorMeta,
+    anchor_alone,
     anchor_weight,
     channel_operands,
     run_anchor,
@@ -235,7 +236,7 @@ def _library_candidate(region: _Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
     if isinstance(region.expression, Acc) and output == problem.x.dtype:
-        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: _anchor_runner(problem), always=True)
+        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True)
     by_pass = _bias_by_pass(region)
     expression, metas = _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
@@ -247,17 +248,6 @@ def _library_candidate(region: _Region) -> tune.Candidate:
         return _library_runner(region, operands, kernel, region.load(kernel, expression, operands, True), by_pass)
 
     return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
-
-
-def _anchor_runner(problem: Problem) -> Run:
-    """The anchor as torch runs it: for regions that nothing pointwise follows."""
-
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return run_anchor(problem.kind, problem.options, x, weight, bias)
-
-    return run
 
 
 def _on_device(index: int, run: Run) -> Run:

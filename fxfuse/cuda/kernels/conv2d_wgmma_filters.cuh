@@ -70,8 +70,9 @@ constexpr int kWgmmaPackThreads = 128;
 
 template <class Config>
 __global__ void __launch_bounds__(kWgmmaPackThreads)
-    wgmma_pack_kernel(const __grid_constant__ Conv2dProblem problem, const typename Config::Element* __restrict__ w,
-                      int64_t steps, unsigned filter_tiles, int64_t pieces, uint4* __restrict__ packed) {
+    wgmma_pack_filters_kernel(const __grid_constant__ Conv2dProblem problem,
+                              const typename Config::Element* __restrict__ w, int64_t steps, unsigned filter_tiles,
+                              int64_t pieces, uint4* __restrict__ packed) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWgmmaPackThreads + threadIdx.x;
     if (index < pieces) packed[index] = WgmmaFilters<Config>::piece(problem, w, steps, filter_tiles, index);
 }
@@ -86,7 +87,7 @@ cudaError_t WgmmaFilters<Config>::launch(const Conv2dProblem& problem, int64_t s
                            Config::kStepPieces * Config::kFilterTile;
     const int64_t blocks = (pieces + kWgmmaPackThreads - 1) / kWgmmaPackThreads;
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-    wgmma_pack_kernel<Config><<<static_cast<unsigned>(blocks), kWgmmaPackThreads, 0, stream>>>(
+    wgmma_pack_filters_kernel<Config><<<static_cast<unsigned>(blocks), kWgmmaPackThreads, 0, stream>>>(
         problem, w, steps, static_cast<unsigned>(tiles), pieces, packed);
     return cudaGetLastError();
 }
