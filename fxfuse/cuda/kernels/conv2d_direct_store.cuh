@@ -321,7 +321,9 @@ private:
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) {
                     const int col = head[i] + done;
-                    if (exists[i] && col + kVector <= spans.length) *reinterpret_cast<uint4*>(to[i] + col) = piece[i];
+                    if (exists[i] && col + kVector <= spans.length) {
+                        ptx::store_global_16(reinterpret_cast<uint64_t>(to[i] + col), piece[i]);
+                    }
                 }
             }
             if (aligned) continue;
@@ -396,9 +398,8 @@ private:
                         if (pass * kPass < end[i]) {
                             Elements<Output, kVector> packed;
                             packed.set(value[i][pass]);
-                            // In C++ the stores of two runs, interleaved, end as stores of 4 bytes.
-                            __stwb(reinterpret_cast<uint4*>(destination[i] + pass * kPass),
-                                   reinterpret_cast<const uint4&>(packed));
+                            ptx::store_global_16(reinterpret_cast<uint64_t>(destination[i] + pass * kPass),
+                                                 reinterpret_cast<const uint4&>(packed));
                         }
                     }
                 }

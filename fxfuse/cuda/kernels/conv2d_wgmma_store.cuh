@@ -7,6 +7,7 @@
 #include "conv2d_problem.cuh"
 #include "conv2d_wgmma_config.cuh"
 #include "epilogue.cuh"
+#include "ptx.cuh"
 
 namespace fxfuse {
 
@@ -133,7 +134,8 @@ private:
         }
     }
 
-    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row.
+    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row. A row has room for what
+    // stands beyond the output, which nobody sends; of several output rows, only what exists may be there.
     __device__ __forceinline__ void put(const Span& span, const float (&value)[kValues], int first, Staged* row) const {
         if (cut_.segment_rows > 1) {
             const int multiplier = 65536 / cut_.pitch + 1;  // divides what is less than 128
@@ -143,17 +145,12 @@ private:
                 const int y = position * multiplier >> 16, x = position - y * cut_.pitch;
                 if (x < span.cols && y < span.rows) row[y * span.cols + x] = from_float<Staged>(value[i]);
             }
-        } else if ((span.late(cut_, 0, 2) | (static_cast<int>(cut_.plane) | span.cols) & 1) == 0) {
+        } else if ((span.late(cut_, 0, 2) | static_cast<int>(cut_.plane) & 1) == 0) {
 #pragma unroll
-            for (int i = 0; i < kValues; i += 2) {
-                if (first + i * 4 < span.cols) put_pair(row + first + i * 4, value[i], value[i + 1]);
-            }
+            for (int i = 0; i < kValues; i += 2) put_pair(row + first + i * 4, value[i], value[i + 1]);
         } else {
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) {
-                const int x = first + i / 2 * 8 + i % 2;
-                if (x < span.cols) row[x] = from_float<Staged>(value[i]);
-            }
+            for (int i = 0; i < kValues; ++i) row[first + i / 2 * 8 + i % 2] = from_float<Staged>(value[i]);
         }
     }
 
@@ -168,38 +165,44 @@ private:
     // Copies results to memory: what is aligned in pieces of 16 bytes, a lane each, then up to 15 bytes at either end.
     __device__ __forceinline__ void send_results(const Span& span, const Output* staged) const {
         constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes, kTimes = kFilters / kAtOnce;
-        constexpr int kTogether = 4;  // pieces that have registers
-        const int length = span.length(), first = lane() / kLanes;
-        Output* to = span.to + first * cut_.plane;
-        const Output* from = staged + first * Config::kStagedPitch + lane() % kLanes * kVector;
+        constexpr int kTogether = 2, kSize = static_cast<int>(sizeof(Output));  // pieces that have registers
+        const auto late = [&](int index) { return span.late(cut_, index, kVector); };
+        const auto head = [&](int index) { return -late(index) & (kVector - 1); };
+        const int first = lane() / kLanes, nth = lane() % kLanes * kVector + (kSamePlace ? head(0) : 0);
+        const int length = span.length();
+        // As a number: of pointers, compilers would compute each anew.
+        uint64_t to = reinterpret_cast<uint64_t>(span.to + first * cut_.plane + nth);
+        const uint64_t step = kAtOnce * cut_.plane * kSize;
+        uint32_t from =
+            ptx::shared_address(staged + first * Config::kStagedPitch + nth) + (kSamePlace ? late(0) * kSize : 0);
 #pragma unroll
         for (int time = 0; time < kTimes; time += kTogether) {
             uint4 piece[kTogether];
-            int col[kTogether];
+            int more[kTogether];  // where planes start at other places
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const int late = span.late(cut_, (time + i) * kAtOnce + first, kVector), head = -late & (kVector - 1);
-                piece[i] = *reinterpret_cast<const uint4*>(from + late + head);
-                col[i] = head + lane() % kLanes * kVector;
-                from += kAtOnce * Config::kStagedPitch;
+                const int row = (time + i) * kAtOnce + first;
+                more[i] = kSamePlace ? 0 : head(row);
+                piece[i] = ptx::load_shared_16(from + (kSamePlace ? 0 : (late(row) + more[i]) * kSize));
+                from += kAtOnce * Config::kStagedPitch * kSize;
             }
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                if ((time + i) * kAtOnce + first < span.filters && col[i] + kVector <= length) {
-                    *reinterpret_cast<uint4*>(to + col[i]) = piece[i];
+                if ((time + i) * kAtOnce + first < span.filters && nth + more[i] + kVector <= length) {
+                    ptx::store_global_16(to + more[i] * kSize, piece[i]);
                 }
-                to += kAtOnce * cut_.plane;
+                to += step;
             }
         }
-        const int index = lane() / 4, late = span.late(cut_, index, kVector);
-        const int head = min(-late & (kVector - 1), length), tail = head + (length - head) / kVector * kVector;
-        if (index >= span.filters || (head == 0 && tail == length)) return;
-        to = span.to + index * cut_.plane;
-        from = staged + index * Config::kStagedPitch + late;
+        const int index = lane() / 4, begin = min(head(index), length);
+        const int end = begin + (length - begin) / kVector * kVector;
+        if (index >= span.filters || (begin == 0 && end == length)) return;
+        Output* row = span.to + index * cut_.plane;
+        const Output* results = staged + index * Config::kStagedPitch + late(index);
 #pragma unroll
         for (int i = lane() % 4; i < kVector; i += 4) {
-            if (i < head) to[i] = from[i];
-            if (tail + i < length) to[tail + i] = from[tail + i];
+            if (i < begin) row[i] = results[i];
+            if (end + i < length) row[end + i] = results[end + i];
         }
     }
 

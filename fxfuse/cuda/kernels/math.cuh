@@ -149,30 +149,10 @@ __device__ __forceinline__ float gelu_tanh(float x) { return x * sigmoid(detail:
 
 }  // namespace math_float
 
-namespace math_tf32 {
-
-using math_float::exp;
-using math_float::expm1;
-using math_float::gelu;
-using math_float::tanh;
-using math_float::tanhshrink;
+namespace math_half {
 
 // As torch divides by a number on CUDA: at most an ulp off.
 __device__ __forceinline__ float divide_by_constant(float x, float c) { return x * (1.0f / c); }
-
-__device__ __forceinline__ float sigmoid(float x) { return divide(1.0f, 1.0f + exp(-x)); }
-__device__ __forceinline__ float gelu_tanh(float x) { return x * sigmoid(detail::gelu_tanh_argument(x)); }
-
-__device__ __forceinline__ float mish(float x) {
-    const float e = exp(minimum(x, 20.0f)), n = e * (e + 2.0f);
-    return x * divide(n, n + 2.0f);
-}
-
-}  // namespace math_tf32
-
-namespace math_half {
-
-using math_tf32::divide_by_constant;
 
 // Relative error |x| * 2^-24; results below 2^-126 are 0.
 __device__ __forceinline__ float exp(float x) { return ptx::exp2(x * detail::kLog2E); }
@@ -207,6 +187,20 @@ __device__ __forceinline__ float gelu(float x) {
 __device__ __forceinline__ float gelu_tanh(float x) { return x * sigmoid(detail::gelu_tanh_argument(x)); }
 
 }  // namespace math_half
+
+namespace math_tf32 {
+
+using math_float::exp;
+using math_float::expm1;
+using math_float::tanh;
+using math_float::tanhshrink;
+using math_half::divide_by_constant;
+using math_half::gelu;
+using math_half::gelu_tanh;
+using math_half::mish;
+using math_half::sigmoid;
+
+}  // namespace math_tf32
 
 namespace math_bfloat16 {
 

@@ -59,6 +59,12 @@ __device__ __forceinline__ float2 load_l2_8(const void* source, bool exists) {
     return value;
 }
 
+// In C++, compilers make four stores of 4 bytes of one among others.
+__device__ __forceinline__ void store_global_16(uint64_t address, uint4 value) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w));
+}
+
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
     uint32_t value;
     asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(value) : "r"(address));
