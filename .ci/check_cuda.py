@@ -233,8 +233,8 @@ def main() -> int:
     failed = []
     for outcome in outcomes:
         problem = outcome.error.splitlines()[0] if outcome.error else ""
-        # Producers have few registers, and keep some of what they need once a tile elsewhere.
-        allowed = 32 if outcome.name.startswith("Conv2dWgmma") else 0
+        # What is needed once a tile may be kept elsewhere.
+        allowed = 64 if outcome.name.startswith("Conv2dWgmma") else 0
         problem = problem or (f"{outcome.spills} bytes spilled" if outcome.spills > allowed else "")
         problem = problem or (f"{outcome.local} bytes of local memory" if outcome.local > allowed else "")
         problem = problem or ("more than 163 KB shared" if outcome.shared > SHARED_LIMIT else "")

@@ -601,7 +601,6 @@ _STEP_BYTES: Final = 32
 # As in conv2d_wgmma_config.cuh; bytes of shared memory.
 _WGMMA_SHARED: Final = {1: 113 << 10, 2: 227 << 10}  # that a thread block may have, by its groups
 _WGMMA_HEADER: Final = 512
-_WGMMA_STAGED: Final = 4 * 8 * (_SEGMENT + 8) * 4  # through which a group stores results
 _MOST_WGMMA_TAPS: Final = 64
 _MOST_WGMMA_STAGES: Final = 8
 
@@ -623,6 +622,8 @@ class _Patch:
     stages: int
     positions: int
     tiles: int
+    staged: int
+    """Segments of 32-bit results for which there is room on their way out."""
 
     def pack(self, problem: Conv2dProblem) -> bytes:
         fields = (self.segment_rows, self.row_segments, self.rows, self.pitch, self.steps, self.stages)
@@ -644,9 +645,14 @@ def _patch(problem: Conv2dProblem, tile: WgmmaTile) -> _Patch | None:
     positions = problem.stride[0] * problem.stride[1] * rows * pitch
     steps = min(_steps(problem), max(1, 8 // taps))
     groups = tile.groups[0] * tile.groups[1]
-    room = _WGMMA_SHARED[groups] - _WGMMA_HEADER - groups * (_WGMMA_STAGED + positions * 4)
-    stages = room // (steps * _STEP_BYTES * (positions + taps * tile.filters))
-    if stages < 2:
+    # A group stores results through shared memory: of both its segments where that takes more time than the products.
+    for staged in (2, 1) if _steps(problem) <= 2 * steps else (1,):
+        kept = groups * (4 * 8 * (staged * _SEGMENT + 8) * 4 + positions * 4)
+        room = _WGMMA_SHARED[groups] - _WGMMA_HEADER - kept
+        stages = room // (steps * _STEP_BYTES * (positions + taps * tile.filters))
+        if stages >= 2:
+            break
+    else:
         return None
     tiles = (
         problem.images
@@ -656,7 +662,7 @@ def _patch(problem: Conv2dProblem, tile: WgmmaTile) -> _Patch | None:
         * ceil(width / tile_cols)
     )
     stages = min(stages, _MOST_WGMMA_STAGES)
-    return _Patch(segment_rows, row_segments, rows, pitch, steps, stages, positions, tiles)
+    return _Patch(segment_rows, row_segments, rows, pitch, steps, stages, positions, tiles, staged)
 
 
 def _steps(problem: Conv2dProblem) -> int:
@@ -689,7 +695,7 @@ def _wgmma(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         # Positions that a thread fetches at once: up to 4, for which it has registers, or 3 if it comes back as often.
         together = 3 if patch.positions <= 384 or 512 < patch.positions <= 768 else 4
         plain = problem.kernel == (3, 3) and problem.stride == problem.dilation == (1, 1)
-        numbers = (*tile.groups, 3 if plain else 0, together * problem.element_bytes // 4)
+        numbers = (*tile.groups, 3 if plain else 0, together * problem.element_bytes // 4, patch.staged)
         cpp = (
             f"Conv2dWgmma<Conv2dWgmmaConfig<{_MMA[problem.precision]}, {', '.join(map(str, numbers))}>, "
             f"{{output}}, {{epilogue}}>"

@@ -27,11 +27,13 @@ struct Conv2dWgmmaProblem {
 // stores, the other multiplies; if two, they share what they read.
 // kKernel: rows and columns of the filter, if it has stride and dilation 1, or 0 for any.
 // kTogether: positions of which a producer's thread fetches a step at once.
-template <class Mma_, int kGroupsM_, int kGroupsN_, int kKernel_, int kTogether_>
+// kStagedSegments: of results, 32 bits each, that there is room for on their way out.
+template <class Mma_, int kGroupsM_, int kGroupsN_, int kKernel_, int kTogether_, int kStagedSegments_>
 struct Conv2dWgmmaConfig {
     using Mma = Mma_;
     using Element = typename Mma::Element;
     static constexpr int kGroupsM = kGroupsM_, kGroupsN = kGroupsN_, kKernel = kKernel_, kTogether = kTogether_;
+    static constexpr int kStagedSegments = kStagedSegments_;
     static constexpr int kConsumers = kGroupsM * kGroupsN, kProducers = kConsumers, kBlocksPerSm = 2 / kConsumers;
     static constexpr int kThreads = (kConsumers + kProducers) * kWarpgroup;
     static constexpr int kGroupFilters = 64, kFilterTile = kGroupsM * kGroupFilters;
@@ -51,10 +53,11 @@ struct Conv2dWgmmaConfig {
     // where positions are in x].
     static constexpr int kMostStages = 8, kMostTaps = 64;
     static constexpr int kTapOffset = 256, kHeaderBytes = kTapOffset + kMostTaps * 4;
-    // Warps store 8 filters of a segment at a time. A row starts up to 7 late, as its place in memory does; at this
-    // pitch the pairs that a warp, or half of one, writes at once fall on 32 banks.
-    static constexpr int kSliceFilters = 8, kStagedPitch = kSegment + 8;
-    static constexpr int kWarpStagedBytes = kSliceFilters * kStagedPitch * 4;
+    // Warps store 8 filters at a time, of both their segments if there is room. A row starts up to 7 late, as its place
+    // in memory does; with 8 more than a multiple of 64, the pairs that a warp, or half of one, writes at once fall on 32
+    // banks.
+    static constexpr int kSliceFilters = 8;
+    static constexpr int kWarpStagedBytes = kSliceFilters * (kStagedSegments * kSegment + 8) * 4;
     static constexpr int kStagedBytes = kConsumers * 4 * kWarpStagedBytes;
 };
 
@@ -73,6 +76,7 @@ struct WgmmaCut {
 
     FastDivisor by_pitch, by_patch_rows, by_stride_w, by_row_segments;
     int segment_rows, row_segments, patch_rows, pitch, positions;
+    bool pairs;  // whether neighbours are in one row and can be stored two at a time
     int steps, stages, chunks;
     uint32_t plane_bytes, patch_bytes, filter_bytes, stage_bytes;  // plane: 16 bytes of channels; others: of a stage
     uint32_t staged_at, sources_at;                                // in shared memory
@@ -91,6 +95,7 @@ WgmmaCut cut_up(const Conv2dWgmmaProblem& problem) {
     WgmmaCut cut;
     cut.segment_rows = narrow(problem.segment_rows);
     cut.row_segments = narrow(problem.row_segments);
+    cut.pairs = conv.out_width % 2 == 0 && (problem.segment_rows == 1 || problem.patch_pitch % 2 == 0);
     cut.tile_rows = Config::kSegments / cut.row_segments * cut.segment_rows;
     cut.tile_cols = cut.row_segments * Config::kSegment;
     cut.group_filters = narrow(conv.out_channels / conv.groups);

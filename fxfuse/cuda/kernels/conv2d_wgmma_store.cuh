@@ -27,14 +27,19 @@ class WgmmaStore {
     static constexpr int kFilters = Config::kSliceFilters, kSlices = 2 * Config::kGroupSegments;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
     // Of a slice's positions, a part at a time: its values have registers beside all sums.
-    static constexpr int kParts = 2, kPart = Config::kSegment / kParts, kValues = kPart / 4;
+    static constexpr int kParts = 4, kPart = Config::kSegment / kParts, kValues = kPart / 4;
     // Whether results are staged, or sums: where operands vary along columns, they are read along columns.
     static constexpr bool kStagesResults = !Epilogue::kVariesAlongCols;
     using Staged = typename If<kStagesResults, Output, float>::Type;
     using Values = typename Epilogue::template Values<kValues, Position>;
     static constexpr int kStagedVector = kStagesResults ? kVector : 4;  // elements that are aligned as in memory
     static constexpr bool kSamePlace = Epilogue::kColumns % kVector == 0;  // whether planes are multiples of 16 bytes
-    static_assert(kFilters * Config::kStagedPitch * static_cast<int>(sizeof(Staged)) <= Config::kWarpStagedBytes);
+    // Whether both segments' results are staged together, since they follow one another in memory: it is written in
+    // sectors of 32 bytes, and of one that is written in part the rest is read first.
+    static constexpr int kBoth = Config::kGroupSegments * Config::kSegment;
+    static constexpr bool kStagesBoth = kStagesResults && Config::kStagedSegments == Config::kGroupSegments;
+    static constexpr int kPitch = (kStagesBoth ? kBoth : Config::kSegment) + 8;
+    static_assert(kFilters * kPitch * static_cast<int>(sizeof(Staged)) <= Config::kWarpStagedBytes);
 
     const WgmmaCut& cut_;
     int row_, col_, image_;
@@ -43,8 +48,7 @@ class WgmmaStore {
 
     // Part of 8 filters' planes: rows of the output or a part of one.
     struct Span {
-        int rows, cols, filters;  // filters: that there are
-        int channel, pixel;
+        int rows, cols, pixel;
         Output* to;
 
         __device__ __forceinline__ int length() const { return rows * cols; }
@@ -66,7 +70,7 @@ public:
         if constexpr (kStagesResults) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int nearest = min(half * kFilters + lane() / 4, filters_ - 1);
+                const int nearest = min(half * kFilters + static_cast<int>(threadIdx.x) % 32 / 4, filters_ - 1);
                 operands_[half] = epilogue.template load<Runs::kAnywhere, kValues>(
                     Position{image_, max(channel_ + nearest, 0), 0}, kValues);
             }
@@ -77,48 +81,106 @@ public:
     __device__ __forceinline__ void all(const Sum& sum, int first_segment, float* memory, Output* out,
                                         const Epilogue& epilogue) const {
         Staged* staged = reinterpret_cast<Staged*>(memory);
-#pragma unroll 1
-        for (int slice = 0; slice < kSlices; ++slice) {
-            const Span span = span_of(first_segment + slice / 2, slice % 2 * kFilters, out);
-            if (span.rows <= 0 || span.cols <= 0 || span.filters <= 0) continue;
-            Values operands;
-            if constexpr (kStagesResults) {
-                operands = operands_[0];
-                if (slice % 2 == 1) operands = operands_[1];
+        const int lane = static_cast<int>(ptx::read_thread_index()) % 32;
+        if constexpr (kStagesResults) {
+            const Span first = span_of(first_segment, out), second = span_of(first_segment + 1, out);
+            const bool follows = second.length() <= 0 || second.pixel == first.pixel + first.length();
+            if (cut_.pairs && cut_.segment_rows == 1 && (follows || !kStagesBoth)) {
+                store_pairs(first, second, lane, sum, staged, epilogue);
+                return;
             }
-            Staged* row = staged + lane() / 4 * Config::kStagedPitch + span.late(cut_, lane() / 4, kStagedVector);
-            __syncwarp();  // everyone has read the slice before
-#pragma unroll 1
-            for (int part = 0; part < kParts; ++part) {
-                float value[kValues];
-                take(value, sum, slice * kParts + part);
-                if constexpr (kStagesResults) epilogue.apply(value, operands);
-                put(span, value, part * kPart + lane() % 4 * 2, row);
+        }
+        store(first_segment, lane, sum, staged, out, epilogue);
+    }
+
+private:
+    // Where neighbours can be stored two at a time. In a row: without moves, and with the registers of what is stored.
+    __device__ __forceinline__ void store_pairs(Span first, Span second, int lane, const Sum& sum, Staged* staged,
+                                                const Epilogue& epilogue) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Staged* row = staged_row(first, lane, staged) + lane % 4 * 2;
+#pragma unroll
+            for (int segment = 0; segment < Config::kGroupSegments; ++segment) {
+                const Span& span = segment == 0 ? first : second;
+                if (segment > 0) row = kStagesBoth ? row + first.length() : staged_row(span, lane, staged) + lane % 4 * 2;
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    // At first because everyone has read what was here, or staged what is overwritten; then because the
+                    // parts' values do not all have registers.
+                    __syncwarp();
+                    float value[kValues];
+#pragma unroll
+                    for (int i = 0; i < kValues; ++i) {
+                        value[i] = sum[segment][(part * (kPart / 8) + i / 2) * 4 + half * 2 + i % 2];
+                    }
+                    epilogue.apply(value, operands_[half]);
+#pragma unroll
+                    for (int i = 0; i < kValues; i += 2) put_pair(row + part * kPart + i * 4, value[i], value[i + 1]);
+                }
+                if (segment == 0 && kStagesBoth) continue;
+                __syncwarp();
+                if constexpr (kStagesBoth) {
+                    send_results<kBoth, true>(first, first.length() + max(second.length(), 0), half, staged, lane);
+                } else {
+                    send_results<Config::kSegment, true>(span, span.length(), half, staged, lane);
+                }
             }
-            __syncwarp();
-            if constexpr (kStagesResults) {
-                send_results(span, staged);
-            } else {
-                send_sums(span, staged, epilogue);
+            first.to += kFilters * cut_.plane;
+            second.to += kFilters * cut_.plane;
+        }
+    }
+
+    // Any widths, several rows of the output in a segment, and operands along columns.
+    __device__ __forceinline__ void store(int first_segment, int lane, const Sum& sum, Staged* staged, Output* out,
+                                          const Epilogue& epilogue) const {
+#pragma unroll 1
+        for (int segment = 0; segment < Config::kGroupSegments; ++segment) {
+            Span span = span_of(first_segment + segment, out);
+            if (span.length() <= 0) continue;
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                Values operands;
+                if constexpr (kStagesResults) {
+                    operands = operands_[0];
+                    if (half == 1) operands = operands_[1];
+                }
+                Staged* row = staged_row(span, lane, staged);
+                __syncwarp();  // everyone has read the slice before
+#pragma unroll 1
+                for (int part = 0; part < kParts; ++part) {
+                    float value[kValues];
+                    take(value, sum, (segment * 2 + half) * kParts + part);
+                    if constexpr (kStagesResults) epilogue.apply(value, operands);
+                    put(span, value, part * kPart + lane % 4 * 2, row);
+                }
+                __syncwarp();
+                if constexpr (kStagesResults) {
+                    send_results<Config::kSegment, false>(span, span.length(), half, staged, lane);
+                } else {
+                    send_sums(span, half, staged, lane, epilogue);
+                }
+                span.to += kFilters * cut_.plane;
             }
         }
     }
 
-private:
-    static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-
-    __device__ __forceinline__ Span span_of(int segment, int filter, Output* out) const {
+    // Of the first of the warp's filters.
+    __device__ __forceinline__ Span span_of(int segment, Output* out) const {
         const WgmmaSegment at(cut_, segment);
         const int row = row_ + at.row, col = col_ + at.col;
         Span span;
         // A row may have fewer segments than a tile.
-        span.rows = at.row < cut_.tile_rows ? min(cut_.segment_rows, cut_.out_height - row) : 0;
-        span.cols = min(Config::kSegment, cut_.out_width - col);  // narrower than a segment if that has many rows
-        span.filters = min(kFilters, filters_ - filter);
-        span.channel = channel_ + filter;
+        span.rows = at.row < cut_.tile_rows ? max(min(cut_.segment_rows, cut_.out_height - row), 0) : 0;
+        span.cols = max(min(Config::kSegment, cut_.out_width - col), 0);  // narrower than a segment if that has many rows
         span.pixel = row * cut_.out_width + col;
-        span.to = out + ((image_ * static_cast<int64_t>(cut_.out_channels) + span.channel) * cut_.plane + span.pixel);
+        span.to = out + ((image_ * static_cast<int64_t>(cut_.out_channels) + channel_) * cut_.plane + span.pixel);
         return span;
+    }
+
+    // Where the lane's filter is staged.
+    __device__ __forceinline__ Staged* staged_row(const Span& span, int lane, Staged* staged) const {
+        return staged + lane / 4 * kPitch + span.late(cut_, lane / 4, kStagedVector);
     }
 
     // A part of a slice's sums. Registers cannot be indexed, so each part has its own code.
@@ -134,18 +196,26 @@ private:
         }
     }
 
-    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row. A row has room for what
-    // stands beyond the output, which nobody sends; of several output rows, only what exists may be there.
+    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row.
     __device__ __forceinline__ void put(const Span& span, const float (&value)[kValues], int first, Staged* row) const {
-        if (cut_.segment_rows > 1) {
+        if (cut_.segment_rows > 1) {  // only what exists may be staged
             const int multiplier = 65536 / cut_.pitch + 1;  // divides what is less than 128
-#pragma unroll
-            for (int i = 0; i < kValues; ++i) {
-                const int position = first + i / 2 * 8 + i % 2;
+            const auto put_inside = [&](int position, auto put_at) {
                 const int y = position * multiplier >> 16, x = position - y * cut_.pitch;
-                if (x < span.cols && y < span.rows) row[y * span.cols + x] = from_float<Staged>(value[i]);
+                if (x < span.cols && y < span.rows) put_at(row + y * span.cols + x);
+            };
+            if (cut_.pairs) {
+#pragma unroll
+                for (int i = 0; i < kValues; i += 2) {
+                    put_inside(first + i * 4, [&](Staged* at) { put_pair(at, value[i], value[i + 1]); });
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < kValues; ++i) {
+                    put_inside(first + i / 2 * 8 + i % 2, [&](Staged* at) { *at = from_float<Staged>(value[i]); });
+                }
             }
-        } else if ((span.late(cut_, 0, 2) | static_cast<int>(cut_.plane) & 1) == 0) {
+        } else if (cut_.pairs) {
 #pragma unroll
             for (int i = 0; i < kValues; i += 2) put_pair(row + first + i * 4, value[i], value[i + 1]);
         } else {
@@ -162,63 +232,74 @@ private:
         *reinterpret_cast<uint32_t*>(to) = pack_two<Half>(first, second);
     }
 
-    // Copies results to memory: what is aligned in pieces of 16 bytes, a lane each, then up to 15 bytes at either end.
-    __device__ __forceinline__ void send_results(const Span& span, const Output* staged) const {
-        constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes, kTimes = kFilters / kAtOnce;
+    // Copies `length` <= kRun results of each filter to memory: what is aligned in pieces of 16 bytes, a lane each, then
+    // up to 15 bytes at either end.
+    template <int kRun, bool kPairs>
+    __device__ __forceinline__ void send_results(const Span& span, int length, int half, const Output* staged,
+                                                 int lane) const {
+        constexpr int kPieces = kRun / kVector, kLanes = kPieces < 32 ? kPieces : 32, kPasses = kPieces / kLanes;
+        constexpr int kAtOnce = 32 / kLanes, kTimes = kFilters / kAtOnce * kPasses;
         constexpr int kTogether = 2, kSize = static_cast<int>(sizeof(Output));  // pieces that have registers
-        const auto late = [&](int index) { return span.late(cut_, index, kVector); };
-        const auto head = [&](int index) { return -late(index) & (kVector - 1); };
-        const int first = lane() / kLanes, nth = lane() % kLanes * kVector + (kSamePlace ? head(0) : 0);
-        const int length = span.length();
+        const auto late = [&](int row) { return span.late(cut_, row, kVector); };
+        const auto head = [&](int row) { return -late(row) & (kVector - 1); };
+        const int filters = filters_ - half * kFilters;
+        const int first = lane / kLanes, nth = lane % kLanes * kVector + (kSamePlace ? head(0) : 0);
         // As a number: of pointers, compilers would compute each anew.
         uint64_t to = reinterpret_cast<uint64_t>(span.to + first * cut_.plane + nth);
         const uint64_t step = kAtOnce * cut_.plane * kSize;
-        uint32_t from =
-            ptx::shared_address(staged + first * Config::kStagedPitch + nth) + (kSamePlace ? late(0) * kSize : 0);
+        const uint32_t from = ptx::shared_address(staged + first * kPitch + nth) + (kSamePlace ? late(0) * kSize : 0);
 #pragma unroll
         for (int time = 0; time < kTimes; time += kTogether) {
             uint4 piece[kTogether];
             int more[kTogether];  // where planes start at other places
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const int row = (time + i) * kAtOnce + first;
-                more[i] = kSamePlace ? 0 : head(row);
-                piece[i] = ptx::load_shared_16(from + (kSamePlace ? 0 : (late(row) + more[i]) * kSize));
-                from += kAtOnce * Config::kStagedPitch * kSize;
+                const int row = (time + i) / kPasses * kAtOnce, col = (time + i) % kPasses * kLanes * kVector;
+                more[i] = kSamePlace ? 0 : head(row + first);
+                const int at = row * kPitch + col + (kSamePlace ? 0 : late(row + first) + more[i]);
+                piece[i] = ptx::load_shared_16(from + at * kSize);
             }
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                if ((time + i) * kAtOnce + first < span.filters && nth + more[i] + kVector <= length) {
-                    ptx::store_global_16(to + more[i] * kSize, piece[i]);
+                const int row = (time + i) / kPasses * kAtOnce, col = (time + i) % kPasses * kLanes * kVector;
+                if (row + first < filters && nth + more[i] + col + kVector <= length) {
+                    ptx::store_global_16(to + (more[i] + col) * kSize, piece[i]);
                 }
-                to += step;
+                if ((time + i) % kPasses == kPasses - 1) to += step;
             }
         }
-        const int index = lane() / 4, begin = min(head(index), length);
+        const int index = lane / 4, begin = min(head(index), length);
         const int end = begin + (length - begin) / kVector * kVector;
-        if (index >= span.filters || (begin == 0 && end == length)) return;
+        if (index >= filters || (begin == 0 && end == length)) return;
+        constexpr int kWord = kPairs ? 2 : 1;
+        using Ends = Word<kWord * kSize>;
         Output* row = span.to + index * cut_.plane;
-        const Output* results = staged + index * Config::kStagedPitch + late(index);
+        const Output* results = staged + index * kPitch + late(index);
+        const auto copy = [&](int col) {
+            *reinterpret_cast<Ends*>(row + col) = *reinterpret_cast<const Ends*>(results + col);
+        };
 #pragma unroll
-        for (int i = lane() % 4; i < kVector; i += 4) {
-            if (i < begin) row[i] = results[i];
-            if (end + i < length) row[end + i] = results[end + i];
+        for (int i = lane % 4 * kWord; i < kVector; i += 4 * kWord) {
+            if (i < begin) copy(i);
+            if (end + i < length) copy(end + i);
         }
     }
 
     // Applies the epilogue to runs of sums and stores them, as above.
-    __device__ __forceinline__ void send_sums(const Span& span, const float* staged, const Epilogue& epilogue) const {
+    __device__ __forceinline__ void send_sums(const Span& span, int half, const float* staged, int lane,
+                                              const Epilogue& epilogue) const {
         constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes;
         // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
         constexpr Runs kRuns = kSamePlace ? Runs::kWhole : Runs::kAnywhere;
-        const int length = span.length();
+        const int length = span.length(), channel = channel_ + half * kFilters;
+        const int filters = min(kFilters, filters_ - half * kFilters);
 #pragma unroll 1
-        for (int row = lane() / kLanes; row < span.filters; row += kAtOnce) {
-            const int col = (-span.late(cut_, row, kVector) & (kVector - 1)) + lane() % kLanes * kVector;
+        for (int row = lane / kLanes; row < filters; row += kAtOnce) {
+            const int col = (-span.late(cut_, row, kVector) & (kVector - 1)) + lane % kLanes * kVector;
             if (col + kVector > length) continue;
             const auto operands = epilogue.template load<kRuns, kVector>(
-                Position{image_, span.channel + row, span.pixel + col}, kVector);
-            const float* from = staged + row * Config::kStagedPitch + span.late(cut_, row, kStagedVector) + col;
+                Position{image_, channel + row, span.pixel + col}, kVector);
+            const float* from = staged + row * kPitch + span.late(cut_, row, kStagedVector) + col;
             alignas(16) float value[kVector];
 #pragma unroll
             for (int i = 0; i < kVector; i += 4) {
@@ -227,16 +308,16 @@ private:
             epilogue.apply(value, operands);
             store_run<Output, kVector, Runs::kWhole>(span.to + row * cut_.plane + col, value, kVector);
         }
-        const int index = lane() / 4, late = span.late(cut_, index, kVector);
+        const int index = lane / 4, late = span.late(cut_, index, kVector);
         const int head = min(-late & (kVector - 1), length), tail = head + (length - head) / kVector * kVector;
-        if (index >= span.filters || (head == 0 && tail == length)) return;
-        const float* from = staged + index * Config::kStagedPitch + span.late(cut_, index, kStagedVector);
+        if (index >= filters || (head == 0 && tail == length)) return;
+        const float* from = staged + index * kPitch + span.late(cut_, index, kStagedVector);
 #pragma unroll 1
-        for (int i = lane() % 4; i < 2 * kVector; i += 4) {
+        for (int i = lane % 4; i < 2 * kVector; i += 4) {
             const int col = i < kVector ? i : tail + i - kVector;
             if (col >= (i < kVector ? head : length)) continue;
             float value[1] = {from[col]};
-            epilogue.apply(value, Position{image_, span.channel + index, span.pixel + col}, 1);
+            epilogue.apply(value, Position{image_, channel + index, span.pixel + col}, 1);
             span.to[index * cut_.plane + col] = from_float<Output>(value[0]);
         }
     }

@@ -4,11 +4,11 @@
 // neighbouring elements from overlapping.
 //
 // Some exist several times: in math_float for results of float; in math_tf32 for the same from products of TF32, whose
-// error is thousands of ulps; in math_half and math_bfloat16 for results of those types, with an error of at most an
-// eighth of the result's ulp. Generated sources say which they use. tests/test_cuda_math.py measures them:
+// operands are rounded to 2^-11, with an error of at most 2^-17; in math_half and math_bfloat16 for results of those
+// types, with an error of at most an eighth of the result's ulp. Generated sources say which they use.
+// tests/test_cuda_math.py measures them:
 //
 //     float   sigmoid 2.0 ulp, silu 2.4, mish 3.9, gelu 2.4 and gelu_tanh 2.5 for x > -1, tanhshrink 4.3, the others 2.5
-//     TF32    sigmoid 3.4, silu 3.3, mish 4.4; mish twice after a convolution takes 16 % less time than with float's
 #pragma once
 
 #include <cuda_bf16.h>
