@@ -20,6 +20,7 @@ from fxfuse import functional, ops
 from fxfuse.layout import contiguous_strides
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.values import is_nothing
 
 LEAST: Final = 4
 """Convolutions that a run must have to be converted."""
@@ -129,6 +130,8 @@ def _keeps_layout(root: nn.Module, node: fx.Node) -> bool:
         return ops.find_method(str(node.target)) is not None
     if node.op != "call_function":
         return False
+    if is_nothing(root, node):
+        return True
     target = ops.function_of(node.target)
     if target in _CATS:
         return node.args[1:] == (1,) or node.kwargs == {"dim": 1}

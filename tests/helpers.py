@@ -6,7 +6,7 @@ import itertools
 import pickle
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
@@ -167,3 +167,16 @@ def kernels_launched(call):
         call()
         torch.cuda.synchronize()
     return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def stochastic_depth(input, p, mode, training=True):
+    """As torchvision has it."""
+    return input * p if training else input
+
+
+stochastic_depth.__module__ = "torchvision.ops.stochastic_depth"
+fx.wrap("stochastic_depth")
+
+
+def with_stochastic_depth(x, training):
+    return stochastic_depth(x, 0.5, "row", training)

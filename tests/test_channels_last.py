@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, batch_norm, randn
+from helpers import Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
 from torch import nn
 
 import fxfuse
@@ -35,6 +35,12 @@ def residual(m, x):
     for layer in m.layers:
         x = F.relu(m.bn(layer(x)) + x)
     return m.pool(x).flatten(1)
+
+
+def deep(m, x):
+    for layer in m.layers:
+        x = with_stochastic_depth(F.silu(layer(x)), m.training) + x
+    return x
 
 
 def dense(m, x):
@@ -77,6 +83,7 @@ MODELS = {
         bn=batch_norm(),
         pool=nn.AdaptiveAvgPool2d(1),
     ),
+    "deep": Net(deep, layers=convolutions(3, 3, 3, 3, 3)),
     "dense": Net(dense, layers=convolutions(3, 4, 4, 4, 4)),
     "gated": Net(gated, layers=convolutions(3, 8, 8, 8), squeeze=nn.Conv2d(8, 8, 1)),
     "unfused": Net(lambda m, x: m.layers(x) * 2, layers=nn.Sequential(*convolutions(3, 4, 5, 6, 7))),
@@ -104,7 +111,7 @@ def test_results_and_strides_are_eagers(name, layout):
 
 @pytest.mark.parametrize(
     ("name", "back"),
-    [("activated", 1), ("chain", 1), ("residual", 1), ("dense", 2), ("gated", 2), ("unfused", 1), ("in place", 1)],
+    [("activated", 1), ("chain", 1), ("residual", 1), ("deep", 1), ("dense", 2), ("gated", 2), ("unfused", 1), ("in place", 1)],
 )
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, conv, linear
+from helpers import Net, Net2, assert_as_eager, conv, linear, with_stochastic_depth
 from torch import fx, nn
 
 import fxfuse
@@ -95,6 +95,10 @@ ONE_REGION = {
     # nodes that do nothing
     "dropout": (Net(lambda m, x: m.d(m.fc(x)).relu(), fc=linear(), d=nn.Dropout(0.5)), "relu(acc)"),
     "F.dropout": (Net(lambda m, x: F.dropout(m.fc(x), training=m.training).relu(), fc=linear()), "relu(acc)"),
+    "stochastic depth": (
+        Net(lambda m, x: with_stochastic_depth(m.conv(x), m.training) + x, conv=nn.Conv2d(3, 3, 3, padding=1)),
+        "acc + o0",
+    ),
     "identity": (Net(lambda m, x: m.i(m.fc(x)).relu(), fc=linear(), i=nn.Identity()), "relu(acc)"),
     "contiguous": (Net(lambda m, x: m.fc(x).contiguous().relu(), fc=linear()), "relu(contiguous(acc))"),
     "detach": (Net(lambda m, x: m.fc(x).detach().relu(), fc=linear()), "relu(detach(acc))"),

@@ -25,6 +25,9 @@ _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
     torch.ops.aten.dropout,
 )  # fmt: skip
+_STOCHASTIC_DEPTH: Final = ("torchvision.ops.stochastic_depth", "stochastic_depth")
+"""Drops whole samples. torchvision's models call it wrapped, so that it stands in their graphs; named here so as not to
+import torchvision."""
 
 
 @dataclass
@@ -105,10 +108,17 @@ def _module_arguments(growth: Growth, row: ops.Row, node: fx.Node, module: nn.Mo
 def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
     if module is not None:
         return isinstance(module, _DROPOUT_MODULES) and (not module.training or module.p == 0)
-    if node.op != "call_function" or ops.function_of(node.target) not in _DROPOUT_FUNCTIONS:
+    if node.op != "call_function":
         return False
-    training = node.kwargs.get("training", node.kwargs.get("train", node.args[2] if len(node.args) > 2 else True))
-    return training is False
+    target = ops.function_of(node.target)
+    if target in _DROPOUT_FUNCTIONS:
+        position = 2
+    elif (getattr(target, "__module__", None), getattr(target, "__name__", None)) == _STOCHASTIC_DEPTH:
+        position = 3
+    else:
+        return False
+    training = node.args[position] if len(node.args) > position else True
+    return node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
 
 def _batch_norm(growth: Growth, node: fx.Node, module: nn.BatchNorm1d | nn.BatchNorm2d) -> Expr:
