@@ -47,7 +47,7 @@ _pending = threading.local()
 
 def of_region(region: int) -> list[Plan]:
     """How the problems are run that a region met so far in this process."""
-    return list(_plans.get(region, {}).values())
+    return list({id(plan): plan for plan in _plans.get(region, {}).values()}.values())
 
 
 def forget(regions: Sequence[int]) -> None:
@@ -72,8 +72,15 @@ def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     alignment = math.gcd(16, tensor.data_ptr()) if tensor.is_cuda else 16
     is_parameter = type(tensor) is torch.nn.Parameter
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    return TensorMeta(shape, strides, tensor.dtype, tensor.device, alignment, is_parameter)
+    shape = tuple(tensor.shape)
+    return TensorMeta(shape, _strides(shape, tensor.stride()), tensor.dtype, tensor.device, alignment, is_parameter)
+
+
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Of images of one pixel, whose layout torch's operators do not agree on, those of channels_last."""
+    if len(shape) == 4 and shape[2:] == (1, 1) and strides[1] == 1:
+        return (strides[0], 1, shape[1], shape[1])
+    return strides
 
 
 def run(
@@ -104,10 +111,10 @@ def run(
             return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
-            plan = found.get(key)
+            plan = found.get(key) or found.get(_posed(key, problem))
             if plan is None:
                 plan = _draft(problem, strict)()
-                _keep(found, key, plan)
+            _keep(found, key, problem, plan)
     return plan.run(x, weight, bias, operands)
 
 
@@ -152,12 +159,17 @@ def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
     for call, draft in drafts:
         plan = draft()
         with _lock:
-            _keep(_plans.setdefault(call.region, {}), call.key, plan)
+            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, plan)
 
 
-def _keep(found: dict[Key, Plan], key: Key, plan: Plan) -> None:
+def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan) -> None:
     if not plan.provisional:
-        found[key] = plan
+        found[key] = found[_posed(key, problem)] = plan
+
+
+def _posed(key: Key, problem: Problem) -> Key:
+    """The same for all calls that pose the same problem in the same state; `key` is what is quick to tell of one."""
+    return (problem, *key[3:6])
 
 
 # ---------------------------------------------------------------------------------------------- making

@@ -675,3 +675,15 @@ def test_a_models_own_names_are_not_hidden():
     for twin in (copy.deepcopy(fast), fast.train().eval()):
         torch.testing.assert_close(twin(x), model(x))
     assert list(fast.state_dict()) == list(model.state_dict())
+
+
+def test_images_of_one_pixel_are_one_problem_however_they_are_strided(monkeypatch):
+    drafted, draft = [], plans._draft
+    monkeypatch.setattr(plans, "_draft", lambda *arguments: drafted.append(arguments) or draft(*arguments))
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.Sigmoid()).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for strides in ((8, 1, 1, 1), (8, 1, 8, 8)):
+            x = torch.randn(4, 8, 1, 1).as_strided((4, 8, 1, 1), strides)
+            torch.testing.assert_close(fast(x), model(x))
+    assert len(drafted) == 2
