@@ -413,7 +413,7 @@ class FusedModule(fx.GraphModule):
 
     def _tensor(self, module: nn.Module, name: str) -> Any:
         """getattr(module, name) of a tensor, in a fifth of the time: the graph reads every parameter at every call."""
-        found = module._parameters.get(name)
+        found: torch.Tensor | None = module._parameters.get(name)
         if found is None:
             found = module._buffers.get(name)
         return getattr(module, name) if found is None else found
@@ -472,7 +472,7 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
     def shortened(line: str) -> str:
         node, equals, value = line.partition(" = ")
         long, instead = short.get(node, ("", ""))
-        return f"{node}{equals}{instead}{value[len(long):]}" if long and value.startswith(long) else line
+        return f"{node}{equals}{instead}{value[len(long) :]}" if long and value.startswith(long) else line
 
     return [shortened(line) for line in code]
 

@@ -158,7 +158,8 @@ def test_error(function, values):
     assert bool((have[exact.abs() < max(info.tiny, SMALL)].abs() <= 2 * max(info.tiny, SMALL)).all())
     error = torch.where(inside, errors(have, exact, dtype), 0.0)
     worst = int(error.argmax())
-    # TF32: a sixty-fourth of the 2^-11 to which it rounds. 16 bits: half an ulp by rounding the result, an eighth by the function
+    # TF32: a sixty-fourth of the 2^-11 to which it rounds. 16 bits: half an ulp by rounding the result, an eighth by
+    # the function
     allowed = max(2**6, function.ulps) if tf32 else function.ulps if single else 0.625
     assert float(error[worst]) <= allowed, f"{float(error[worst])} at {float(x[worst])}"
 

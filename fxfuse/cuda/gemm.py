@@ -216,7 +216,7 @@ def _tiles(problem: Problem) -> list[Tile]:
     return [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
-        else replace(tile, stages=min(tile.stages, depth + 1))
+        else replace(tile, stages=min(tile.stages, math.ceil((depth + 1) / 4) * 4))  # few different ones
         for tile in tiles
         if _fits(tile, problem)
     ]

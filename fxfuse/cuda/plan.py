@@ -49,6 +49,9 @@ CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
 
+TINY_PRODUCTS, TINY_WEIGHT = 2**23, 2**18
+"""Multiplications, and elements of the weight, below which every kernel takes as long as a launch: one is compiled."""
+
 CHANNELS_LAST_PRODUCTS = 2**28
 """Multiplications below which its passes would take longer than the library gains in channels_last."""
 
@@ -106,7 +109,16 @@ def _ranked(region: _Region) -> list[tune.Candidate]:
     except UnsupportedError as error:
         logger.info("fxfuse: %s runs by the library: %s", region.problem.label, error)
         return library
+    if _products(region) < TINY_PRODUCTS and math.prod(anchor_weight(region.problem).shape) < TINY_WEIGHT:
+        del fused[1:]
     return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
+
+
+def _products(region: _Region) -> int:
+    """Multiplications of the anchor."""
+    weight = anchor_weight(region.problem).shape
+    depth = {"conv2d": math.prod(weight[1:]), "linear": weight[-1]}.get(region.problem.kind, weight[0])
+    return math.prod(region.prepared.result_shape) * depth
 
 
 def _library_is_faster(region: _Region) -> bool:
@@ -114,9 +126,8 @@ def _library_is_faster(region: _Region) -> bool:
     problem = region.problem
     if problem.kind == "conv2d" or region.capability < (9, 0):
         return False
-    depth = anchor_weight(problem).shape[1 if problem.kind == "linear" else 0]
-    products = math.prod(region.prepared.result_shape) * depth
-    return precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16") and products >= LIBRARY_PRODUCTS
+    wide = precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16")
+    return wide and _products(region) >= LIBRARY_PRODUCTS
 
 
 # --------------------------------------------------------------------------------------- fused candidates
@@ -320,7 +331,7 @@ def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
         return []
     if precision(problem.kind, x.dtype) == "tf32x3":  # no tensor cores: NCHW is the library's best
         return []
-    if math.prod(shape) * math.prod(weight.shape[1:]) < CHANNELS_LAST_PRODUCTS:
+    if _products(region) < CHANNELS_LAST_PRODUCTS:
         return []
     if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
         return []
