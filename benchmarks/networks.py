@@ -27,6 +27,7 @@ from torch import nn
 import fxfuse
 
 IMAGE = (3, 224, 224)
+GRAPHS = "fxfuse, CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         verified = fxfuse.verify(model, fast, (x,))
         counts = [launches(lambda: call(x)) if device.type == "cuda" else 0 for call in (fast, model)]  # noqa: B023
         result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
+        times = {timing.name: timing.median * 1e3 for timing in result.timings}
+        if device.type == "cuda":
+            graphed = fxfuse.optimize(model, (x,), fp32=how.fp32, cuda_graphs=True)
+            times[GRAPHS] = fxfuse.benchmark(model, graphed, (x,), compare=(), seconds=seconds / 4)["fxfuse"] * 1e3
     used = {region.nodes: region.chain for region in fxfuse.explain(fast).regions if region.kernel}
     return Row(
         network=name,
@@ -135,7 +140,7 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         error=verified.error,
         eager_error=verified.eager_error,
         ok=verified.ok,
-        times={timing.name: timing.median * 1e3 for timing in result.timings},
+        times=times,
         first_result={
             "fxfuse cold": first,
             **{timing.name: timing.first_call for timing in result.timings if timing.name not in ("eager", "fxfuse")},
@@ -154,7 +159,8 @@ def _in_a_process(cache: str, options: list[str]) -> Row:
 
 def render(rows: Sequence[Row]) -> str:
     """A table of the rows, the best peer's time as a multiple of fxfuse's."""
-    peers = list(dict.fromkeys(name for row in rows for name in row.times if name != "fxfuse"))
+    own_names = ("fxfuse", GRAPHS)
+    peers = list(dict.fromkeys(name for row in rows for name in row.times if name not in own_names))
     table = []
     for row in rows:
         own = row.times["fxfuse"]
@@ -163,12 +169,12 @@ def render(rows: Sequence[Row]) -> str:
             (
                 row.network, row.precision, f"{row.regions} / {row.anchors}", row.chains,
                 f"{row.eager_launches} → {row.launches}", f"{row.error:.1e} / {row.eager_error:.1e}",
-                *(f"{row.times.get(name, float('nan')):.2f}" for name in peers), f"{own:.2f}", f"{best / own:.2f}x",
+                *(f"{row.times.get(name, float('nan')):.2f}" for name in (*peers, *own_names)), f"{best / own:.2f}x",
                 ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.first_result.items()),
             )
         )  # fmt: skip
     headers = (
-        "network", "precision", "regions / anchors", "chains", "launches", "error / eager's", *peers, "fxfuse",
+        "network", "precision", "regions / anchors", "chains", "launches", "error / eager's", *peers, *own_names,
         "best peer / fxfuse", "first result, s",
     )  # fmt: skip
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -71,16 +72,12 @@ def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     alignment = math.gcd(16, tensor.data_ptr()) if tensor.is_cuda else 16
-    is_parameter = type(tensor) is torch.nn.Parameter
-    shape = tuple(tensor.shape)
-    return TensorMeta(shape, _strides(shape, tensor.stride()), tensor.dtype, tensor.device, alignment, is_parameter)
+    return TensorMeta.of(tensor, tensor.device, alignment)
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Of images of one pixel, whose layout torch's operators do not agree on, those of channels_last."""
-    if len(shape) == 4 and shape[2:] == (1, 1) and strides[1] == 1:
-        return (strides[0], 1, shape[1], shape[1])
-    return strides
+def _weight_meta(tensor: torch.Tensor) -> TensorMeta:
+    # its layout decides on the result's
+    return dataclasses.replace(_meta(tensor), strides=tensor.stride())
 
 
 def run(
@@ -103,7 +100,7 @@ def run(
     plan = None if found is None else found.get(key)
     if plan is None:
         options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        weights = (None if weight is None else _meta(weight), None if bias is None else _meta(bias))
+        weights = (None if weight is None else _weight_meta(weight), None if bias is None else _meta(bias))
         problem = Problem(kind, options, epilogue, _meta(x), *weights, tuple(map(_meta, operands)), fp32)
         pending = getattr(_pending, "calls", None)
         if pending is not None:

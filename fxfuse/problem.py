@@ -48,6 +48,17 @@ class TensorMeta:
     is_parameter: bool = False
     """Whether it is a parameter, whose shape does not change from call to call."""
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, device: torch.device, alignment: int = 16) -> TensorMeta:
+        """What a plan may depend on of a value of the model that is like `tensor` and lies on `device`.
+
+        Images of one pixel, on whose layout torch's operators do not agree, have the strides of channels_last.
+        """
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if len(shape) == 4 and shape[2:] == (1, 1) and strides[1] == 1:
+            strides = (strides[0], 1, shape[1], shape[1])
+        return cls(shape, strides, tensor.dtype, device, alignment, type(tensor) is torch.nn.Parameter)
+
     def empty(self) -> torch.Tensor:
         """A meta tensor like it."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")

@@ -28,8 +28,12 @@ class Split:
 
     @property
     def has_chain(self) -> bool:
-        """Whether the second is worth a pass of ours, and not one operation of torch's."""
-        return sum(isinstance(node, Call) for node in postorder(self.second.expression)) > 1
+        """Whether the second is worth a pass of ours, and not one operation of torch's.
+
+        On a GPU one is, too: operands are broadcast, for which torch's kernels read element by element.
+        """
+        operations = sum(isinstance(node, Call) for node in postorder(self.second.expression))
+        return operations > 1 or self.second.x.device.type == "cuda"
 
 
 def split(problem: Problem, acc: torch.Tensor) -> Split | None:
@@ -47,7 +51,7 @@ def split(problem: Problem, acc: torch.Tensor) -> Split | None:
         rest = _without(whole, node)
         if rest is not None:
             meta = value[node]
-            x = TensorMeta(tuple(meta.shape), meta.stride(), meta.dtype, problem.x.device)
+            x = TensorMeta.of(meta, problem.x.device)
             first, first_operands = _renumbered(node)
             second, second_operands = _renumbered(rest)
             return Split(
@@ -91,7 +95,8 @@ def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
         ) -> torch.Tensor:
             acc = anchored.run(x, weight, bias, [operands[index] for index in parts.first_operands])
             others = [operands[index] for index in parts.second_operands]
-            if rest is None or acc.stride() != expected.strides:  # meta tensors predict other ones for some layouts
+            # meta tensors predict other strides for some layouts
+            if rest is None or TensorMeta.of(acc, expected.device).strides != expected.strides:
                 return evaluate(expression, acc, others)
             return rest.run(acc, None, None, others)
 
