@@ -127,7 +127,9 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         times = {timing.name: timing.median * 1e3 for timing in result.timings}
         if device.type == "cuda":
             graphed = fxfuse.optimize(model, (x,), fp32=how.fp32, cuda_graphs=True)
-            times[GRAPHS] = fxfuse.benchmark(model, graphed, (x,), compare=(), seconds=seconds / 4)["fxfuse"] * 1e3
+            times[GRAPHS] = (
+                fxfuse.benchmark(model, graphed, (x,), compare=(), seconds=seconds / 4).median("fxfuse") * 1e3
+            )
     used = {region.nodes: region.chain for region in fxfuse.explain(fast).regions if region.kernel}
     return Row(
         network=name,
