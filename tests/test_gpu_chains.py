@@ -118,7 +118,7 @@ def test_unaligned_tensors():
 
 
 def test_cuda_graphs():
-    model = LIBRARY["conv1d"][0].cuda().eval()
+    model = LIBRARY["conv1d"][0].to("cuda", torch.float32).eval()
     x = tensor(3, 16, 51)
     fast = fxfuse.optimize(model, (x,), strict=True)
     with torch.no_grad():
