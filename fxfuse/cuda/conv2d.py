@@ -106,7 +106,12 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     product = _as_gemm(problem)
     if product is not None and (kernels := gemm.candidates(product)):
         return kernels
-    costed = (*_wgmma(problem), *_direct(problem), *_implicit_gemm(problem))
+    outputs = problem.pixels * problem.out_channels / problem.multiprocessors
+    families = ((_wgmma(problem), 60), (_direct(problem), 60), (_implicit_gemm(problem), 200))
+    # Times to store an output as a product's time of the implicit GEMM, as measured on an H200 with 8 channels.
+    costed = [
+        (cost + outputs * store / problem.reduction, kernel) for family, store in families for cost, kernel in family
+    ]
     by_cost = sorted(costed, key=lambda costed: costed[0])
     return (*_depthwise(problem), *(kernel for _, kernel in by_cost))
 
@@ -606,8 +611,6 @@ _MOST_WGMMA_STAGES: Final = 8
 
 _WGMMA_PRODUCTS: Final = 0.27
 """Time per product, in units of the implicit GEMM's."""
-_WGMMA_STORE: Final = 75
-"""Time to store an output, in units of a product's time of the implicit GEMM."""
 
 
 @dataclass(frozen=True)
@@ -673,8 +676,7 @@ def _wgmma_cost(problem: Conv2dProblem, tile: WgmmaTile, patch: _Patch) -> float
     """As `_tile_cost`, in the same unit."""
     outputs = tile.filters * tile.segments * _SEGMENT
     padding = _steps(problem) * _STEP_BYTES / (problem.group_channels * problem.element_bytes)
-    each = _WGMMA_PRODUCTS * padding + _WGMMA_STORE / problem.reduction
-    return ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * each
+    return ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * _WGMMA_PRODUCTS * padding
 
 
 def _wgmma(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
