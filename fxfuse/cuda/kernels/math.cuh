@@ -202,9 +202,9 @@ using math_half::sigmoid;
 // As in math_float; (1 - Phi(x)) * exp(x^2 / 2) / t for x on [0, 14.2]: 2^-19
 __device__ __forceinline__ float gelu(float x) {
     const float t = ptx::reciprocal(fmaf(0.35f, fabsf(x), 1.0f));
-    const float tail = detail::bell(x * x) * t *
-                       detail::polynomial(t, {0.13976254f, 0.13713856f, 0.14131688f, 0.014863409f, 0.20141348f,
-                                              -0.17674085f, 0.042245153f});
+    const float tail = detail::polynomial(t, {0.13976254f, 0.13713856f, 0.14131688f, 0.014863409f, 0.20141348f,
+                                              -0.17674085f, 0.042245153f}) *
+                       t * detail::bell(x * x);
     return x * detail::below(x, tail);
 }
 
