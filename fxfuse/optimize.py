@@ -411,7 +411,7 @@ class FusedModule(fx.GraphModule):
             self._derive(_with_fused_children(trace(root, _is_fused, state.settings.strict), state.settings))
         return self
 
-    def _tensor(self, module: nn.Module, name: str) -> Any:
+    def _fxfuse_tensor(self, module: nn.Module, name: str) -> Any:
         """getattr(module, name) of a tensor, in a fifth of the time: the graph reads every parameter at every call."""
         found: torch.Tensor | None = module._parameters.get(name)
         if found is None:
@@ -465,7 +465,7 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
         if isinstance(module.get_submodule(".".join(path)), torch.jit.ScriptModule):  # its tables are no dictionaries
             continue
         if node.op == "get_attr":
-            short[node.name] = _attribute_path(node.target), f'self._tensor({_module(path)}, "{name}")'
+            short[node.name] = _attribute_path(node.target), f'self._fxfuse_tensor({_module(path)}, "{name}")'
         else:
             short[node.name] = _attribute_path(node.target), _module([*path, name])
 

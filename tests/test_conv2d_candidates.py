@@ -249,6 +249,22 @@ def test_hopper_has_kernels_of_its_own_for_filters_of_several_taps() -> None:
         assert "Conv2dWgmma" not in families(without)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("side", [128, 256])
+def test_few_channels_are_hoppers_too_and_leave_in_runs_of_two_rows(side: int, precision: str) -> None:
+    few = replace(
+        problem(images=128, channels=8, filters=64, size=(side, side), precision=precision), hopper=True
+    )  # what is stored is most of the work then
+    first = candidates(few)[0]
+    assert first.type.startswith("Conv2dWgmma<") and _staged_segments(first) == 2
+    many = replace(problem(images=64, filters=128, size=(side, side), precision=precision), hopper=True)
+    assert _staged_segments(candidates(many)[0]) == 1
+
+
+def _staged_segments(kernel: Kernel) -> int:
+    return int(kernel.type.split("Conv2dWgmmaConfig<")[1].split(">")[0].split(", ")[-1])
+
+
 def test_hopper_kernels_are_cut_up_as_shared_memory_allows() -> None:
     """Rows of 126 are a segment each, rows of 26 four in one; a filter of many taps leaves room for one stage."""
 

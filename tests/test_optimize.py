@@ -687,3 +687,15 @@ def test_images_of_one_pixel_are_one_problem_however_they_are_strided(monkeypatc
             x = torch.randn(4, 8, 1, 1).as_strided((4, 8, 1, 1), strides)
             torch.testing.assert_close(fast(x), model(x))
     assert len(drafted) == 2
+
+
+def test_parameters_and_buffers_that_are_replaced_are_found():
+    """The code reads modules' tables."""
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), nn.ReLU()).eval()
+    fast, x = fxfuse.optimize(model), torch.randn(3, 4, 5, 5)
+    with torch.no_grad():
+        fast(x)
+        model.get_submodule("0.0").weight = nn.Parameter(torch.rand(4, 4, 1, 1))
+        fast.get_submodule("0.1").running_mean = torch.rand(4)
+        torch.testing.assert_close(fast(x), model(x))
+        assert fast.get_submodule("0.1").running_mean is model.get_submodule("0.1").running_mean
