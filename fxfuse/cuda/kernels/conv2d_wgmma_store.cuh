@@ -1,5 +1,5 @@
-// How the results of Hopper's convolution (conv2d_wgmma.cuh) leave: each warp stores its 16 filters of a segment by
-// itself, 8 at a time, through shared memory, since rows of NCHW may start at any element.
+// How the results of Hopper's convolution (conv2d_wgmma.cuh) leave: each warp stores its 16 filters of its segments by
+// itself, 8 filters at a time, through shared memory, since rows of NCHW may start at any element.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class WgmmaStore {
     using Tile = WgmmaTile<Config>;
     static constexpr int kFilters = Config::kSliceFilters, kSlices = 2 * Config::kGroupSegments;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
-    // Of a slice's positions, a part at a time: its values have registers beside all sums.
+    // Of half the filters in a segment, a slice, a part at a time: its values have registers beside all sums.
     static constexpr int kParts = 4, kPart = Config::kSegment / kParts, kValues = kPart / 4;
     // Whether results are staged, or sums: where operands vary along columns, they are read along columns.
     static constexpr bool kStagesResults = !Epilogue::kVariesAlongCols;
@@ -44,7 +44,7 @@ class WgmmaStore {
     const WgmmaCut& cut_;
     int row_, col_, image_;
     int channel_, filters_;  // the first, and how many there are
-    Values operands_[2];     // of the lane's filter in either slice of a segment, if results are staged
+    Values operands_[2];     // of the lane's filter in either half, if results are staged
 
     // Part of 8 filters' planes: rows of the output or a part of one.
     struct Span {
@@ -84,7 +84,7 @@ public:
         const int lane = static_cast<int>(ptx::read_thread_index()) % 32;
         if constexpr (kStagesResults) {
             const Span first = span_of(first_segment, out), second = span_of(first_segment + 1, out);
-            const bool follows = second.length() <= 0 || second.pixel == first.pixel + first.length();
+            const bool follows = second.length() == 0 || second.pixel == first.pixel + first.length();
             if (cut_.pairs && cut_.segment_rows == 1 && (follows || !kStagesBoth)) {
                 store_pairs(first, second, lane, sum, staged, epilogue);
                 return;
@@ -121,7 +121,7 @@ private:
                 if (segment == 0 && kStagesBoth) continue;
                 __syncwarp();
                 if constexpr (kStagesBoth) {
-                    send_results<kBoth, true>(first, first.length() + max(second.length(), 0), half, staged, lane);
+                    send_results<kBoth, true>(first, first.length() + second.length(), half, staged, lane);
                 } else {
                     send_results<Config::kSegment, true>(span, span.length(), half, staged, lane);
                 }
@@ -137,7 +137,7 @@ private:
 #pragma unroll 1
         for (int segment = 0; segment < Config::kGroupSegments; ++segment) {
             Span span = span_of(first_segment + segment, out);
-            if (span.length() <= 0) continue;
+            if (span.length() == 0) continue;
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 Values operands;
