@@ -462,7 +462,7 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
         if node.op not in ("get_attr", "call_module"):
             continue
         *path, name = str(node.target).split(".")
-        if isinstance(module.get_submodule(".".join(path)), torch.jit.ScriptModule):  # its tables are no dictionaries
+        if not _has_tables(module, path):
             continue
         if node.op == "get_attr":
             short[node.name] = _attribute_path(node.target), f'self._fxfuse_tensor({_module(path)}, "{name}")'
@@ -475,6 +475,16 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
         return f"{node}{equals}{instead}{value[len(long) :]}" if long and value.startswith(long) else line
 
     return [shortened(line) for line in code]
+
+
+def _has_tables(module: nn.Module, path: Sequence[str]) -> bool:
+    """Whether every name of the path is in the table of modules, and what is there has tables of its own."""
+    for name in path:
+        child = module._modules.get(name)
+        if child is None or isinstance(child, torch.jit.ScriptModule):  # whose tables are no dictionaries
+            return False
+        module = child
+    return True
 
 
 def _attribute_path(target: Any) -> str:
