@@ -75,8 +75,8 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta.of(tensor, tensor.device, alignment)
 
 
-def _weight_meta(tensor: torch.Tensor) -> TensorMeta:
-    # its layout decides on the result's
+def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
+    """Where the tensor's layout decides on the result's: a weight, and one pixel that padding enlarges."""
     return dataclasses.replace(_meta(tensor), strides=tensor.stride())
 
 
@@ -100,8 +100,12 @@ def run(
     plan = None if found is None else found.get(key)
     if plan is None:
         options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        weights = (None if weight is None else _weight_meta(weight), None if bias is None else _meta(bias))
-        problem = Problem(kind, options, epilogue, _meta(x), *weights, tuple(map(_meta, operands)), fp32)
+        x_meta = _meta_of_any_layout(x) if kind == "conv2d" and values[1] != (0, 0) else _meta(x)
+        weights = (
+            None if weight is None else _meta_of_any_layout(weight),
+            None if bias is None else _meta(bias),
+        )
+        problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32)
         pending = getattr(_pending, "calls", None)
         if pending is not None:
             pending.append(_FirstCall(region, key, problem, strict))

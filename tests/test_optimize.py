@@ -689,6 +689,13 @@ def test_images_of_one_pixel_are_one_problem_however_they_are_strided(monkeypatc
     assert len(drafted) == 2
 
 
+@pytest.mark.parametrize("strides", [(8, 1, 1, 1), (8, 1, 8, 8)])
+def test_an_image_of_one_pixel_that_padding_enlarges_has_eagers_strides(strides):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=2), nn.SiLU()).eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), torch.randn(4, 8, 1, 1).as_strided((4, 8, 1, 1), strides))
+
+
 def test_parameters_and_buffers_that_are_replaced_are_found():
     """The code reads modules' tables."""
     model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), nn.ReLU()).eval()
