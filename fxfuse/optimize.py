@@ -420,7 +420,7 @@ class FusedModule(fx.GraphModule):
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        for table in _TABLES:
+        for table in _TABLES:  # as nn.Module's; all other names are the model's
             if table in own and name in own[table]:
                 return own[table][name]
         if _STATE not in own or name.startswith("__"):

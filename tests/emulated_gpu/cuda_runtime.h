@@ -288,11 +288,6 @@ template <class T>
 void __stcg(T* destination, T value) {
     *destination = value;
 }
-template <class T>
-void __stwb(T* destination, T value) {
-    if (reinterpret_cast<uintptr_t>(destination) % sizeof(T) != 0) emulation::fail("a misaligned store");
-    *destination = value;
-}
 
 template <class To, class From>
 To bits_as(From from) {
