@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
-from fxfuse.problem import ANCHORS, OPTION_NAMES, parsed, run_anchor
+from fxfuse.problem import ANCHORS, OPTION_NAMES, in_order, parsed, run_anchor
 from fxfuse.reference import evaluate
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
@@ -82,17 +82,24 @@ _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore
 _is_neg: Final = torch.Tensor.is_neg
 
 
-def _intercepted() -> bool:
-    """Whether anything that is switched on in this thread wants to see or change the operators that are called."""
+def _observed() -> bool:
+    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of."""
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _intercepted() -> bool:
+    """Whether anything that is switched on in this thread wants to see or change the operators that are called."""
+    return bool(
+        _observed()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
@@ -121,12 +128,15 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     def fused(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact"
     ) -> torch.Tensor:
-        if weight is None:
-            tensors = (x, *operands)
-        else:
-            tensors = (x, weight, *operands) if bias is None else (x, weight, bias, *operands)
+        tensors = in_order(x, weight, bias, operands)
+        if not _observed():  # first: what follows is nothing that torch.compile could trace
+            shortcut = plans.shortcuts.get(region)
+            if shortcut is not None:
+                result = shortcut((kind, epilogue, values, strict, fp32), tensors)
+                if result is not None:
+                    return result
         if (
-            not _intercepted()  # first: what follows is nothing that torch.compile could trace
+            not _intercepted()
             and _PLAIN.issuperset(map(type, tensors))
             and _STRIDED.issuperset(map(_layout, tensors))
             and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory

@@ -38,6 +38,11 @@ class OperandPlan:
         return sum(convert is not None for convert in self.conversions)
 
     @property
+    def are_addresses(self) -> bool:
+        """Whether kernels take each operand's own address."""
+        return all(kind.dtype is not None for kind in self.kinds) and not self.copies
+
+    @property
     def columns(self) -> int:
         """The largest power of two up to 8 that divides the result's columns and the distances between its rows."""
         return math.gcd(8, self.layout.sizes[2], *self.layout.strides[0][:2])
@@ -50,8 +55,7 @@ class OperandPlan:
     def addresses(self) -> Addresses:
         """A function from the operands of one call to the kernel's arguments for them."""
         conversions, scalars = self.conversions, tuple(kind.dtype is None for kind in self.kinds)
-        if not any(scalars) and all(convert is None for convert in conversions):
-            # what nearly every call is; each microsecond counts
+        if self.are_addresses:
             return lambda operands: ([operand.data_ptr() for operand in operands], operands)
 
         def addresses(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], object]:

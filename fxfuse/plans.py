@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
+import operator
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,6 +24,7 @@ from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError
 from fxfuse.problem import (
     OPTION_NAMES,
     RESULT_DTYPES,
+    ByAddress,
     Declined,
     Draft,
     Plan,
@@ -29,6 +32,7 @@ from fxfuse.problem import (
     Refused,
     TensorMeta,
     anchor_meta,
+    in_order,
     parsed,
     run_anchor,
 )
@@ -37,6 +41,8 @@ from fxfuse.reference import evaluate
 logger = logging.getLogger("fxfuse")
 
 Key: TypeAlias = tuple[Any, ...]
+Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str]
+"""What a call says beside its tensors: kind, epilogue, the anchor's options, strict, fp32."""
 
 
 # -------------------------------------------------------------------------------------------- look-up
@@ -54,7 +60,16 @@ def of_region(region: int) -> list[Plan]:
 def forget(regions: Sequence[int]) -> None:
     """Drops the plans of regions that no longer exist."""
     for region in regions:
+        shortcuts.pop(region, None)
+        _latest.pop(region, None)
         _plans.pop(region, None)
+
+
+def assign(region: int, key: Key, plan: Plan) -> None:
+    """Makes `plan` that of the region's calls with this key, whatever it was."""
+    with _lock:
+        shortcuts.pop(region, None)
+        _plans.setdefault(region, {})[key] = plan
 
 
 def _cuda_state(tensor: torch.Tensor) -> Key:
@@ -116,7 +131,67 @@ def run(
             if plan is None:
                 plan = _draft(problem, strict)()
             _keep(found, key, problem, plan)
+    elif region:
+        _note(region, key, plan, x, weight, bias, operands)
     return plan.run(x, weight, bias, operands)
+
+
+# ----------------------------------------------------------------------------------------- short cuts
+
+Shortcut: TypeAlias = Callable[[Said, tuple[torch.Tensor, ...]], torch.Tensor | None]
+
+shortcuts: dict[int, Shortcut] = {}
+"""shortcuts[region](said, tensors): the result if the call is like the region's latest two, else None.
+
+A look-up by key costs the CPU twice what a launch does. torch compares tensors with what they were, dtype, device,
+sizes, strides, type, dispatch keys (so autocast, modes, transformations) and whether a gradient is due, in one call
+that torch.compile's code uses; what is left are addresses, which kernels need anyway.
+"""
+_latest: dict[int, Key] = {}
+"""The key that each region's latest look-up had: one that comes twice in a row gets a short cut."""
+_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def _note(
+    region: int, key: Key, plan: Plan,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    if _latest.get(region) != key:
+        _latest[region] = key
+        return
+    tensors = in_order(x, weight, bias, operands)
+    on_gpu = [tensor.is_cuda for tensor in tensors]
+    if _guards is None or any(on_gpu) != all(on_gpu) or (all(on_gpu) and _unaligned([t.data_ptr() for t in tensors])):
+        return
+    with _lock:
+        if _plans.get(region, {}).get(key) is plan:  # else it was forgotten or replaced meanwhile
+            shortcuts[region] = _shortcut(key, plan, tensors, weight is not None, bias is not None)
+
+
+def _unaligned(addresses: list[int]) -> int:
+    return functools.reduce(operator.or_, addresses) & 15
+
+
+def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weight: bool, has_bias: bool) -> Shortcut:
+    expected, tf32, kind = key[:5], key[5], key[0]
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    same = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # None would mean "any"
+    cuda, run = tensors[0].is_cuda, plan.run
+    launch = run.launch if isinstance(run, ByAddress) else None
+    operands = slice(1 + has_weight, len(tensors) - has_bias)
+
+    def attempt(said: Said, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if said != expected or not same(*tensors) or (tf32 is not None and tf32_allowed(kind) != tf32):
+            return None
+        if cuda:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if _unaligned(addresses):
+                return None
+            if launch is not None:
+                return launch(tensors, addresses)
+        return run(tensors[0], tensors[1] if has_weight else None, tensors[-1] if has_bias else None, tensors[operands])
+
+    return attempt
 
 
 # ------------------------------------------------------------------------------------------- preparing

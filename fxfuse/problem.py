@@ -19,6 +19,30 @@ from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is
 Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
 """run(x, weight, bias, operands) -> result; weight is None if there is no anchor, else a tensor"""
 
+
+class ByAddress:
+    """A Run that needs nothing of a call's tensors but their addresses, which whoever has them already can give it."""
+
+    def __init__(self, launch: Callable[[tuple[torch.Tensor, ...], list[int]], torch.Tensor]) -> None:
+        """launch(tensors, addresses): the call's tensors in order (`in_order`)."""
+        self.launch = launch
+
+    def __call__(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        tensors = in_order(x, weight, bias, operands)
+        return self.launch(tensors, [tensor.data_ptr() for tensor in tensors])
+
+
+def in_order(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """A call's tensors: x, weight, operands, bias, without what it has not."""
+    if weight is None:
+        return (x, *operands)
+    return (x, weight, *operands) if bias is None else (x, weight, *operands, bias)
+
+
 RESULT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -29,7 +29,8 @@ def forget(monkeypatch):
     """Call it to make the process as a new one: no plans, no loaded kernels, no warnings given."""
 
     def forget_everything():
-        monkeypatch.setattr(plans, "_plans", {})
+        for table in ("_plans", "_latest", "shortcuts"):
+            monkeypatch.setattr(plans, table, {})
         monkeypatch.setattr(plans, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
         build._temporary.cache_clear()

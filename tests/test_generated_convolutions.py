@@ -441,7 +441,7 @@ class Case:
     @torch.no_grad()
     def run(self, candidate: tune.Candidate) -> torch.Tensor:
         """The optimised layer's result, if it runs by `candidate`."""
-        plans._plans.setdefault(self.call.region, {})[self.call.key] = Plan(candidate.build(), candidate.name)
+        plans.assign(self.call.region, self.call.key, Plan(candidate.build(), candidate.name))
         result = self.fast(*self.inputs)
         torch.cuda.synchronize()
         return result

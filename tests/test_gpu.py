@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, kernels_launched
+from helpers import Net, Net2, kernels_launched, linear
 from torch import nn
 
 import fxfuse
@@ -954,3 +954,29 @@ def test_torch_compile_with_this_backend():
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- short cuts
+
+
+@torch.no_grad()
+def test_an_address_that_is_less_aligned_is_another_call():
+    model = Net2(lambda m, x, y: torch.relu(m.fc(x) + y), fc=linear()).eval().cuda()
+    fast, x = fxfuse.optimize(model, strict=True), torch.randn(5, 8, device="cuda")
+    unaligned = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    for inputs in ((x, x), (unaligned, x), (x, unaligned)) * 2:
+        for _ in range(3):
+            torch.testing.assert_close(fast(*inputs), model(*inputs))
+
+
+@torch.no_grad()
+def test_a_switch_of_precision_is_another_call():
+    model = Net(lambda m, x: torch.relu(m.conv(x)), conv=nn.Conv2d(64, 8, 1)).eval().cuda()
+    fast, x = fxfuse.optimize(model, strict=True), torch.randn(2, 64, 16, 16, device="cuda")
+    exact = copy.deepcopy(model).double()(x.double())
+    errors = {}
+    for allowed in (True, False, True, False):
+        with torch.backends.cudnn.flags(allow_tf32=allowed):
+            for _ in range(3):
+                errors[allowed] = (fast(x) - exact).abs().max().item()
+    assert errors[False] < errors[True] / 8

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +29,8 @@ from fxfuse.expression import Acc, Call, Expr, Operand, call, postorder, rewrite
 from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.problem import (
+    ANCHORS,
+    ByAddress,
     Draft,
     Plan,
     Problem,
@@ -176,34 +179,44 @@ def _with_acc(expression: Expr, acc: Expr) -> Expr:
 
 
 def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
+    """The kernel alone. What nearly every call is goes by addresses: there each microsecond counts."""
     prepared = region.prepared
-    device, index, output = region.problem.x.device, region.problem.x.device.index, region.output
+    index, output = region.problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
     workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
-    queue = _queue(region.problem, operands, kernel, launch)
+    queue = _queue_by_address(region.problem, operands, kernel, launch)
     empty_strided = _empty_strided()
+
+    def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
+        if current_device() != index:  # a launch goes to the current device
+            with torch.cuda.device(index):
+                return by_address(tensors, addresses)
+        out = empty_strided(shape, strides, output)
+        x, weight, *others = addresses
+        if workspace_size:
+            workspace = empty_strided((workspace_size,), (1,), torch.uint8)
+            queue(others, x, weight, out.data_ptr(), workspace.data_ptr())
+        else:
+            queue(others, x, weight, out.data_ptr())
+        return out
+
+    all_read = reads_bias or region.problem.bias is None
+    if operands.are_addresses and convert_x is None and convert_weight is None and all_read:
+        return ByAddress(by_address)
+
+    arguments = operands.addresses()
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if current_device() != index:  # a launch goes to the current device
-            with torch.cuda.device(index):
-                return run(x, weight, bias, others)
-        if convert_x is not None:
-            x = convert_x(x)
-        if convert_weight is not None:
-            weight = convert_weight(weight)
+        x = x if convert_x is None else convert_x(x)
+        weight = weight if convert_weight is None else convert_weight(weight)
         if reads_bias and bias is not None:
             others = (*others, bias)
-        out = empty_strided(shape, strides, output)
-        if workspace_size:
-            workspace = torch.empty(workspace_size, dtype=torch.uint8, device=device)
-            queue(others, x.data_ptr(), weight.data_ptr(), out.data_ptr(), workspace.data_ptr())
-        else:
-            queue(others, x.data_ptr(), weight.data_ptr(), out.data_ptr())
-        return out
+        pointers, _kept = arguments(others)
+        return by_address((x, weight), [x.data_ptr(), weight.data_ptr(), *pointers])
 
     return run
 
@@ -221,21 +234,34 @@ def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: to
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-def _queue(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Callable[..., None]:
-    """queue(operands, *addresses of the kernel's tensors): puts the kernel on the current stream of its device.
+Queue: TypeAlias = Callable[..., None]
+"""queue(operands, *addresses of the kernel's other tensors): puts the kernel on the current stream of its device.
 
-    Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
-    """
-    params = kernel.params + operands.packed_strides()
-    addresses, index = operands.addresses(), problem.x.device.index
+Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
+"""
+
+
+def _queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
+    """A Queue that takes the operands' addresses."""
+    params, index = kernel.params + operands.packed_strides(), problem.x.device.index
     current_stream = torch._C._cuda_getCurrentRawStream
 
-    def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
-        pointers, _kept = addresses(others)
+    def queue(pointers: Sequence[int], *tensors: int) -> None:
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:
             raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
+
+    return queue
+
+
+def _queue(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
+    """A Queue that takes the operands as tensors."""
+    by_address, addresses = _queue_by_address(problem, operands, kernel, launch), operands.addresses()
+
+    def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
+        pointers, _kept = addresses(others)
+        by_address(pointers, *tensors)
 
     return queue
 
@@ -262,8 +288,10 @@ def _library_candidate(region: _Region) -> tune.Candidate:
 
 
 def _on_device(index: int, run: Run) -> Run:
-    """`run` on a GPU that need not be the current one, to which launches go. (The fused runner asks by itself: a call
-    more would be noticed there.)"""
+    """`run` on a GPU that need not be the current one, to which launches go.
+
+    (What goes by addresses asks by itself: a call more would be noticed there.)
+    """
     current_device = torch._C._cuda_getDevice
 
     def on_device(
@@ -297,6 +325,7 @@ def _library_runner(
     moves = [size > 1 for size in shape]
     # of addmm the pass takes over all but the product
     kind, options = ("mm", ()) if bias_by_pass and problem.kind == "addmm" else (problem.kind, problem.options)
+    anchor = functools.partial(ANCHORS[kind], **dict(options))
     reads_bias = len(operands.kinds) > len(problem.operands)
     in_place = output == problem.x.dtype
     queue = _queue(region.problem, operands, kernel, launch)
@@ -304,8 +333,9 @@ def _library_runner(
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        acc = run_anchor(kind, options, x, weight, None if bias_by_pass else bias)
-        if any(have != want and moved for have, want, moved in zip(acc.stride(), strides, moves, strict=True)):
+        acc = anchor(x, weight, None if bias_by_pass else bias)
+        found = acc.stride()
+        if found != strides and any(a != b and moved for a, b, moved in zip(found, strides, moves, strict=True)):
             acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
         if reads_bias and bias is not None:
             others = (*others, bias)
@@ -406,14 +436,29 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
     text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
-    queue, empty_strided = _queue(problem, operands, kernel, launch), _empty_strided()
+    current_device, empty_strided = torch._C._cuda_getDevice, _empty_strided()
+    queue, queue_tensors = (make(problem, operands, kernel, launch) for make in (_queue_by_address, _queue))
 
-    def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
-        # an expression that does not contain acc reads nothing of a new tensor
-        out = x if in_place else empty_strided(shape, strides, dtype)
+    # an expression that does not contain acc reads nothing of a new tensor
+    def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return by_address(tensors, addresses)
+        x, *others = addresses
+        if in_place:
+            queue(others, x, x)
+            return tensors[0]
+        out = empty_strided(shape, strides, dtype)
         address = out.data_ptr()
-        queue(others if in_place else (*others, x), address, address)
+        queue((*others, x), address, address)
         return out
 
-    plan = Plan(_on_device(index, run), chosen.name)
+    def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = x if in_place else empty_strided(shape, strides, dtype)
+        address = out.data_ptr()
+        queue_tensors(others if in_place else (*others, x), address, address)
+        return out
+
+    chosen_run = ByAddress(by_address) if operands.are_addresses else _on_device(index, run)
+    plan = Plan(chosen_run, chosen.name)
     return lambda: plan

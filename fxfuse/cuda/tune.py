@@ -191,7 +191,10 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
 
 
 def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
-    """Median of the CPU's seconds for a call, measured over too few at a time to fill the GPU's queue."""
+    """The CPU's seconds for a call, measured over too few at a time to fill the GPU's queue.
+
+    The least of several, since other programs want the CPU, too.
+    """
     samples = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -199,7 +202,7 @@ def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
         for _ in range(CALLS):
             run(*tensors)
         samples.append((time.perf_counter() - started) / CALLS)
-    return statistics.median(samples)
+    return min(samples)
 
 
 def _example(problem: Problem) -> tuple[Any, ...]:

@@ -1,0 +1,174 @@
+"""How a call finds its plan: by key, or by a short cut once two calls in a row were alike."""
+
+import pytest
+import torch
+from helpers import Net2, assert_as_eager, linear, randn
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxfuse
+from fxfuse import plans
+from fxfuse.problem import Plan
+
+pytestmark = pytest.mark.skipif(plans._guards is None, reason="this torch has no TensorGuards")
+
+
+class Module:
+    """An optimised linear with an operand after a few equal calls, and its region."""
+
+    def __init__(self):
+        self.model = Net2(lambda m, x, y: torch.relu(m.fc(x) + y), fc=linear(), unused=linear()).eval()
+        self.x, self.y = randn(5, 8), randn(5, 8, seed=1)
+        self.fast = fxfuse.optimize(self.model)
+        (self.region,) = (node.kwargs["region"] for node in self.fast.graph.nodes if "region" in node.kwargs)
+        with torch.no_grad():
+            for _ in range(3):
+                self.fast(self.x, self.y)
+
+    def assert_right(self, x=None, y=None):
+        inputs = (self.x if x is None else x, self.y if y is None else y)
+        for _ in range(3):  # the later ones by a short cut of their own
+            assert_as_eager(self.model, self.fast, *inputs)
+
+
+@pytest.fixture
+def module():
+    return Module()
+
+
+def test_the_third_call_takes_a_short_cut(module, monkeypatch):
+    with torch.no_grad():
+        expected = module.model(module.x, module.y)
+        monkeypatch.setattr(plans, "run", None)  # the long way
+        torch.testing.assert_close(module.fast(module.x, module.y), expected)
+
+
+OTHERS = {
+    "rows": lambda x: randn(7, 8),
+    "features' strides": lambda x: randn(8, 5).t(),
+    "rows' strides": lambda x: randn(10, 8)[::2],
+    "dtype": lambda x: x.double(),
+    "dimensions": lambda x: x[None],
+    "subclass": lambda x: x.as_subclass(type("Sub", (torch.Tensor,), {})),
+    "parameter": nn.Parameter,
+    "negative bit": torch._neg_view,
+    "zero": torch._efficientzerotensor,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in ("dtype", "zero")])
+@torch.no_grad()
+def test_another_x_is_another_call(module, name):
+    x = OTHERS[name](module.x)
+    module.assert_right(x, randn(*x.shape, seed=1))
+    module.assert_right()
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "zero"])
+@torch.no_grad()
+def test_another_operand_is_another_call(module, name):
+    y = OTHERS[name](module.y)
+    module.assert_right(randn(y.shape[-2], 8), y)
+    module.assert_right()
+
+
+@torch.no_grad()
+def test_replaced_parameters_are_another_call(module):
+    module.model.fc.weight.data = randn(8, 8, seed=7).t()
+    module.assert_right()
+    module.model.double()
+    module.assert_right(module.x.double(), module.y.double())
+
+
+def test_a_gradient_that_is_due_is_another_call(module):
+    module.assert_right()
+    module.fast(module.x, module.y).sum().backward()
+    assert module.model.fc.weight.grad is not None
+    y = module.y.clone().requires_grad_()
+    with torch.no_grad():
+        module.assert_right(y=y)
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += function.namespace == "fxfuse"
+        return function(*args, **(kwargs or {}))
+
+
+class _Function(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen += "fxfuse" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [_Dispatch, _Function])
+@torch.no_grad()
+def test_who_watches_operators_sees_them(module, mode):
+    with mode() as watching:
+        module.fast(module.x, module.y)
+    assert watching.seen == 1
+
+
+@torch.no_grad()
+def test_the_profiler_sees_the_operator(module):
+    with torch.profiler.profile() as profile:
+        module.fast(module.x, module.y)
+    assert any(event.name == "fxfuse::linear" for event in profile.events())
+
+
+@torch.no_grad()
+def test_autocast_is_another_call(module):
+    for _ in range(3):
+        with torch.autocast("cpu"):
+            result, expected = module.fast(module.x, module.y), module.model(module.x, module.y)
+        assert result.dtype == expected.dtype
+        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+        module.assert_right()
+
+
+@torch.no_grad()
+def test_transformations_are_another_call(module):
+    xs = randn(3, 5, 8, seed=3)
+    torch.testing.assert_close(
+        torch.func.vmap(module.fast, (0, None))(xs, module.y), torch.func.vmap(module.model, (0, None))(xs, module.y)
+    )
+    module.assert_right()
+
+
+def test_inference_mode_is_another_call(module):
+    with torch.inference_mode():
+        module.assert_right()
+    with torch.no_grad():
+        module.assert_right()
+
+
+@torch.no_grad()
+def test_calls_that_alternate_each_get_their_own_result(module):
+    inputs = [(randn(rows, 8, seed=rows), randn(rows, 8)) for rows in (5, 7, 9)]
+    for x, y in (*inputs, *inputs[:2], *inputs[:2], *inputs[:1]) * 2:
+        assert_as_eager(module.model, module.fast, x, y)
+
+
+@torch.no_grad()
+def test_an_assigned_plan_drops_the_short_cut(module):
+    answer = torch.zeros(())
+    for key in list(plans._plans[module.region]):
+        plans.assign(module.region, key, Plan(lambda *_: answer, "zero"))
+    for _ in range(4):
+        assert module.fast(module.x, module.y) is answer
+
+
+@torch.no_grad()
+def test_a_forgotten_region_has_none(module):
+    plans.forget([module.region])
+    assert module.region not in plans.shortcuts
+    module.assert_right()
