@@ -30,6 +30,7 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
 from fxfuse.layout import Layout
+from fxfuse.pooling import MaxPool
 
 HOPPER = "90a"
 """Kernels by warpgroup products take its own instructions."""
@@ -117,6 +118,9 @@ def passes(output: torch.dtype) -> Iterator[Kernel]:
         layout = Layout((8, 64, row_length), ((64 * row_length, row_length, 1),))
         yield pointwise.kernel(layout, output, output)
         yield pointwise.transposed_kernel(layout, (64 * row_length, 64), output, output)
+    for channels_last, window in ((True, (2, 2)), (True, (3, 3)), (True, (5, 5)), (False, (2, 2)), (False, (3, 3))):
+        pool = MaxPool(*window, 2, 2, 0, 0, False)
+        yield pointwise.max_pool_kernel((8, 64, 56, 56), channels_last, pool, (27, 27), output, output)
     filters = Layout((64, 9, 512), ((9 * 512, 512, 1),))
     yield pointwise.transposed_kernel(filters, (9 * 512, 9), output, output)
 

@@ -4,7 +4,8 @@ Each takes an anchor's arguments, the other tensors that its epilogue reads, and
 
     fxfuse.functional.linear(x, weight, bias, [operands], "relu(acc + o0)")
 
-pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is told that nobody else reads it.
+pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is told that nobody else reads it. With
+pool, a MaxPool's fields, the result is what max_pool2d makes of the epilogue's.
 
 torch.ops.fxfuse.* are ordinary torch operators: opaque to torch.compile and torch.export (with a meta kernel),
 differentiable (by running the region's torch reference when a gradient is needed), safe under autocast and inference
@@ -24,12 +25,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
+from fxfuse.pooling import pooled
 from fxfuse.problem import ANCHORS, OPTION_NAMES, in_order, parsed, run_anchor
 from fxfuse.reference import evaluate
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
 _COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
-_CALLER: Final = 'bool strict=False, int region=0, str fp32="exact"'
+_CALLER: Final = 'bool strict=False, int region=0, str fp32="exact", int[] pool=[]'
 _OPTIONS: Final = {
     "linear": "",
     "matmul": "",
@@ -114,25 +116,25 @@ def _knows_torch_only(tensor: Any) -> bool:
 
 
 def _reference(
-    kind: str, values: Sequence[Any], epilogue: str,
+    kind: str, values: Sequence[Any], epilogue: str, pool: Sequence[int],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """The region in torch, operation by operation."""
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+    return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
 
 
 def _function(kind: str) -> Callable[..., torch.Tensor]:
     overload = operator(kind)
 
     def fused(  # type: ignore[no-untyped-def]
-        x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact"
+        x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
         tensors = in_order(x, weight, bias, operands)
         if not _observed():  # first: what follows is nothing that torch.compile could trace
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
-                result = shortcut((kind, epilogue, values, strict, fp32), tensors)
+                result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
                 if result is not None:
                     return result
         if (
@@ -144,14 +146,14 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not x.is_nested
         ):
             if _needs_gradient(tensors):
-                return _reference(kind, values, epilogue, x, weight, bias, operands)
+                return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
-            return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
+            return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
-            return _reference(kind, values, epilogue, x, weight, bias, operands)
+            return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
-            x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32
+            x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32, pool=pool
         )
 
     fused.__name__ = fused.__qualname__ = kind
@@ -165,6 +167,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         strict: raise where the region would otherwise run in torch.
         region: a number of its own for each region of each optimised model.
         fp32: "exact" or "fast", see fxfuse.optimize.
+        pool: the fields of a pooling.MaxPool, or nothing.
     """
     return fused
 
@@ -220,19 +223,19 @@ def _implement(kind: str) -> None:
     overload = operator(kind)
 
     def kernel(  # type: ignore[no-untyped-def]
-        x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact"
+        x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
         # an operator's result is never its argument
         values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
-        return plans.run(kind, epilogue, values, strict, region, fp32, x, weight, bias, operands)
+        return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
 
-    def reference(x, weight, bias, operands, epilogue, *values, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return _reference(kind, values, epilogue, x, weight, bias, operands)
+    def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
         if _needs_gradient(tensors) or _transformed(tensors):
-            return reference(x, weight, bias, operands, epilogue, *values)
+            return reference(x, weight, bias, operands, epilogue, *values, **caller)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
@@ -241,7 +244,7 @@ def _implement(kind: str) -> None:
 
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
             if ops.is_recast(parsed(epilogue)):
-                return reference(x, weight, bias, operands, epilogue, *values)
+                return reference(x, weight, bias, operands, epilogue, *values, **caller)
             tensors = (x, weight, bias)
             if kind != "pointwise":
                 cast = _casting(device)

@@ -187,11 +187,12 @@ def _replace(
             for source in region.operands
         ]
         options = functional.option_values(anchor.kind, anchor.options)
+        pool = {} if region.pool is None else {"pool": tuple(map(int, region.pool))}
         fused = graph.create_node(
             "call_function",
             functional.function(anchor.kind),
             (*tensors, operands, str(region.epilogue), *options),
-            {"region": number, **settings.changed()},
+            {"region": number, **pool, **settings.changed()},
             name=f"{region.nodes[0].name}_fused",
         )
     # not what says how the old node was called (fx.wrap leaves "is_wrapped")
@@ -358,7 +359,7 @@ class FusedModule(fx.GraphModule):
                     number = next(_region_numbers)
                     fused = _replace(graph, region, number, replaced, state.settings, known)
                     library = None if region.library is None else region.library.name
-                    epilogue = str(region.epilogue)
+                    epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
                 if not captured.root.training:
                     runs = channels_last.convert_runs(captured.root, graph)

@@ -21,6 +21,7 @@ import torch
 from fxfuse import split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
     RESULT_DTYPES,
@@ -33,16 +34,13 @@ from fxfuse.problem import (
     TensorMeta,
     anchor_meta,
     in_order,
-    parsed,
-    run_anchor,
 )
-from fxfuse.reference import evaluate
 
 logger = logging.getLogger("fxfuse")
 
 Key: TypeAlias = tuple[Any, ...]
-Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str]
-"""What a call says beside its tensors: kind, epilogue, the anchor's options, strict, fp32."""
+Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
+"""What a call says beside its tensors: kind, epilogue, the anchor's options, strict, fp32, pool."""
 
 
 # -------------------------------------------------------------------------------------------- look-up
@@ -96,7 +94,7 @@ def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
 
 
 def run(
-    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str,
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """One call of a fused operator, by the plan for its problem.
@@ -106,7 +104,7 @@ def run(
     cuda = x.is_cuda
     state = _cuda_state if cuda else _cpu_state
     key = (
-        kind, epilogue, values, strict, fp32,
+        kind, epilogue, values, strict, fp32, pool,
         tf32_allowed(kind) if cuda and weight is not None and x.dtype is torch.float32 else None,
         None if bias is None else state(bias), None if weight is None else state(weight), state(x),
         *map(state, operands),
@@ -120,11 +118,11 @@ def run(
             None if weight is None else _meta_of_any_layout(weight),
             None if bias is None else _meta(bias),
         )
-        problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32)
+        problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
         pending = getattr(_pending, "calls", None)
         if pending is not None:
             pending.append(_FirstCall(region, key, problem, strict))
-            return evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands)
+            return problem.reference(x, weight, bias, operands)
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
             plan = found.get(key) or found.get(_posed(key, problem))
@@ -173,7 +171,7 @@ def _unaligned(addresses: list[int]) -> int:
 
 
 def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weight: bool, has_bias: bool) -> Shortcut:
-    expected, tf32, kind = key[:5], key[5], key[0]
+    expected, tf32, kind = key[:6], key[6], key[0]
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     same = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # None would mean "any"
     cuda, run = tensors[0].is_cuda, plan.run
@@ -245,7 +243,7 @@ def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan) -> Non
 
 def _posed(key: Key, problem: Problem) -> Key:
     """The same for all calls that pose the same problem in the same state; `key` is what is quick to tell of one."""
-    return (problem, *key[3:6])
+    return (problem, key[3], key[6])
 
 
 # ---------------------------------------------------------------------------------------------- making
@@ -260,9 +258,13 @@ def _draft(problem: Problem, strict: bool) -> Draft:
         _check_tensors(problem)
         parts = split.split(problem, acc) if problem.weight is not None else None
         if parts is not None:
+            if problem.pool:
+                raise Separate("operands enlarge the result")
             second = _draft(parts.second, strict) if parts.has_chain else None
             return split.draft(parts, _draft(parts.first, strict), second)
         return _device_draft(problem, acc)
+    except Separate:
+        return _then_pooled(_draft(dataclasses.replace(problem, pool=()), strict), problem.pool)
     except UnsupportedError as error:
         if strict and not isinstance(error, Refused | Declined):
             raise UnsupportedError(f"{problem.label}: {error}") from None
@@ -282,14 +284,26 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
     return draft(problem, acc)
 
 
-def _reference_draft(problem: Problem, reason: str) -> Draft:
-    def run(
-        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return evaluate(problem.expression, run_anchor(problem.kind, problem.options, x, weight, bias), operands)
+def _then_pooled(draft: Draft, pool: tuple[Any, ...]) -> Draft:
+    """What `draft` decides, and then torch's pooling."""
 
+    def decide() -> Plan:
+        plan = draft()
+
+        def run(
+            x: torch.Tensor, weight: object, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
+            return pooled(plan.run(x, weight, bias, operands), pool)
+
+        kernel = None if plan.kernel is None else f"{plan.kernel} + max_pool2d by torch"
+        return dataclasses.replace(plan, run=run, kernel=kernel)
+
+    return decide
+
+
+def _reference_draft(problem: Problem, reason: str) -> Draft:
     logger.info("fxfuse: %s runs in torch: %s", problem.label, reason)
-    plan = Plan(run, None, reason)
+    plan = Plan(problem.reference, None, reason)
     return lambda: plan
 
 

@@ -15,6 +15,8 @@ from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Call, Const, Expr, Operand, parse, postorder
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
+from fxfuse.pooling import MaxPool, pooled
+from fxfuse.reference import evaluate
 
 Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
 """run(x, weight, bias, operands) -> result; weight is None if there is no anchor, else a tensor"""
@@ -110,6 +112,8 @@ class Problem:
     operands: tuple[TensorMeta, ...]
     fp32: str = "exact"
     """How float32 products may be computed where torch's switches ask for full precision: see fxfuse.optimize."""
+    pool: tuple[Any, ...] = ()
+    """The fields of the MaxPool that the epilogue's result goes through, if any."""
 
     @property
     def expression(self) -> Expr:
@@ -118,7 +122,15 @@ class Problem:
     @property
     def label(self) -> str:
         """For messages."""
-        return f"{self.kind}: {self.epilogue}"
+        return f"{self.kind}: {self.epilogue}" + (f"; {MaxPool(*self.pool)}" if self.pool else "")
+
+    def reference(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The result by torch, operation by operation."""
+        return pooled(
+            evaluate(self.expression, run_anchor(self.kind, self.options, x, weight, bias), operands), self.pool
+        )
 
 
 @dataclass(frozen=True)

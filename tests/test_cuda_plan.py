@@ -1,5 +1,6 @@
 """Which candidates a CUDA problem has, and that each generates its source. No GPU is needed here."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from fxfuse import build
 from fxfuse.cuda import plan, tune
+from fxfuse.pooling import Separate
 from fxfuse.problem import Problem, TensorMeta, anchor_meta
 
 CUDA = torch.device("cuda:0")
@@ -165,3 +167,36 @@ def test_an_anchor_alone_runs_by_the_library_without_a_pass(ranked, monkeypatch)
     x, weight, bias = torch.randn(3, 256), torch.randn(8, 256), torch.randn(8)
     assert torch.equal(library.build()(x, weight, bias, []), torch.nn.functional.linear(x, weight, bias))
     assert library.name == plan.LIBRARY_ALONE and not loaded
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_candidates_with_pooling(channels_last, dtype, ranked, monkeypatch):
+    """What fuses is pooled after; the library's pass pools itself."""
+    texts = []
+    monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    plain = conv2d((1, 1), 1, channels_last, dtype)
+    pooled = dataclasses.replace(plain, pool=(2, 2, 2, 2, 0, 0, 0))
+    names = [candidate.name for candidate in ranked(plain)]
+    candidates = ranked(pooled)
+    expected = {plan.LIBRARY: plan.LIBRARY_POOLED}
+    assert [candidate.name for candidate in candidates] == [expected.get(n, f"{n} + max_pool2d") for n in names]
+    unpooled = 4 * 32 * 9 * 10 * dtype.itemsize
+    for candidate in candidates:
+        assert candidate.workspace >= unpooled
+        candidate.build()
+    pooling = {text for text in texts if "MaxPool<" in text}
+    assert len(pooling) == 2 and sum("tanh" in text for text in pooling) == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (dataclasses.replace(conv2d((1, 1), 1, False, torch.float32), pool=(9, 10, 1, 1, 0, 0, 0)), "layout"),
+        (dataclasses.replace(linear(4, 4, 4), pool=(2, 2, 2, 2, 0, 0, 0)), "only convolutions"),
+    ],
+)
+def test_pooling_that_torch_must_do(problem, reason, ranked):
+    with pytest.raises(Separate, match=reason):
+        ranked(problem)

@@ -14,6 +14,7 @@ from emulator import Operand, available, launch
 
 from fxfuse.cuda import conv2d, gemm, pointwise
 from fxfuse.layout import Layout, channels_last_strides
+from fxfuse.pooling import MaxPool
 
 pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
 
@@ -237,3 +238,29 @@ def test_infinities_and_nan_stay_where_they_belong(monkeypatch):
         out = torch.zeros(1, 8, 9, 12)
         launch(kernel, "acc * 2", (x, weight, out), tf32=True)
         assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.isposinf(), want.isposinf()), kernel.name
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "ceil_mode"),
+    [((2, 2), (2, 2), (0, 0), False), ((3, 3), (2, 2), (1, 1), False), ((3, 2), (1, 3), (1, 0), True),
+     ((5, 5), (1, 1), (2, 2), False), ((3, 3), (2, 2), (0, 0), True)],
+)  # fmt: skip
+def test_max_pooling_of_an_epilogue(size, stride, padding, ceil_mode, dtype, channels_last):
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    for channels in (12, 24):  # of 16 bits: three and one in a vector
+        shape = (3, channels, 9, 12)
+        acc, residual = (integers(*shape, dtype=dtype, seed=s).contiguous(memory_format=memory_format) for s in (0, 1))
+        acc[0, 3, 4, 5], acc[1, 2, 0, 0], acc[2, :, 3] = float("nan"), float("inf"), float("-inf")
+        bias = integers(channels, dtype=dtype)
+        value = torch.maximum(acc + bias.view(-1, 1, 1), residual)
+        want = F.max_pool2d(value.float(), size, stride, padding, 1, ceil_mode).to(dtype)
+        pool = MaxPool(*size, *stride, *padding, ceil_mode)
+        out = torch.full_like(want, 99).contiguous(memory_format=memory_format)
+        kernel = pointwise.max_pool_kernel(shape, channels_last, pool, tuple(want.shape[2:]), dtype, dtype)
+        plane = acc.stride(0)
+        strides = ((0, 0, 1), (plane, channels, 1)) if channels_last else ((0, 1, 0), (plane, 9 * 12, 1))
+        operands = (Operand(bias, strides[0]), Operand(residual, strides[1]))
+        launch(kernel, "maximum(acc + o0, o1)", (acc, out), operands)
+        assert torch.equal(out.nan_to_num(77), want.nan_to_num(77)), (channels, (out != want).sum())

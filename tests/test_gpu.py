@@ -980,3 +980,47 @@ def test_a_switch_of_precision_is_another_call():
             for _ in range(3):
                 errors[allowed] = (fast(x) - exact).abs().max().item()
     assert errors[False] < errors[True] / 8
+
+
+# ------------------------------------------------------------------------------------------- max-pooling
+
+POOLS = {
+    "2x2": nn.MaxPool2d(2),
+    "3x3, padded": nn.MaxPool2d(3, 2, 1),
+    "wide, ceil_mode": nn.MaxPool2d((3, 2), (1, 3), (1, 0), ceil_mode=True),
+    "large": nn.MaxPool2d(5, 1, 2),
+}
+
+
+@pytest.mark.parametrize("tuned", ["0", "1"])  # a fused kernel and a pass, or what is faster
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("pool", POOLS)
+@torch.no_grad()
+def test_max_pooling_after_a_convolution(pool, channels_last, dtype, tuned, monkeypatch, tmp_path):
+    monkeypatch.setenv("FXFUSE_TUNE", tuned)
+    monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path))
+    for channels, filters, size in ((16, 64, (25, 30)), (5, 33, (14, 9))):
+        model = Net(
+            lambda s, x: s.pool(torch.relu(s.conv(x) * s.v)), conv=nn.Conv2d(channels, filters, 3, padding=1),
+            v=torch.randn(filters, 1, 1), pool=POOLS[pool],
+        )  # fmt: skip
+        x = tensor(3, channels, *size, dtype=dtype)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        check(model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format), dtype)
+
+
+@torch.no_grad()
+def test_the_pass_after_the_library_pools(monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_fused_candidates", lambda region: [])
+    model = Net(lambda s, x: s.pool(torch.relu(s.conv(x) * s.v)), conv=nn.Conv2d(16, 64, 3), v=torch.randn(64, 1, 1),
+                pool=nn.MaxPool2d(3, 2, 1)).cuda().eval()  # fmt: skip
+    for x in (tensor(3, 16, 25, 30), tensor(3, 16, 25, 30).to(memory_format=torch.channels_last)):
+        fast = fxfuse.optimize(model, strict=True)
+        result = fast(x)
+        assert fxfuse.explain(fast).regions[0].kernel == plan.LIBRARY_POOLED
+        expected = model(x)
+        assert result.stride() == expected.stride()
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)

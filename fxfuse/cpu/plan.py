@@ -20,6 +20,7 @@ from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Expr
 from fxfuse.layout import flatten
 from fxfuse.operands import Addresses, OperandPlan, plan_operands
+from fxfuse.pooling import Separate
 from fxfuse.problem import Draft, Plan, Problem, anchor_alone, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
@@ -68,8 +69,10 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
 
-    Raises UnsupportedError, ToolchainError or BuildError.
+    Raises UnsupportedError, ToolchainError or BuildError; Separate, since torch pools as fast as a pass of ours would.
     """
+    if problem.pool:
+        raise Separate("torch pools")
     if problem.weight is None:
         return _draft_chain(problem, acc)
     if isinstance(problem.expression, Acc):

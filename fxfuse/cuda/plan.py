@@ -13,8 +13,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -22,12 +20,16 @@ from fxfuse import build, ops
 from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address, queue_tensors
+from fxfuse.cuda.pooling import Pooling
 from fxfuse.cuda.precision import precision
-from fxfuse.cuda.prepare import Prepared, prepare
-from fxfuse.errors import LaunchError, UnsupportedError
-from fxfuse.expression import Acc, Call, Expr, Operand, call, postorder, rewrite
+from fxfuse.cuda.prepare import prepare
+from fxfuse.cuda.region import Region, with_bias
+from fxfuse.errors import UnsupportedError
+from fxfuse.expression import Acc, Call, postorder
 from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
+from fxfuse.pooling import Separate
 from fxfuse.problem import (
     ANCHORS,
     ByAddress,
@@ -48,6 +50,7 @@ MINIMUM_CAPABILITY = (8, 0)
 
 LIBRARY_ALONE = "library"
 LIBRARY = "library + one pass"
+LIBRARY_POOLED = "library + one pass with max_pool2d"
 CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
 """Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
@@ -69,6 +72,8 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     capability = torch.cuda.get_device_capability(problem.x.device)
     if capability < MINIMUM_CAPABILITY:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
+    if problem.pool and problem.kind != "conv2d":
+        raise Separate("only convolutions and max-pooling share a pass")
     if problem.weight is None:
         return _draft_chain(problem, acc, capability)
     if acc.numel() == 0:
@@ -76,37 +81,15 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     prepared = prepare(problem, acc)
     shape, strides = prepared.result_shape, prepared.result_strides
     expression, output = typed(problem, torch.empty_strided(shape, strides, dtype=problem.x.dtype, device="meta"))
-    region = _Region(problem, capability, prepared, expression, output, channel_operands(expression))
+    region = Region(problem, capability, prepared, expression, output, channel_operands(expression))
     return tune.draft(problem, _ranked(region))
 
 
-@dataclass(frozen=True)
-class _Region:
-    """A problem with what every candidate for it needs to know."""
-
-    problem: Problem
-    capability: tuple[int, int]
-    prepared: Prepared
-    expression: Expr
-    """The epilogue, its dtypes settled."""
-    output: torch.dtype
-    channel: frozenset[int]
-    """Operands that are read along dimension 1 of the result."""
-
-    def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
-        tf32 = precision(self.problem.kind, self.problem.x.dtype) == "tf32"
-        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
-        return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
-
-    def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:
-        """A pass that computes nothing, from x's dtype to the same."""
-        text = codegen.generate(Acc(), self.problem.x.dtype, (), kernel, columns=operands.columns)
-        return build.load(build.Source(text, self.capability, f"{kernel.name}, copied for {self.problem.label}"))
-
-
-def _ranked(region: _Region) -> list[tune.Candidate]:
+def _ranked(region: Region) -> list[tune.Candidate]:
     """Every way to run the region, best first by the kernel families' models."""
-    library = [_library_candidate(region), *_channels_last_candidate(region)]
+    pooling = Pooling.of(region) if region.problem.pool else None
+    first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
+    library = [first, *_channels_last_candidate(region, pooling)]
     try:
         fused = _fused_candidates(region)
     except UnsupportedError as error:
@@ -114,17 +97,19 @@ def _ranked(region: _Region) -> list[tune.Candidate]:
         return library
     if _products(region) < TINY_PRODUCTS and math.prod(anchor_weight(region.problem).shape) < TINY_WEIGHT:
         del fused[1:]
+    if pooling is not None:
+        fused = [pooling.after(candidate) for candidate in fused]
     return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
 
 
-def _products(region: _Region) -> int:
+def _products(region: Region) -> int:
     """Multiplications of the anchor."""
     weight = anchor_weight(region.problem).shape
     depth = {"conv2d": math.prod(weight[1:]), "linear": weight[-1]}.get(region.problem.kind, weight[0])
     return math.prod(region.prepared.result_shape) * depth
 
 
-def _library_is_faster(region: _Region) -> bool:
+def _library_is_faster(region: Region) -> bool:
     """A guess for where nothing is measured: Hopper's libraries use instructions (wgmma) that these kernels do not."""
     problem = region.problem
     if problem.kind == "conv2d" or region.capability < (9, 0):
@@ -136,10 +121,10 @@ def _library_is_faster(region: _Region) -> bool:
 # --------------------------------------------------------------------------------------- fused candidates
 
 
-def _fused_candidates(region: _Region) -> list[tune.Candidate]:
+def _fused_candidates(region: Region) -> list[tune.Candidate]:
     """The anchor and its epilogue as one kernel. Raises UnsupportedError if no template fits."""
     prepared = region.prepared
-    expression, metas = _with_bias(region.problem, region.expression)
+    expression, metas = with_bias(region.problem, region.expression)
     operands = plan_operands(prepared.result_shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     kernels = prepared.candidates(operands.layout)
@@ -156,29 +141,7 @@ def _fused_candidates(region: _Region) -> list[tune.Candidate]:
     return [candidate(kernel) for kernel in kernels]
 
 
-def _with_bias(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
-    """The epilogue on the bare accumulator, and the operands with the bias as the last."""
-    if problem.bias is None:
-        return expression, problem.operands
-    meta = problem.bias
-    acc: Expr = Acc()
-    bias: Expr = Operand(len(problem.operands))
-    if problem.kind == "conv2d":
-        meta = TensorMeta((*meta.shape, 1, 1), (*meta.strides, 0, 0), meta.dtype, meta.device, meta.alignment)
-    elif problem.kind == "addmm":
-        scale = dict(problem.options)
-        acc = acc if scale["alpha"] == 1 else call("mul", acc, scale["alpha"])
-        if scale["beta"] == 0:  # torch then does not read the bias
-            return _with_acc(expression, acc), problem.operands
-        bias = bias if scale["beta"] == 1 else call("mul", bias, scale["beta"])
-    return _with_acc(expression, call("add", acc, bias)), (*problem.operands, meta)
-
-
-def _with_acc(expression: Expr, acc: Expr) -> Expr:
-    return rewrite(expression, lambda node: acc if isinstance(node, Acc) else node)
-
-
-def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
+def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
     """The kernel alone. What nearly every call is goes by addresses: there each microsecond counts."""
     prepared = region.prepared
     index, output = region.problem.x.device.index, region.output
@@ -186,8 +149,7 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
     workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
-    queue = _queue_by_address(region.problem, operands, kernel, launch)
-    empty_strided = _empty_strided()
+    queue = queue_by_address(region.problem, operands, kernel, launch)
 
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
         if current_device() != index:  # a launch goes to the current device
@@ -221,61 +183,16 @@ def _fused_runner(region: _Region, operands: OperandPlan, kernel: Kernel, launch
     return run
 
 
-def _empty_strided() -> Callable[..., torch.Tensor]:
-    """empty_strided(shape, strides, dtype) on the current GPU.
-
-    The function that torch.compile's code calls, if torch has it: it takes a microsecond less than torch.empty_strided.
-    """
-    guards = torch._C._dynamo.guards
-    return getattr(guards, "_empty_strided_cuda", _plain_empty_strided)
-
-
-def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-Queue: TypeAlias = Callable[..., None]
-"""queue(operands, *addresses of the kernel's other tensors): puts the kernel on the current stream of its device.
-
-Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
-"""
-
-
-def _queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
-    """A Queue that takes the operands' addresses."""
-    params, index = kernel.params + operands.packed_strides(), problem.x.device.index
-    current_stream = torch._C._cuda_getCurrentRawStream
-
-    def queue(pointers: Sequence[int], *tensors: int) -> None:
-        try:
-            launch(params, current_stream(index), *tensors, *pointers)
-        except RuntimeError as error:
-            raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
-
-    return queue
-
-
-def _queue(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
-    """A Queue that takes the operands as tensors."""
-    by_address, addresses = _queue_by_address(problem, operands, kernel, launch), operands.addresses()
-
-    def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
-        pointers, _kept = addresses(others)
-        by_address(pointers, *tensors)
-
-    return queue
-
-
 # ----------------------------------------------------------------------------------- the library candidate
 
 
-def _library_candidate(region: _Region) -> tune.Candidate:
+def _library_candidate(region: Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
     if isinstance(region.expression, Acc) and output == problem.x.dtype:
         return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True)
     by_pass = _bias_by_pass(region)
-    expression, metas = _with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
+    expression, metas = with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
     operands = plan_operands(shape, strides, metas, region.channel, flatten)
     assert operands is not None, "results are contiguous in one of the two layouts"
@@ -287,25 +204,19 @@ def _library_candidate(region: _Region) -> tune.Candidate:
     return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
 
 
-def _on_device(index: int, run: Run) -> Run:
-    """`run` on a GPU that need not be the current one, to which launches go.
+def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidate:
+    """The convolution by torch's library, then one generated pass that applies the epilogue and pools."""
+    expression, metas = with_bias(region.problem, region.expression)
+    operands, kernel = pooling.kernel(expression, metas, region.problem.x.dtype)
 
-    (What goes by addresses asks by itself: a call more would be noticed there.)
-    """
-    current_device = torch._C._cuda_getDevice
+    def compiled() -> Run:
+        launch = region.load(kernel, expression, operands, True)
+        return _library_runner(region, operands, kernel, launch, True, pooling)
 
-    def on_device(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        if current_device() == index:
-            return run(x, weight, bias, others)
-        with torch.cuda.device(index):
-            return run(x, weight, bias, others)
-
-    return on_device
+    return tune.Candidate(LIBRARY_POOLED, LIBRARY_POOLED, compiled, pooling.unpooled_bytes, always=True)
 
 
-def _bias_by_pass(region: _Region) -> bool:
+def _bias_by_pass(region: Region) -> bool:
     """Whether the pass adds the bias: libraries take longer for it, or use another kernel.
 
     A 16-bit product is rounded once more then. Eager rounds after each operation, so this is no worse than eager if
@@ -317,8 +228,9 @@ def _bias_by_pass(region: _Region) -> bool:
 
 
 def _library_runner(
-    region: _Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch, bias_by_pass: bool
-) -> Run:
+    region: Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch, bias_by_pass: bool,
+    pooling: Pooling | None = None,
+) -> Run:  # fmt: skip
     problem, output = region.problem, region.output
     device = problem.x.device
     shape, strides = region.prepared.result_shape, region.prepared.result_strides
@@ -327,8 +239,9 @@ def _library_runner(
     kind, options = ("mm", ()) if bias_by_pass and problem.kind == "addmm" else (problem.kind, problem.options)
     anchor = functools.partial(ANCHORS[kind], **dict(options))
     reads_bias = len(operands.kinds) > len(problem.operands)
-    in_place = output == problem.x.dtype
-    queue = _queue(region.problem, operands, kernel, launch)
+    in_place = output == problem.x.dtype and pooling is None
+    out_shape, out_strides = (shape, strides) if pooling is None else (pooling.shape, pooling.strides)
+    queue = queue_tensors(region.problem, operands, kernel, launch)
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
@@ -339,17 +252,17 @@ def _library_runner(
             acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
         if reads_bias and bias is not None:
             others = (*others, bias)
-        out = acc if in_place else torch.empty_strided(shape, strides, dtype=output, device=device)
+        out = acc if in_place else torch.empty_strided(out_shape, out_strides, dtype=output, device=device)
         queue(others, acc.data_ptr(), out.data_ptr())
         return out
 
-    return _on_device(device.index, run)
+    return on_device(device.index, run)
 
 
 # ------------------------------------------------------------------- the library candidate by way of channels_last
 
 
-def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
+def _channels_last_candidate(region: Region, pooling: Pooling | None = None) -> list[tune.Candidate]:
     """A convolution of NCHW tensors by the library's kernels for channels_last, if that makes sense.
 
     On Hopper they use instructions (wgmma) that those for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in
@@ -365,22 +278,23 @@ def _channels_last_candidate(region: _Region) -> list[tune.Candidate]:
         return []
     if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
         return []
-    expression, metas = _with_bias(problem, region.expression)
+    expression, metas = with_bias(problem, region.expression)
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     image, _, _, pixel = channels_last_strides(shape)
     back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
 
     def compiled() -> Run:
-        queue = _queue(problem, operands, back, region.load(back, expression, operands, True))
+        queue = queue_tensors(problem, operands, back, region.load(back, expression, operands, True))
         return _channels_last_runner(region, _to_channels_last(region, x), _to_channels_last(region, weight), queue)
 
     copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
     workspace = copies * x.dtype.itemsize
-    return [tune.Candidate(CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, workspace, always=True)]
+    candidate = tune.Candidate(CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, workspace, always=True)
+    return [candidate if pooling is None else pooling.after(candidate)]
 
 
-def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
+def _to_channels_last(region: Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
     """What copies a tensor like `meta` to channels_last: a generated pass where planes are contiguous, or torch."""
     there = channels_last_strides(meta.shape)
     seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
@@ -392,7 +306,7 @@ def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tens
     kernel = pointwise.transposed_kernel(
         operands.layout, (batch_stride, col_stride), meta.dtype, meta.dtype, meta.alignment
     )
-    queue = _queue(region.problem, operands, kernel, region.load_copy(kernel, operands))
+    queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_strided(meta.shape, there, dtype=meta.dtype, device=meta.device)
@@ -403,7 +317,7 @@ def _to_channels_last(region: _Region, meta: TensorMeta) -> Callable[[torch.Tens
 
 
 def _channels_last_runner(
-    region: _Region,
+    region: Region,
     convert_x: Callable[[torch.Tensor], torch.Tensor],
     convert_weight: Callable[[torch.Tensor], torch.Tensor],
     back: Callable[..., None],
@@ -423,7 +337,7 @@ def _channels_last_runner(
         back(others, acc.data_ptr(), out.data_ptr())
         return out
 
-    return _on_device(device.index, run)
+    return on_device(device.index, run)
 
 
 # ------------------------------------------------------------------------------------------------- chains
@@ -436,8 +350,8 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
     text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
-    current_device, empty_strided = torch._C._cuda_getDevice, _empty_strided()
-    queue, queue_tensors = (make(problem, operands, kernel, launch) for make in (_queue_by_address, _queue))
+    current_device = torch._C._cuda_getDevice
+    by_addresses, by_tensors = (make(problem, operands, kernel, launch) for make in (queue_by_address, queue_tensors))
 
     # an expression that does not contain acc reads nothing of a new tensor
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
@@ -446,19 +360,19 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
                 return by_address(tensors, addresses)
         x, *others = addresses
         if in_place:
-            queue(others, x, x)
+            by_addresses(others, x, x)
             return tensors[0]
         out = empty_strided(shape, strides, dtype)
         address = out.data_ptr()
-        queue((*others, x), address, address)
+        by_addresses((*others, x), address, address)
         return out
 
     def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
         out = x if in_place else empty_strided(shape, strides, dtype)
         address = out.data_ptr()
-        queue_tensors(others if in_place else (*others, x), address, address)
+        by_tensors(others if in_place else (*others, x), address, address)
         return out
 
-    chosen_run = ByAddress(by_address) if operands.are_addresses else _on_device(index, run)
+    chosen_run = ByAddress(by_address) if operands.are_addresses else on_device(index, run)
     plan = Plan(chosen_run, chosen.name)
     return lambda: plan

@@ -1,22 +1,26 @@
 """The kernel that applies an epilogue to a result which a library computed: one pass, in place if dtypes are equal.
 
 `kernel` turns the result's layout into the instantiation of kernels/pointwise.cuh that moves as many bytes at a time as
-the layout allows; `transposed_kernel` is for a library's result that lies in another order. Nothing here needs a GPU.
+the layout allows; `transposed_kernel` is for a library's result that lies in another order, `max_pool_kernel` for one
+that is pooled. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 
 from fxfuse.cuda.codegen import CPP_TYPES
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.layout import Layout
+from fxfuse.pooling import MaxPool
 
 HEADER = "pointwise.cuh"
 TRANSPOSED_HEADER = "pointwise_transposed.cuh"
+MAX_POOL_HEADER = "max_pool.cuh"
 ACCESS = 16  # bytes that one instruction reads or writes
 MAX_SLICE = 2**30  # kMost in pointwise.cuh: elements that one launch writes
 
@@ -62,6 +66,30 @@ def transposed_kernel(
         header=TRANSPOSED_HEADER,
         type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {tile[0]}, {tile[1]}>",
         params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
+    )
+
+
+def max_pool_kernel(
+    shape: Sequence[int], channels_last: bool, pool: MaxPool, pooled_size: tuple[int, int], acc: torch.dtype,
+    output: torch.dtype,
+) -> Kernel:  # fmt: skip
+    """The pass from a result of dtype `acc` to what `pool` makes of its epilogue, which has dtype `output`.
+
+    Args:
+        shape: of acc, (image, channel, height, width); it is dense in NCHW or channels_last, and so is the output.
+        pooled_size: height and width of the output.
+
+    Operands are planned for acc's shape, as (image, channel, pixel) or (image, pixel, channel). The kernel's tensors
+    are acc and the output.
+    """
+    images, channels, height, width = shape
+    vector = math.gcd(ACCESS // max(acc.itemsize, output.itemsize), channels) if channels_last else 1
+    layout = "true" if channels_last else "false"
+    return Kernel(
+        name=f"max_pool {pool.height}x{pool.width} {'nhwc' if channels_last else 'nchw'}",
+        header=MAX_POOL_HEADER,
+        type=f"MaxPool<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {vector}, {pool.height}, {pool.width}, {layout}>",
+        params=struct.pack("<10q", images, channels, height, width, *pooled_size, *pool[2:6]),
     )
 
 

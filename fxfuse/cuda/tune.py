@@ -256,7 +256,8 @@ def _key(problem: Problem) -> str:
 
     parts = (
         *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
-        problem.kind, problem.options, problem.epilogue, precision(problem.kind, problem.x.dtype, problem.fp32),
+        problem.kind, problem.options, problem.epilogue, problem.pool,
+        precision(problem.kind, problem.x.dtype, problem.fp32),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
         tensor(anchor_weight(problem), True),
         problem.bias and tensor(problem.bias, True),

@@ -65,7 +65,7 @@ class Chains:
         refused: set[fx.Node] = set()
         while output not in refused:
             members = self._members(output, taken | refused)
-            source = self._source(members)
+            source = self._source(members, taken)
             if source is None:
                 return None
             growth = Growth(self._root, source.node, Anchor("pointwise", source.node, None), {source.node: Acc()})
@@ -107,14 +107,16 @@ class Chains:
         found = spelling(self._root, node)
         return int(found is not None and found.row.name not in _FREE)
 
-    def _source(self, members: list[fx.Node]) -> _Source | None:
+    def _source(self, members: list[fx.Node], taken: set[fx.Node]) -> _Source | None:
         """Which of the tensors that `members` read is acc: best one that may be overwritten, at worst a parameter."""
         inside = set(members)
         read = [arg for node in members for arg in node.all_input_nodes if arg not in inside and arg in self._tensors]
-        sources = [
-            _Source(leaf, find_library(self._root, leaf) if inside.issuperset(leaf.users) else None)
-            for leaf in dict.fromkeys(read)
-        ]
+
+        def library(leaf: fx.Node) -> LibraryCall | None:
+            apart = leaf in taken or not inside.issuperset(leaf.users)
+            return None if apart else find_library(self._root, leaf)
+
+        sources = [_Source(leaf, library(leaf)) for leaf in dict.fromkeys(read)]
 
         def rank(source: _Source) -> tuple[bool, ...]:
             return not source.owned, source.library is None, source.node.op == "get_attr"

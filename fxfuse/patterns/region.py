@@ -19,7 +19,9 @@ from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Source, known_tensor
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.pooling import pool_after
 from fxfuse.patterns.values import Growth, check_overwritten, value_of
+from fxfuse.pooling import MaxPool
 from fxfuse.simplify import simplify
 
 
@@ -35,6 +37,8 @@ class Region:
     operands: tuple[Source, ...]
     library: LibraryCall | None = None
     """Of a chain (chain.py) that follows an operation of torch's library: that operation, the first of `nodes`."""
+    pool: MaxPool | None = None
+    """What becomes of the epilogue's result, in the last of `nodes`."""
 
     @property
     def output(self) -> fx.Node:
@@ -109,14 +113,26 @@ def _obstacle(growth: Growth, members: list[fx.Node], mutations: Mutations) -> s
         for user in node.users:
             if user not in inside:
                 return f"'{node.name}' is also used by {describe(growth.root, user)}"
-    moved_to = mutations.order[output]
+    return _overwritten(growth, members, output, mutations)
+
+
+def _overwritten(growth: Growth, members: list[fx.Node], moved_to: fx.Node, mutations: Mutations) -> str | None:
+    """Why `members` cannot be computed as late as at `moved_to`, or None."""
     anchor = growth.anchor
     reads = [(growth.anchor_node, source) for source in (anchor.x, anchor.weight, anchor.bias) if source is not None]
-    reads += [(node, arg) for node in members[1:] for arg in node.all_input_nodes if arg not in inside]
+    reads += [(node, arg) for node in members[1:] for arg in node.all_input_nodes if arg not in members]
     for node, source in reads:
-        if mutations.between(mutations.order[node], moved_to, [source], members):
-            return f"an input of '{node.name}' is overwritten before '{output.name}'"
+        if mutations.between(mutations.order[node], mutations.order[moved_to], [source], members):
+            return f"an input of '{node.name}' is overwritten before '{moved_to.name}'"
     return None
+
+
+def _pool_after(growth: Growth, members: list[fx.Node], mutations: Mutations) -> tuple[fx.Node, MaxPool] | None:
+    """The pooling that the region of a convolution may end with."""
+    found = pool_after(growth.root, members[-1]) if growth.anchor.kind == "conv2d" else None
+    if found is None or not mutations.same_section(growth.anchor_node, found[0]):
+        return None
+    return None if _overwritten(growth, members, found[0], mutations) else found
 
 
 def compact(epilogue: Expr, operands: list[Source]) -> tuple[Expr, tuple[Source, ...]]:
@@ -163,7 +179,9 @@ def close(growth: Growth, mutations: Mutations) -> Region | str:
             and not is_region_alone(known_tensor(growth.root, growth.anchor.weight))
         ):
             break
-        return Region(growth.anchor, tuple(members), *compact(epilogue, growth.operands))
+        pool = _pool_after(growth, members, mutations)
+        nodes = tuple(members) if pool is None else (*members, pool[0])
+        return Region(growth.anchor, nodes, *compact(epilogue, growth.operands), pool=None if pool is None else pool[1])
     if reasons:
         return reasons[0]
     if growth.refused:

@@ -1,0 +1,76 @@
+"""What a call does beside deciding: memory for the result, a kernel on the current stream, the right device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from fxfuse import build
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.errors import LaunchError
+from fxfuse.operands import OperandPlan
+from fxfuse.problem import Problem, Run
+
+
+def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+empty_strided: Final[Callable[..., torch.Tensor]] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty_strided
+)
+"""empty_strided(shape, strides, dtype) on the current GPU.
+
+The function that torch.compile's code calls, if torch has it: it takes a microsecond less than torch.empty_strided.
+"""
+
+Queue: TypeAlias = Callable[..., None]
+"""queue(operands, *addresses of the kernel's other tensors): puts the kernel on the current stream of its device.
+
+Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
+"""
+
+
+def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
+    """A Queue that takes the operands' addresses."""
+    params, index = kernel.params + operands.packed_strides(), problem.x.device.index
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def queue(pointers: Sequence[int], *tensors: int) -> None:
+        try:
+            launch(params, current_stream(index), *tensors, *pointers)
+        except RuntimeError as error:
+            raise LaunchError(f"{problem.label}: {kernel.name} could not be launched: {error}") from error
+
+    return queue
+
+
+def queue_tensors(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
+    """A Queue that takes the operands as tensors."""
+    by_address, addresses = queue_by_address(problem, operands, kernel, launch), operands.addresses()
+
+    def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
+        pointers, _kept = addresses(others)
+        by_address(pointers, *tensors)
+
+    return queue
+
+
+def on_device(index: int, run: Run) -> Run:
+    """`run` on a GPU that need not be the current one, to which launches go.
+
+    What goes by addresses asks by itself: a call more would be noticed there.
+    """
+    current_device = torch._C._cuda_getDevice
+
+    def there(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if current_device() == index:
+            return run(x, weight, bias, others)
+        with torch.cuda.device(index):
+            return run(x, weight, bias, others)
+
+    return there

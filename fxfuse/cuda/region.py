@@ -1,0 +1,62 @@
+"""A problem on a CUDA device with what every way to run it needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse import build
+from fxfuse.cuda import codegen
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import precision
+from fxfuse.cuda.prepare import Prepared
+from fxfuse.expression import Acc, Expr, Operand, call, rewrite
+from fxfuse.operands import OperandPlan
+from fxfuse.problem import Problem, TensorMeta
+
+
+@dataclass(frozen=True)
+class Region:
+    """A problem, prepared."""
+
+    problem: Problem
+    capability: tuple[int, int]
+    prepared: Prepared
+    expression: Expr
+    """The epilogue, its dtypes settled."""
+    output: torch.dtype
+    channel: frozenset[int]
+    """Operands that are read along dimension 1 of the result."""
+
+    def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
+        tf32 = precision(self.problem.kind, self.problem.x.dtype) == "tf32"
+        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
+        return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
+
+    def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:
+        """A pass that computes nothing, from x's dtype to the same."""
+        text = codegen.generate(Acc(), self.problem.x.dtype, (), kernel, columns=operands.columns)
+        return build.load(build.Source(text, self.capability, f"{kernel.name}, copied for {self.problem.label}"))
+
+
+def with_bias(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
+    """The epilogue on the bare accumulator, and the operands with the bias as the last."""
+    if problem.bias is None:
+        return expression, problem.operands
+    meta = problem.bias
+    acc: Expr = Acc()
+    bias: Expr = Operand(len(problem.operands))
+    if problem.kind == "conv2d":
+        meta = TensorMeta((*meta.shape, 1, 1), (*meta.strides, 0, 0), meta.dtype, meta.device, meta.alignment)
+    elif problem.kind == "addmm":
+        scale = dict(problem.options)
+        acc = acc if scale["alpha"] == 1 else call("mul", acc, scale["alpha"])
+        if scale["beta"] == 0:  # torch then does not read the bias
+            return _with_acc(expression, acc), problem.operands
+        bias = bias if scale["beta"] == 1 else call("mul", bias, scale["beta"])
+    return _with_acc(expression, call("add", acc, bias)), (*problem.operands, meta)
+
+
+def _with_acc(expression: Expr, acc: Expr) -> Expr:
+    return rewrite(expression, lambda node: acc if isinstance(node, Acc) else node)
