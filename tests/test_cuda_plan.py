@@ -200,3 +200,23 @@ def test_candidates_with_pooling(channels_last, dtype, ranked, monkeypatch):
 def test_pooling_that_torch_must_do(problem, reason, ranked):
     with pytest.raises(Separate, match=reason):
         ranked(problem)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_without_tf32_kernels_of_ours_are_tried_in_channels_last(kernel, ranked, monkeypatch):
+    texts = []
+    monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    x, weight = meta(4, 16, 30, 31), meta(64, 16, kernel, kernel, is_parameter=True)
+    options = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups", 1))
+    problem = Problem("conv2d", options, "tanh(acc)", x, weight, meta(64, is_parameter=True), ())
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        there = [candidate for candidate in ranked(problem, (9, 0)) if "in channels_last" in candidate.name]
+        assert len(there) == (0 if kernel == 1 else plan.CHANNELS_LAST_CONTESTANTS)
+        for candidate in there:
+            assert candidate.always and candidate.name.startswith("conv2d as gemm tf32x3")
+            candidate.build()
+            gemm, *passes = sorted(set(texts), key=lambda text: "WindowRows" not in text)
+            assert "WindowRows" in gemm and "tanh" not in gemm
+            assert sorted("tanh" in text for text in passes) == [False, False, True]
+            texts.clear()

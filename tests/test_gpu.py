@@ -776,7 +776,7 @@ CONVOLUTIONS_BY_CHANNELS_LAST = {
 def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
     from fxfuse.cuda import plan
 
-    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
     v = torch.randn(conv.out_channels, 1, 1)
@@ -787,10 +787,23 @@ def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
     assert check(model, x, dtype) == plan.CHANNELS_LAST_LIBRARY
 
 
+@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS_BY_CHANNELS_LAST if name != "planes of 49"])
+def test_kernels_of_ours_by_way_of_channels_last(name, monkeypatch):
+    from fxfuse.cuda import plan
+
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidates)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
+    v = torch.randn(conv.out_channels, 1, 1)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        used = check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), tensor(*shape))
+    assert used.startswith("conv2d as gemm tf32x3") and used.endswith("in channels_last + passes")
+
+
 def test_the_library_by_way_of_channels_last_reports_its_copies(monkeypatch):
     from fxfuse.cuda import plan
 
-    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidate)
+    monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(16, 24, 3, padding=1)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), tensor(4, 16, 20, 20)

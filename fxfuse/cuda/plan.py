@@ -9,10 +9,12 @@ it replaced. A chain is one such pass, of which there is nothing to choose.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -39,9 +41,9 @@ from fxfuse.problem import (
     Run,
     TensorMeta,
     anchor_alone,
+    anchor_meta,
     anchor_weight,
     channel_operands,
-    run_anchor,
     typed,
 )
 
@@ -60,6 +62,8 @@ TINY_PRODUCTS, TINY_WEIGHT = 2**23, 2**18
 
 CHANNELS_LAST_PRODUCTS = 2**28
 """Multiplications below which its passes would take longer than the library gains in channels_last."""
+CHANNELS_LAST_CONTESTANTS = 2
+"""Kernels of ours that are tried there."""
 
 logger = logging.getLogger("fxfuse")
 
@@ -89,7 +93,7 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     """Every way to run the region, best first by the kernel families' models."""
     pooling = Pooling.of(region) if region.problem.pool else None
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
-    library = [first, *_channels_last_candidate(region, pooling)]
+    library = [first, *_channels_last_candidates(region, pooling)]
     try:
         fused = _fused_candidates(region)
     except UnsupportedError as error:
@@ -259,39 +263,77 @@ def _library_runner(
     return on_device(device.index, run)
 
 
-# ------------------------------------------------------------------- the library candidate by way of channels_last
+# ------------------------------------------------------------------------- candidates by way of channels_last
 
 
-def _channels_last_candidate(region: Region, pooling: Pooling | None = None) -> list[tune.Candidate]:
-    """A convolution of NCHW tensors by the library's kernels for channels_last, if that makes sense.
+def _channels_last_candidates(region: Region, pooling: Pooling | None = None) -> list[tune.Candidate]:
+    """A convolution of NCHW tensors by kernels for channels_last, if that makes sense.
 
-    On Hopper they use instructions (wgmma) that those for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in
-    TF32 instead of 1.75. One pass brings x there, another applies the epilogue on the way back.
+    One pass brings x there, another applies the epilogue on the way back. On Hopper the library's kernels there use
+    instructions (wgmma) that its own for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in TF32 instead of 1.75.
+    Where TF32 is not allowed the library has none, and kernels of ours are faster than on NCHW, whose rows of any
+    length they gather four bytes at a time.
     """
     problem, prepared = region.problem, region.prepared
     x, weight, shape = problem.x, anchor_weight(problem), prepared.result_shape
     if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
         return []
-    if precision(problem.kind, x.dtype) == "tf32x3":  # no tensor cores: NCHW is the library's best
-        return []
     if _products(region) < CHANNELS_LAST_PRODUCTS:
         return []
     if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):
         return []
+    library = functools.partial(ANCHORS[problem.kind], bias=None, **dict(problem.options))
+    anchors: list[tuple[str, Callable[[], Anchor]]] = [(CHANNELS_LAST_LIBRARY, lambda: library)]
+    if precision(problem.kind, x.dtype) == "tf32x3":
+        anchors = _channels_last_anchors(region)
     expression, metas = with_bias(problem, region.expression)
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     image, _, _, pixel = channels_last_strides(shape)
     back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
-
-    def compiled() -> Run:
-        queue = queue_tensors(problem, operands, back, region.load(back, expression, operands, True))
-        return _channels_last_runner(region, _to_channels_last(region, x), _to_channels_last(region, weight), queue)
-
     copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
     workspace = copies * x.dtype.itemsize
-    candidate = tune.Candidate(CHANNELS_LAST_LIBRARY, CHANNELS_LAST_LIBRARY, compiled, workspace, always=True)
-    return [candidate if pooling is None else pooling.after(candidate)]
+
+    def candidate(name: str, anchor: Callable[[], Anchor]) -> tune.Candidate:
+        def compiled() -> Run:
+            queue = queue_tensors(problem, operands, back, region.load(back, expression, operands, True))
+            converted = (_to_channels_last(region, x), _to_channels_last(region, weight))
+            return _channels_last_runner(region, *converted, anchor(), queue)
+
+        return tune.Candidate(name, name, compiled, workspace, always=True)
+
+    found = [candidate(*anchor) for anchor in anchors]
+    return found if pooling is None else [pooling.after(candidate) for candidate in found]
+
+
+Anchor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""anchor(x, weight): the convolution alone."""
+
+
+def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Anchor]]]:
+    """The best kernels of ours for the convolution alone with both tensors in channels_last, by name."""
+    problem, weight = region.problem, anchor_weight(region.problem)
+    if weight.shape[2:] == (1, 1):
+        return []  # as many elements are copied as are computed
+    x, filters = (
+        TensorMeta(meta.shape, channels_last_strides(meta.shape), meta.dtype, meta.device)
+        for meta in (problem.x, weight)
+    )
+    alone = dataclasses.replace(problem, x=x, weight=filters, bias=None, epilogue="acc", operands=(), pool=())
+    acc = anchor_meta(alone)
+    there = Region(alone, region.capability, prepare(alone, acc), Acc(), alone.x.dtype, frozenset())
+
+    def anchor(candidate: tune.Candidate) -> tuple[str, Callable[[], Anchor]]:
+        def build_anchor() -> Anchor:
+            run = candidate.build()
+            return lambda x, weight: run(x, weight, None, ())
+
+        return f"{candidate.name}, in channels_last + passes", build_anchor
+
+    try:
+        return [anchor(candidate) for candidate in _fused_candidates(there)[:CHANNELS_LAST_CONTESTANTS]]
+    except UnsupportedError:
+        return []
 
 
 def _to_channels_last(region: Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -320,6 +362,7 @@ def _channels_last_runner(
     region: Region,
     convert_x: Callable[[torch.Tensor], torch.Tensor],
     convert_weight: Callable[[torch.Tensor], torch.Tensor],
+    anchor: Anchor,
     back: Callable[..., None],
 ) -> Run:
     problem, output = region.problem, region.output
@@ -329,8 +372,7 @@ def _channels_last_runner(
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        acc = run_anchor(problem.kind, problem.options, convert_x(x), convert_weight(weight), None)
-        acc = acc.contiguous(memory_format=torch.channels_last)
+        acc = anchor(convert_x(x), convert_weight(weight)).contiguous(memory_format=torch.channels_last)
         if bias is not None:
             others = (*others, bias)
         out = torch.empty_strided(shape, strides, dtype=output, device=device)
