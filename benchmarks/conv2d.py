@@ -1,4 +1,5 @@
-"""Convolutions against eager and torch.compile, in one run: six large ones, and the layers of common networks.
+"""Convolutions against eager and torch.compile, in one run: six large ones (and what they take with relu alone), and
+the layers of common networks.
 
     python benchmarks/conv2d.py --output benchmarks/results
     python benchmarks/conv2d.py --only targets --precisions float32 bfloat16 float16
@@ -71,8 +72,22 @@ def _targets() -> Iterator[Region]:
             yield dataclasses.replace(region, name=name, group="targets")
 
 
+def _relu_alone() -> Iterator[Region]:
+    """The targets' convolutions with the shortest epilogue: what longer ones cost is the difference."""
+    for images, size_in, size_out, side in (
+        (128, 64, 128, 128), (64, 64, 128, 256), (64, 64, 64, 256), (128, 8, 64, 128), (128, 8, 64, 256),
+    ):  # fmt: skip
+
+        def build(gpu: bool, c=size_in, f=size_out) -> nn.Module:  # type: ignore[no-untyped-def]
+            return Net(lambda m, x: F.relu(m.conv(x)), conv=nn.Conv2d(c, f, 3))
+
+        name = f"relu alone: {images}x{size_in}→{size_out}, {side}²"
+        yield Region(name, build, (images, size_in, side, side), (CPU_BATCH, size_in, side, side), "relu alone")
+
+
 REGIONS = [
     *_targets(),
+    *_relu_alone(),
     *_layers("ResNet-50", _relu, RESNET50, depthwise=False),
     *_layers("MobileNetV2", _relu6, MOBILENETV2, depthwise=True),
 ]

@@ -8,10 +8,9 @@
 // cuda/codegen.py generates `struct Epilogue` on top of this: its operands and the expression.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "half.cuh"
 
 namespace fxfuse {
 
@@ -53,8 +52,6 @@ struct OperandStrides {
 };
 
 __device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ float to_float(bool value) { return value ? 1.0f : 0.0f; }
 __device__ __forceinline__ float to_float(uint8_t value) { return static_cast<float>(value); }
 __device__ __forceinline__ float to_float(int8_t value) { return static_cast<float>(value); }
@@ -66,24 +63,32 @@ template <class T>
 __device__ __forceinline__ T from_float(float value);
 template <>
 __device__ __forceinline__ float from_float<float>(float value) { return value; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
 
 // Two values as they lie in memory, the first at the lower address.
 template <class T>
 __device__ __forceinline__ uint32_t pack_two(float first, float second);
+
+#ifdef FXFUSE_FP16
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
 template <>
 __device__ __forceinline__ uint32_t pack_two<__half>(float first, float second) {
     const __half2 both = __floats2half2_rn(first, second);
     return reinterpret_cast<const uint32_t&>(both);
 }
+#endif
+
+#ifdef FXFUSE_BF16
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
 template <>
 __device__ __forceinline__ uint32_t pack_two<__nv_bfloat16>(float first, float second) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
     return reinterpret_cast<const uint32_t&>(both);
 }
+#endif
 
 // The integer of kBytes that one instruction reads or writes.
 template <int kBytes>

@@ -18,11 +18,9 @@
 //                           into NaN every sum that they take part in. For kernels that look and then start again.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
+#include "half.cuh"
 #include "ptx.cuh"
 
 namespace fxfuse {
