@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from suite import PRECISIONS, arguments, launches, provenance, write
+from suite import PRECISIONS, Precision, arguments, launches, provenance, read, write
 from tabulate import tabulate
 from torch import nn
 
@@ -93,6 +94,11 @@ class Row:
     times: dict[str, float]
     first_result: dict[str, float]
     """Seconds from the model to its first result, compilation included: torch.compile's, fxfuse's cold and warm."""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.network, self.precision
 
 
 def _trained(model: nn.Module) -> nn.Module:
@@ -103,29 +109,53 @@ def _trained(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool) -> Row:
-    """Optimises, verifies and times one network beside its peers, in this process."""
-    network, how = NETWORKS[name], PRECISIONS[precision]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    model = _trained(network.build()).to(device, how.dtype)
-    shape = (1, *network.shape[1:]) if small else network.shape
-    x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
-    x = x.to(how.dtype) if x.is_floating_point() else x
-    if network.channels_last and how.dtype != torch.float32:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    with torch.no_grad(), how.in_force():
+@dataclass(frozen=True)
+class _Trial:
+    """A network before and after, and what it took to get there."""
+
+    model: nn.Module
+    fast: nn.Module
+    x: torch.Tensor
+    seconds: float
+    """From the model to the first result."""
+
+    @classmethod
+    def of(cls, name: str, how: Precision, small: bool) -> _Trial:
+        network = NETWORKS[name]
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        model = _trained(network.build()).to(device, how.dtype)
+        shape = (1, *network.shape[1:]) if small else network.shape
+        x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
+        x = x.to(how.dtype) if x.is_floating_point() else x
+        if network.channels_last and how.dtype != torch.float32:
+            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         started = time.perf_counter()
         fast = fxfuse.optimize(model, (x,), fp32=how.fp32)
         fast(x)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        first = time.perf_counter() - started
+        return cls(model, fast, x, time.perf_counter() - started)
+
+
+def first_result(name: str, precision: str, small: bool) -> float:
+    """Seconds from a network to its first result by fxfuse, in this process."""
+    how = PRECISIONS[precision]
+    with torch.no_grad(), how.in_force():
+        return _Trial.of(name, how, small).seconds
+
+
+def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool) -> Row:
+    """Optimises, verifies and times one network beside its peers, in this process."""
+    how = PRECISIONS[precision]
+    with torch.no_grad(), how.in_force():
+        trial = _Trial.of(name, how, small)
+        model, fast, x = trial.model, trial.fast, trial.x
         verified = fxfuse.verify(model, fast, (x,))
-        counts = [launches(lambda: call(x)) if device.type == "cuda" else 0 for call in (fast, model)]  # noqa: B023
+        counts = [launches(lambda: call(x)) if x.is_cuda else 0 for call in (fast, model)]  # noqa: B023
         result = fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds)
         times = {timing.name: timing.median * 1e3 for timing in result.timings}
-        if device.type == "cuda":
+        if x.is_cuda:
             graphed = fxfuse.optimize(model, (x,), fp32=how.fp32, cuda_graphs=True)
             times[GRAPHS] = (
                 fxfuse.benchmark(model, graphed, (x,), compare=(), seconds=seconds / 4).median("fxfuse") * 1e3
@@ -144,19 +174,20 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         ok=verified.ok,
         times=times,
         first_result={
-            "fxfuse cold": first,
+            "fxfuse cold": trial.seconds,
             **{timing.name: timing.first_call for timing in result.timings if timing.name not in ("eager", "fxfuse")},
         },
     )
 
 
-def _in_a_process(cache: str, options: list[str]) -> Row:
-    command = [sys.executable, __file__, "--one", *options]
+def _in_a_process(cache: str, options: list[str]) -> Any:
+    """What this script prints with these options, with `cache` as its kernel cache."""
+    command = [sys.executable, __file__, *options]
     environment = {**os.environ, "FXFUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "inductor")}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(options)} failed; its messages are above")
-    return Row(**json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -190,28 +221,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each row")
     parser.add_argument("--small", action="store_true", help="batches of one")
     parser.add_argument("--one", nargs=2, metavar=("NETWORK", "PRECISION"), help="print one row as JSON")
+    parser.add_argument("--first", nargs=2, metavar=("NETWORK", "PRECISION"), help="print the first result's seconds")
     given = parser.parse_args()
     if given.one:
         print(json.dumps(asdict(measure(*given.one, given.compare, given.seconds, given.small))))
         return
+    if given.first:
+        print(json.dumps(first_result(*given.first, given.small)))
+        return
     facts = provenance(torch.device(given.device), given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
-    rows: list[Row] = []
+    rows = {row.key: row for row in (read(given.output, "networks", facts, Row) if given.output is not None else [])}
+    measured: list[Row] = []
     size = ["--small"] if given.small else []
     for name in (name for name in NETWORKS if any(part in name for part in given.only)):
         for precision in given.precisions:
             with tempfile.TemporaryDirectory() as cache:
-                row = _in_a_process(
-                    cache, [name, precision, *size, "--seconds", str(given.seconds), "--compare", *given.compare]
-                )
-                warm = _in_a_process(cache, [name, precision, *size, "--seconds", "0", "--compare"])
-            row.first_result["fxfuse warm"] = warm.first_result["fxfuse cold"]
-            rows.append(row)
-            print(render(rows[-1:]).splitlines()[-1], flush=True)
-            if given.output is not None:
-                text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(rows)}\n"
-                write(Path(given.output), "networks", facts, text, rows)
-    print(f"\n{heading}\n{render(rows)}")
+                options = ["--seconds", str(given.seconds), "--compare", *given.compare]
+                row = Row(**_in_a_process(cache, ["--one", name, precision, *size, *options]))
+                warm = _in_a_process(cache, ["--first", name, precision, *size])
+            row = replace(row, commit=facts["commit"], first_result=row.first_result | {"fxfuse warm": warm})
+            rows[row.key] = row
+            measured.append(row)
+            print(render([row]).splitlines()[-1], flush=True)
+            if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
+                text = f"{heading}\n\nMilliseconds, medians of interleaved runs.\n\n{render(list(rows.values()))}\n"
+                write(Path(given.output), "networks", facts, text, list(rows.values()))
+    print(f"\n{heading}\n{render(measured)}")
 
 
 if __name__ == "__main__":

@@ -269,12 +269,12 @@ def write(folder: Path, name: str, facts: dict[str, str], text: str, rows: Seque
     (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def read(folder: Path, name: str, facts: dict[str, str]) -> list[Row]:
-    """The rows that an earlier run on this device wrote; none if there are none of this form."""
+def read(folder: Path, name: str, facts: dict[str, str], kind: Callable[..., Any] = Row) -> list[Any]:
+    """The rows, dataclasses of this kind, that an earlier run on this device wrote; none if there are none like it."""
     path = folder / f"{_stem(name, facts)}.json"
-    fields = {field.name for field in dataclasses.fields(Row)}
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [Row(**row) for row in rows if row.keys() == fields]
+    return [kind(**row) for row in rows if row.keys() == fields]
 
 
 # --------------------------------------------------------------------------------------------------- main
