@@ -29,6 +29,8 @@ import fxfuse
 
 IMAGE = (3, 224, 224)
 GRAPHS = "fxfuse, CUDA graphs"
+BACKEND = "fxfuse, by Dynamo"
+"""torch.compile(model, backend="fxfuse"), measured where `optimize` leaves parts of a model to Python."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,14 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
             times[GRAPHS] = (
                 fxfuse.benchmark(model, graphed, (x,), compare=(), seconds=seconds / 4).median("fxfuse") * 1e3
             )
-    used = {region.nodes: region.chain for region in fxfuse.explain(fast).regions if region.kernel}
+        report = fxfuse.explain(fast)
+        if any("runs as Python" in item.reason for item in report.skipped):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="fxfuse")
+            times[BACKEND] = (
+                fxfuse.benchmark(model, compiled, (x,), compare=(), seconds=seconds / 4).median("fxfuse") * 1e3
+            )
+    used = {region.nodes: region.chain for region in report.regions if region.kernel}
     return Row(
         network=name,
         precision=precision,
@@ -192,7 +201,7 @@ def _in_a_process(cache: str, options: list[str]) -> Any:
 
 def render(rows: Sequence[Row]) -> str:
     """A table of the rows, the best peer's time as a multiple of fxfuse's."""
-    own_names = ("fxfuse", GRAPHS)
+    own_names = ("fxfuse", GRAPHS, BACKEND)
     peers = list(dict.fromkeys(name for row in rows for name in row.times if name not in own_names))
     table = []
     for row in rows:
@@ -202,7 +211,7 @@ def render(rows: Sequence[Row]) -> str:
             (
                 row.network, row.precision, f"{row.regions} / {row.anchors}", row.chains,
                 f"{row.eager_launches} → {row.launches}", f"{row.error:.1e} / {row.eager_error:.1e}",
-                *(f"{row.times.get(name, float('nan')):.2f}" for name in (*peers, *own_names)), f"{best / own:.2f}x",
+                *(f"{row.times[name]:.2f}" if name in row.times else "-" for name in (*peers, *own_names)), f"{best / own:.2f}x",
                 ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.first_result.items()),
             )
         )  # fmt: skip
