@@ -211,7 +211,8 @@ def render(rows: Sequence[Row]) -> str:
             (
                 row.network, row.precision, f"{row.regions} / {row.anchors}", row.chains,
                 f"{row.eager_launches} → {row.launches}", f"{row.error:.1e} / {row.eager_error:.1e}",
-                *(f"{row.times[name]:.2f}" if name in row.times else "-" for name in (*peers, *own_names)), f"{best / own:.2f}x",
+                *(f"{row.times[name]:.2f}" if name in row.times else "-" for name in (*peers, *own_names)),
+                f"{best / own:.2f}x",
                 ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.first_result.items()),
             )
         )  # fmt: skip
