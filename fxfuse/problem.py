@@ -228,8 +228,13 @@ def run_anchor(
 
 def anchor_alone(problem: Problem) -> Run:
     """The anchor as torch runs it: for regions that nothing pointwise follows."""
-    anchor = functools.partial(ANCHORS[problem.kind], **dict(problem.options))
-    return lambda x, weight, bias, operands: anchor(x, weight, bias)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return run_anchor(problem.kind, problem.options, x, weight, bias)
+
+    return run
 
 
 def anchor_meta(problem: Problem) -> torch.Tensor:
