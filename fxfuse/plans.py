@@ -222,18 +222,23 @@ def prepare(calls: Sequence[_FirstCall]) -> None:
 
 
 def compile_for(calls: Sequence[_FirstCall]) -> list[tuple[_FirstCall, Draft]]:
-    """Compiles what may run `calls`, as many kernels at a time as there are processors."""
-    unique = list({(call.region, call.key): call for call in calls}.values())
-    with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(unique)))) as pool:
-        return list(zip(unique, pool.map(lambda call: _draft(call.problem, call.strict), unique), strict=True))
+    """Compiles what may run `calls`, as many kernels at a time as there are processors; one draft for each problem."""
+    unique = {(call.region, call.key): call for call in calls}.values()
+    posed = {_posed(call.key, call.problem): call for call in unique}
+    with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(posed)))) as pool:
+        drafted = pool.map(lambda call: _draft(call.problem, call.strict), posed.values())
+        drafts = dict(zip(posed, drafted, strict=True))
+    return [(call, drafts[_posed(call.key, call.problem)]) for call in unique]
 
 
 def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
     """Makes the plans from what is compiled, one after another: it measures."""
+    decided: dict[Draft, Plan] = {}
     for call, draft in drafts:
-        plan = draft()
+        if draft not in decided:
+            decided[draft] = draft()
         with _lock:
-            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, plan)
+            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, decided[draft])
 
 
 def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan) -> None:

@@ -172,3 +172,25 @@ def test_a_forgotten_region_has_none(module):
     plans.forget([module.region])
     assert module.region not in plans.shortcuts
     module.assert_right()
+
+
+# ----------------------------------------------------------------------------------- many regions, few problems
+
+
+@torch.no_grad()
+def test_regions_that_pose_one_problem_share_its_plan(monkeypatch):
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (linear(), nn.ReLU())), linear(4), nn.ReLU()).eval()
+    drafted, draft = [], plans._draft
+
+    def counting(problem, strict):
+        drafted.append(problem)
+        return draft(problem, strict)
+
+    monkeypatch.setattr(plans, "_draft", counting)
+    x = randn(5, 8)
+    fast = fxfuse.optimize(model, (x,))
+    assert len(drafted) == 2
+    regions = [node.kwargs["region"] for node in fast.graph.nodes if "region" in node.kwargs]
+    assert [len(plans.of_region(region)) for region in regions] == [1, 1, 1, 1]
+    assert_as_eager(model, fast, x)
+    assert len(drafted) == 2

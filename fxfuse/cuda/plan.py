@@ -253,10 +253,10 @@ def _library_runner(
         acc = anchor(x, weight, None if bias_by_pass else bias)
         found = acc.stride()
         if found != strides and any(a != b and moved for a, b, moved in zip(found, strides, moves, strict=True)):
-            acc = torch.empty_strided(shape, strides, dtype=acc.dtype, device=device).copy_(acc)
+            acc = empty_strided(shape, strides, acc.dtype).copy_(acc)
         if reads_bias and bias is not None:
             others = (*others, bias)
-        out = acc if in_place else torch.empty_strided(out_shape, out_strides, dtype=output, device=device)
+        out = acc if in_place else empty_strided(out_shape, out_strides, output)
         queue(others, acc.data_ptr(), out.data_ptr())
         return out
 
@@ -351,7 +351,7 @@ def _to_channels_last(region: Region, meta: TensorMeta) -> Callable[[torch.Tenso
     queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_strided(meta.shape, there, dtype=meta.dtype, device=meta.device)
+        copy = empty_strided(meta.shape, there, meta.dtype)
         queue((), tensor.data_ptr(), copy.data_ptr())
         return copy
 
@@ -375,7 +375,7 @@ def _channels_last_runner(
         acc = anchor(convert_x(x), convert_weight(weight)).contiguous(memory_format=torch.channels_last)
         if bias is not None:
             others = (*others, bias)
-        out = torch.empty_strided(shape, strides, dtype=output, device=device)
+        out = empty_strided(shape, strides, output)
         back(others, acc.data_ptr(), out.data_ptr())
         return out
 

@@ -48,7 +48,7 @@ FIRST_ROUNDS, HOPELESS = 3, 1.3
 """After so many, those that take so much longer than the fastest are out."""
 SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
-ISSUE_SHARE: Final = 0.25
+ISSUE_SHARE: Final = 0.125
 """How much of it counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
 CALLS, ISSUE_ROUNDS = 10, 5
 """Calls in a row whose time on the CPU is taken, so many times."""
