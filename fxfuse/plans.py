@@ -31,6 +31,7 @@ from fxfuse.problem import (
     Plan,
     Problem,
     Refused,
+    Run,
     TensorMeta,
     anchor_meta,
     in_order,
@@ -121,17 +122,32 @@ def run(
         problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
         pending = getattr(_pending, "calls", None)
         if pending is not None:
-            pending.append(_FirstCall(region, key, problem, strict))
-            return problem.reference(x, weight, bias, operands)
+            result = problem.reference(x, weight, bias, operands)
+            pending.append(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
+            return result
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
-            plan = found.get(key) or found.get(_posed(key, problem))
+            plan = found.get(_posed(key, problem))
             if plan is None:
                 plan = _draft(problem, strict)()
-            _keep(found, key, problem, plan)
-    elif region:
+        result = plan.run(x, weight, bias, operands)
+        strides = _strides_of_pixels(result)
+        if strides is not None and plan.kernel is not None:
+            strides = problem.reference(x, weight, bias, operands).stride()
+        _keep(found, key, problem, plan, strides)
+        return result if strides is None else _with_strides(result, strides)
+    if region:
         _note(region, key, plan, x, weight, bias, operands)
     return plan.run(x, weight, bias, operands)
+
+
+def _strides_of_pixels(result: torch.Tensor) -> tuple[int, ...] | None:
+    """Of images of one pixel, which each of torch's operators gives strides of its own choice: those are looked up."""
+    return result.stride() if result.dim() == 4 and result.shape[2] == result.shape[3] == 1 else None
+
+
+def _with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return result if result.stride() == strides else result.as_strided(result.shape, strides)
 
 
 # ----------------------------------------------------------------------------------------- short cuts
@@ -203,6 +219,8 @@ class _FirstCall:
     key: Key
     problem: Problem
     strict: bool
+    strides: tuple[int, ...] | None
+    """Of eager's result if it is of one pixel."""
 
 
 @contextlib.contextmanager
@@ -238,12 +256,21 @@ def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
         if draft not in decided:
             decided[draft] = draft()
         with _lock:
-            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, decided[draft])
+            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, decided[draft], call.strides)
 
 
-def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan) -> None:
+def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:
+    """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
     if not plan.provisional:
-        found[key] = found[_posed(key, problem)] = plan
+        found[_posed(key, problem)] = plan
+        found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+
+
+def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
+    if isinstance(run, ByAddress):
+        launch = run.launch
+        return ByAddress(lambda tensors, addresses: _with_strides(launch(tensors, addresses), strides))
+    return lambda x, weight, bias, operands: _with_strides(run(x, weight, bias, operands), strides)
 
 
 def _posed(key: Key, problem: Problem) -> Key:

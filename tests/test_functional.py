@@ -734,3 +734,27 @@ def test_nothing_is_left_of_what_was_fused():
     ):
         fast = fxfuse.optimize(model.eval())
         assert all(node.users or node.op in ("output", "placeholder") for node in fast.graph.nodes), fast.code
+
+
+# --------------------------------------------------------------------------------------- images of one pixel
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [1, 5])
+def test_images_of_one_pixel_have_eagers_strides(size, memory_format, prepared):
+    """Both layouts are the same memory; what follows (interpolation, concatenation) goes by the strides."""
+
+    def forward(m, x):
+        y = torch.relu(m.bn(m.conv(m.pool(x))))
+        z = torch.tanh(m.conv2(y) * 2)
+        return y, z, torch.sigmoid(y * 2 + 1), F.interpolate(y, scale_factor=3), torch.cat([y, z])
+
+    model = Net(forward, pool=nn.AdaptiveAvgPool2d(1), conv=nn.Conv2d(4, 8, 1), bn=batch_norm(),
+                conv2=nn.Conv2d(8, 8, 1)).eval()  # fmt: skip
+    x = randn(2, 4, size, size).to(memory_format=memory_format)
+    fast = fxfuse.optimize(model, (x,) if prepared else None)
+    for _ in range(4):
+        for have, want in zip(fast(x), model(x), strict=True):
+            assert_same_kind(have, want)
