@@ -48,7 +48,7 @@ def launch(
         OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
         for operand in operands
     )
-    library = _compiled(codegen.generate(parse(epilogue), output, kinds, kernel, tf32=tf32))
+    library = compiled(codegen.generate(parse(epilogue), output, kinds, kernel, tf32=tf32))
     params = kernel.params + b"".join(struct.pack("<3q", *operand.strides) for operand in operands)
     workspace = torch.full((max(kernel.workspace, 1),), 0xAB, dtype=torch.uint8)  # undefined contents
     addresses = [tensor.data_ptr() for tensor in (*tensors, *([workspace] if kernel.workspace else []))]
@@ -88,7 +88,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def _compiled(source: str) -> ctypes.CDLL:
+def compiled(source: str) -> ctypes.CDLL:
+    """A generated CUDA source as a library for the CPU."""
     folder = Path(_folder().name)
     path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(source)

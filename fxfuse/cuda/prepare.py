@@ -45,7 +45,7 @@ class Input:
 
 def _copied(meta: TensorMeta, strides: tuple[int, ...]) -> Input:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=meta.device).copy_(tensor)
+        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=tensor.device).copy_(tensor)
 
     return Input(TensorMeta(meta.shape, strides, meta.dtype, meta.device, 16), convert)
 

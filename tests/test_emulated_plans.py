@@ -1,0 +1,153 @@
+"""CUDA plans end to end on the emulated GPU: every candidate of a problem runs as a call would run it.
+
+What the kernels compute is tested elsewhere; here it is which tensors they get, in which order, what is allocated, and
+with which strides. The tensors are on the CPU, the plans believe that they are on a GPU. Inputs are small integers, so
+that results are exact in every precision.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emulator import available, compiled
+
+from fxfuse import build
+from fxfuse.cuda import plan, pooling, tune
+from fxfuse.problem import ByAddress, Problem, TensorMeta, anchor_meta, in_order
+
+pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
+
+CUDA = torch.device("cuda:0")
+CONV = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups", 1))
+POOL = (2, 2, 2, 2, 0, 0, 0)
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """A function from a problem to its candidates; a chain's is one that stands for its plan."""
+
+    def load(source):
+        library = compiled(source.text)
+
+        def launch(params, stream, *pointers):
+            code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(pointers))(*pointers), ctypes.c_uint64(stream))
+            assert code == 0, library.fxfuse_error(code)
+
+        return launch
+
+    properties = SimpleNamespace(major=8, minor=0, multi_processor_count=2, shared_memory_per_multiprocessor=163 << 10)
+    for module in (plan, pooling):
+        monkeypatch.setattr(
+            module,
+            "empty_strided",
+            lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype).fill_(99),
+        )
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
+    monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+
+    def candidates(problem):
+        found = plan.draft(problem, anchor_meta(problem))
+        if callable(found):
+            made = found()
+            return [tune.Candidate(made.kernel, made.kernel, lambda: made.run, always=True)]
+        fused = [candidate for candidate in found if not candidate.always]
+        return [*fused[:1], *(candidate for candidate in found if candidate.always)]
+
+    return candidates
+
+
+def integers(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def meta(tensor, parameter=False):
+    return dataclasses.replace(TensorMeta.of(tensor, CUDA), is_parameter=parameter)
+
+
+def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
+    """Runs each candidate by tensors and by addresses. Returns their names."""
+    problem = Problem(
+        kind, options, epilogue, meta(x), None if weight is None else meta(weight, True),
+        None if bias is None else meta(bias, True), tuple(map(meta, operands)), pool=pool,
+    )  # fmt: skip
+    expected = problem.reference(*(None if t is None else t.double() for t in (x, weight, bias)),
+                                 [operand.double() for operand in operands]).to(x.dtype)  # fmt: skip
+    names = []
+    for candidate in drafted(problem):
+        run = candidate.build()
+        tensors = (x.clone(), weight, bias, tuple(operands))
+        results = [run(*tensors)]
+        if isinstance(run, ByAddress):
+            ordered = in_order(x.clone(), *tensors[1:])
+            results.append(run.launch(ordered, [tensor.data_ptr() for tensor in ordered]))
+        for result in results:
+            assert torch.equal(result, expected), candidate.name
+            assert result.stride() == expected.stride(), candidate.name
+        names.append(candidate.name)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear(dtype, drafted):
+    x, weight, bias = integers(5, 40, dtype=dtype), integers(24, 40, dtype=dtype), integers(24, dtype=dtype)
+    full, column = integers(5, 24, dtype=dtype, seed=1), integers(5, 1, dtype=dtype)
+    names = check(drafted, "linear", (), "relu(acc * o1 + o0)", x, weight, bias, (full, column))
+    assert len(names) == 2 and names[-1] == plan.LIBRARY
+
+
+def test_addmm_does_not_read_a_bias_that_counts_nothing(drafted):
+    x, weight, bias = integers(5, 40), integers(40, 24), torch.full((24,), torch.nan)
+    options = (("beta", 0.0), ("alpha", 2.0))
+    assert len(check(drafted, "addmm", options, "relu(acc + o0)", x, weight, bias, (integers(24),))) == 2
+
+
+@pytest.mark.parametrize("pool", [(), POOL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolution(channels_last, dtype, pool, drafted):
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = integers(2, 8, 6, 10, dtype=dtype).contiguous(memory_format=memory_format)
+    weight = integers(16, 8, 3, 3, dtype=dtype).contiguous(memory_format=memory_format)
+    residual = integers(2, 16, 6, 10, dtype=dtype, seed=1).contiguous(memory_format=memory_format)
+    bias, scale = integers(16, dtype=dtype), integers(16, 1, 1, dtype=dtype)
+    names = check(drafted, "conv2d", CONV, "relu(acc * o1 + o0)", x, weight, bias, (residual, scale), pool)
+    library = plan.LIBRARY_POOLED if pool else plan.LIBRARY
+    others = [] if channels_last else [plan.CHANNELS_LAST_LIBRARY + (" + max_pool2d" if pool else "")]
+    assert names[1:] == [library, *others] and ("max_pool2d" in names[0]) == bool(pool)
+
+
+def test_convolution_without_tf32(drafted):
+    x, weight, bias = integers(2, 8, 6, 10), integers(16, 8, 3, 3), integers(16)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        names = check(drafted, "conv2d", CONV, "relu(acc)", x, weight, bias, ())
+    assert sum("in channels_last + passes" in name for name in names) == plan.CHANNELS_LAST_CONTESTANTS
+
+
+def test_a_layout_that_no_kernel_reads(drafted):
+    """Filters in NCHW's order beside an input in channels_last, and an operand in another order: both are copied."""
+    x = integers(2, 8, 6, 10).contiguous(memory_format=torch.channels_last)
+    operand = integers(2, 16, 6, 10).contiguous()
+    check(drafted, "conv2d", CONV, "relu(acc + o0)", x, integers(16, 8, 3, 3), None, (operand,))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chain(overwrite, dtype, drafted):
+    x, full, vector = (
+        integers(4, 6, 10, dtype=dtype),
+        integers(4, 6, 10, dtype=dtype, seed=1),
+        integers(10, dtype=dtype),
+    )
+    options = (("overwrite", overwrite),)
+    (name,) = check(drafted, "pointwise", options, "relu(acc * o1 + o0)", x, None, None, (full, vector))
+    assert ("in place" in name) == overwrite
