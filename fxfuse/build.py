@@ -210,15 +210,42 @@ _locks_lock = threading.Lock()
 def load(source: Source) -> Launch:
     """The compiled kernel: from this process, from the cache, or built now (seconds).
 
-    Safe to call from several threads and processes. Raises ToolchainError or BuildError.
+    Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`.
     """
     key = _key(source)
     with _locks_lock:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         if key not in _loaded:
-            _loaded[key] = _load_cached(key) or _build(source, key)
+            cached = _load_cached(key)
+            if cached is None:
+                check_may_build()
+            _loaded[key] = cached or _build(source, key)
         return _loaded[key]
+
+
+class NotBuilt(Exception):
+    """A kernel would have to be compiled where only those that exist are asked for."""
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def built_only() -> Iterator[None]:
+    """Inside, in this thread, what would have to be compiled raises NotBuilt instead."""
+    outer = getattr(_thread, "built_only", False)
+    _thread.built_only = True
+    try:
+        yield
+    finally:
+        _thread.built_only = outer
+
+
+def check_may_build() -> None:
+    """Raises NotBuilt inside `built_only`."""
+    if getattr(_thread, "built_only", False):
+        raise NotBuilt
 
 
 def _load_cached(key: str) -> Launch | None:

@@ -13,12 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
-from fxfuse import split
+from fxfuse import build, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.pooling import Separate, pooled
@@ -48,7 +48,7 @@ Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
 
 _plans: dict[int, dict[Key, Plan]] = {}
 _lock = threading.RLock()
-_pending = threading.local()
+_collecting = threading.local()
 
 
 def of_region(region: int) -> list[Plan]:
@@ -120,14 +120,15 @@ def run(
             None if bias is None else _meta(bias),
         )
         problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
-        pending = getattr(_pending, "calls", None)
-        if pending is not None:
+        pending: _Pending | None = getattr(_collecting, "pending", None)
+        plan = None if pending is None else pending.plan_at_hand(_posed(key, problem), problem, strict)
+        if pending is not None and plan is None:
             result = problem.reference(x, weight, bias, operands)
-            pending.append(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
+            pending.calls.append(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
             return result
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
-            plan = found.get(_posed(key, problem))
+            plan = plan or found.get(_posed(key, problem))
             if plan is None:
                 plan = _draft(problem, strict)()
         result = plan.run(x, weight, bias, operands)
@@ -223,15 +224,45 @@ class _FirstCall:
     """Of eager's result if it is of one pixel."""
 
 
+@dataclass
+class _Pending:
+    """Calls for which a plan must be made, and what is known of problems so far."""
+
+    calls: list[_FirstCall] = field(default_factory=list)
+    plans: dict[Key, Plan | None] = field(default_factory=dict)
+
+    def plan_at_hand(self, posed: Key, problem: Problem, strict: bool) -> Plan | None:
+        """The plan if an earlier process measured and compiled all that it takes."""
+        if posed not in self.plans:
+            self.plans[posed] = _at_hand(problem, strict)
+        return self.plans[posed]
+
+
+def _at_hand(problem: Problem, strict: bool) -> Plan | None:
+    if problem.weight is not None and problem.x.device.type == "cuda":
+        from fxfuse.cuda.tune import is_undecided
+
+        if is_undecided(problem):  # quicker to tell than by trying
+            return None
+    try:
+        with build.built_only():
+            return _draft(problem, strict)()
+    except build.NotBuilt:
+        return None
+
+
 @contextlib.contextmanager
 def collect() -> Iterator[list[_FirstCall]]:
-    """Inside, operators compute with torch and only note the calls for which there is no plan yet."""
-    outer = getattr(_pending, "calls", None)  # of a model around this one
-    _pending.calls = []
+    """Inside, operators compute with torch and only note the calls for which there is no plan yet.
+
+    Unless the plan takes nothing that must be compiled or measured: then it is made at once.
+    """
+    outer = getattr(_collecting, "pending", None)  # of a model around this one
+    _collecting.pending = pending = _Pending()
     try:
-        yield _pending.calls
+        yield pending.calls
     finally:
-        _pending.calls = outer
+        _collecting.pending = outer
 
 
 def prepare(calls: Sequence[_FirstCall]) -> None:

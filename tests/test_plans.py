@@ -1,5 +1,7 @@
 """How a call finds its plan: by key, or by a short cut once two calls in a row were alike."""
 
+import shutil
+
 import pytest
 import torch
 from helpers import Net2, assert_as_eager, linear, randn
@@ -178,7 +180,7 @@ def test_a_forgotten_region_has_none(module):
 
 
 @torch.no_grad()
-def test_regions_that_pose_one_problem_share_its_plan(monkeypatch):
+def test_regions_that_pose_one_problem_share_its_plan(new_cache, monkeypatch):
     model = nn.Sequential(*(layer for _ in range(3) for layer in (linear(), nn.ReLU())), linear(4), nn.ReLU()).eval()
     drafted, draft = [], plans._draft
 
@@ -189,8 +191,40 @@ def test_regions_that_pose_one_problem_share_its_plan(monkeypatch):
     monkeypatch.setattr(plans, "_draft", counting)
     x = randn(5, 8)
     fast = fxfuse.optimize(model, (x,))
-    assert len(drafted) == 2
+    assert len(drafted) == 2 + 2  # is it compiled already? then compiled
     regions = [node.kwargs["region"] for node in fast.graph.nodes if "region" in node.kwargs]
     assert [len(plans.of_region(region)) for region in regions] == [1, 1, 1, 1]
     assert_as_eager(model, fast, x)
-    assert len(drafted) == 2
+    fxfuse.optimize(model, (x,))
+    assert len(drafted) == 2 + 2 + 2  # it is
+
+
+# -------------------------------------------------------------------------------------------- a new process
+
+
+@torch.no_grad()
+def test_what_is_compiled_already_runs_at_once(new_cache, forget, monkeypatch):
+    model = nn.Sequential(linear(), nn.ReLU(), linear(4), nn.GELU(), linear(), nn.SiLU()).eval()
+    model[4] = nn.Linear(4, 8)
+    x = randn(5, 8)
+    fxfuse.optimize(model, (x,))
+    forget()
+    shutil.rmtree(next(entry for entry in new_cache.iterdir() if len(entry.name) > 40 or entry.is_dir()))
+    fast = fxfuse.optimize(model)
+    with plans.collect() as calls:
+        result = fast(x)
+    torch.testing.assert_close(result, model(x))
+    assert len(calls) == 1
+    plans.prepare(calls)
+    monkeypatch.setattr(plans, "_draft", None)
+    assert_as_eager(model, fast, x)
+
+
+@torch.no_grad()
+def test_outside_of_a_collection_everything_is_compiled(new_cache):
+    with plans.collect() as calls:
+        fast = fxfuse.optimize(nn.Sequential(linear(), nn.ReLU()).eval())
+        fast(randn(5, 8))
+    assert len(calls) == 1 and not plans.of_region(calls[0].region)
+    fast(randn(5, 8))
+    assert plans.of_region(calls[0].region)

@@ -87,6 +87,11 @@ def enabled() -> bool:
     return os.environ.get("FXFUSE_TUNE", "1") != "0"
 
 
+def is_undecided(problem: Problem) -> bool:
+    """Whether candidates for it would have to be measured, if there are several."""
+    return enabled() and _recall(problem) is None
+
+
 def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
     """Compiles what may be chosen; calling the result measures, if nobody has yet, and gives the plan.
 
@@ -107,6 +112,7 @@ def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
         # a call that is captured before any other measures nothing; the next one does
         plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
         return lambda: plan
+    build.check_may_build()  # here, and not in the threads that compile
     ready = _compile([*candidates[:CONTESTANTS], *(c for c in candidates[CONTESTANTS:] if c.always)])
     return lambda: _decide(problem, ready)
 
