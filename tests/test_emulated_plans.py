@@ -7,6 +7,7 @@ that results are exact in every precision.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from types import SimpleNamespace
@@ -26,33 +27,55 @@ CONV = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups"
 POOL = (2, 2, 2, 2, 0, 0, 0)
 
 
+class Gpu:
+    """Which GPU is the current one."""
+
+    def __init__(self):
+        self.current = CUDA.index
+
+    @contextlib.contextmanager
+    def made_current(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
 @pytest.fixture
-def drafted(monkeypatch):
+def gpu():
+    return Gpu()
+
+
+@pytest.fixture
+def drafted(gpu, monkeypatch):
     """A function from a problem to its candidates; a chain's is one that stands for its plan."""
 
     def load(source):
         library = compiled(source.text)
 
         def launch(params, stream, *pointers):
+            assert gpu.current == CUDA.index
             code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(pointers))(*pointers), ctypes.c_uint64(stream))
             assert code == 0, library.fxfuse_error(code)
 
         return launch
 
     properties = SimpleNamespace(major=8, minor=0, multi_processor_count=2, shared_memory_per_multiprocessor=163 << 10)
+
+    def empty_strided(shape, strides, dtype):
+        assert gpu.current == CUDA.index
+        return torch.empty_strided(shape, strides, dtype=dtype).fill_(99)
+
     for module in (plan, pooling):
-        monkeypatch.setattr(
-            module,
-            "empty_strided",
-            lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype).fill_(99),
-        )
+        monkeypatch.setattr(module, "empty_strided", empty_strided)
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
-        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", gpu.made_current)
+    # absent where torch is built without CUDA
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
     def candidates(problem):
         found = plan.draft(problem, anchor_meta(problem))
@@ -62,6 +85,7 @@ def drafted(monkeypatch):
         fused = [candidate for candidate in found if not candidate.always]
         return [*fused[:1], *(candidate for candidate in found if candidate.always)]
 
+    candidates.gpu = gpu
     return candidates
 
 
@@ -75,7 +99,7 @@ def meta(tensor, parameter=False):
 
 
 def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
-    """Runs each candidate by tensors and by addresses. Returns their names."""
+    """Runs each candidate by tensors and by addresses, on the current GPU and another. Returns their names."""
     problem = Problem(
         kind, options, epilogue, meta(x), None if weight is None else meta(weight, True),
         None if bias is None else meta(bias, True), tuple(map(meta, operands)), pool=pool,
@@ -85,11 +109,13 @@ def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
     names = []
     for candidate in drafted(problem):
         run = candidate.build()
-        tensors = (x.clone(), weight, bias, tuple(operands))
-        results = [run(*tensors)]
-        if isinstance(run, ByAddress):
-            ordered = in_order(x.clone(), *tensors[1:])
-            results.append(run.launch(ordered, [tensor.data_ptr() for tensor in ordered]))
+        others, results = (weight, bias, tuple(operands)), []
+        for drafted.gpu.current in (CUDA.index, CUDA.index + 1):
+            results.append(run(x.clone(), *others))
+            if isinstance(run, ByAddress):
+                ordered = in_order(x.clone(), *others)
+                results.append(run.launch(ordered, [tensor.data_ptr() for tensor in ordered]))
+        drafted.gpu.current = CUDA.index
         for result in results:
             assert torch.equal(result, expected), candidate.name
             assert result.stride() == expected.stride(), candidate.name

@@ -75,10 +75,18 @@ class Pooling:
                 queue((), result.data_ptr(), out.data_ptr())
                 return out
 
-            if isinstance(run, ByAddress):
-                launch = run.launch
-                return ByAddress(lambda tensors, addresses: pool(launch(tensors, addresses)))
-            return on_device(region.problem.x.device.index, lambda *tensors: pool(run(*tensors)))
+            index, current_device = region.problem.x.device.index, torch._C._cuda_getDevice
+            if not isinstance(run, ByAddress):
+                return on_device(index, lambda *tensors: pool(run(*tensors)))
+            launch = run.launch
+
+            def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
+                if current_device() == index:
+                    return pool(launch(tensors, addresses))
+                with torch.cuda.device(index):
+                    return pool(launch(tensors, addresses))
+
+            return ByAddress(by_address)
 
         return dataclasses.replace(
             candidate,
