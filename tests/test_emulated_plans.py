@@ -71,7 +71,7 @@ def drafted(gpu, monkeypatch):
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (properties.major, properties.minor))
     monkeypatch.setattr(torch.cuda, "device", gpu.made_current)
     # absent where torch is built without CUDA
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.current, raising=False)
@@ -85,7 +85,7 @@ def drafted(gpu, monkeypatch):
         fused = [candidate for candidate in found if not candidate.always]
         return [*fused[:1], *(candidate for candidate in found if candidate.always)]
 
-    candidates.gpu = gpu
+    candidates.gpu, candidates.properties = gpu, properties
     return candidates
 
 
@@ -150,6 +150,13 @@ def test_convolution(channels_last, dtype, pool, drafted):
     library = plan.LIBRARY_POOLED if pool else plan.LIBRARY
     others = [] if channels_last else [plan.CHANNELS_LAST_LIBRARY + (" + max_pool2d" if pool else "")]
     assert names[1:] == [library, *others] and ("max_pool2d" in names[0]) == bool(pool)
+
+
+def test_convolution_on_hopper(drafted):
+    drafted.properties.major = 9
+    x, weight, bias = integers(2, 8, 6, 10), integers(16, 8, 3, 3), integers(16)
+    names = check(drafted, "conv2d", CONV, "relu(acc) + o0", x, weight, bias, (integers(2, 16, 6, 10),), POOL)
+    assert "wgmma" in names[0]
 
 
 def test_convolution_without_tf32(drafted):
