@@ -11,7 +11,7 @@ from fxfuse import build
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.errors import LaunchError
 from fxfuse.operands import OperandPlan
-from fxfuse.problem import Problem, Run
+from fxfuse.problem import ByAddress, Problem, Run
 
 
 def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -59,10 +59,7 @@ def queue_tensors(problem: Problem, operands: OperandPlan, kernel: Kernel, launc
 
 
 def on_device(index: int, run: Run) -> Run:
-    """`run` on a GPU that need not be the current one, to which launches go.
-
-    What goes by addresses asks by itself: a call more would be noticed there.
-    """
+    """`run` on a GPU that need not be the current one, to which launches go."""
     current_device = torch._C._cuda_getDevice
 
     def there(
@@ -74,3 +71,18 @@ def on_device(index: int, run: Run) -> Run:
             return run(x, weight, bias, others)
 
     return there
+
+
+def by_address_on_device(
+    index: int, launch: Callable[[tuple[torch.Tensor, ...], list[int]], torch.Tensor]
+) -> ByAddress:
+    """The same for what goes by addresses."""
+    current_device = torch._C._cuda_getDevice
+
+    def there(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
+        if current_device() == index:
+            return launch(tensors, addresses)
+        with torch.cuda.device(index):
+            return launch(tensors, addresses)
+
+    return ByAddress(there)

@@ -22,7 +22,7 @@ from fxfuse import build, ops
 from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address, queue_tensors
+from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
 from fxfuse.cuda.pooling import Pooling
 from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import prepare
@@ -34,7 +34,6 @@ from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
     ANCHORS,
-    ByAddress,
     Draft,
     Plan,
     Problem,
@@ -152,13 +151,10 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
-    workspace_size, current_device = kernel.workspace, torch._C._cuda_getDevice
+    workspace_size = kernel.workspace
     queue = queue_by_address(region.problem, operands, kernel, launch)
 
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
-        if current_device() != index:  # a launch goes to the current device
-            with torch.cuda.device(index):
-                return by_address(tensors, addresses)
         out = empty_strided(shape, strides, output)
         x, weight, *others = addresses
         if workspace_size:
@@ -168,9 +164,9 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
             queue(others, x, weight, out.data_ptr())
         return out
 
-    all_read = reads_bias or region.problem.bias is None
+    all_read, direct = reads_bias or region.problem.bias is None, by_address_on_device(index, by_address)
     if operands.are_addresses and convert_x is None and convert_weight is None and all_read:
-        return ByAddress(by_address)
+        return direct
 
     arguments = operands.addresses()
 
@@ -182,7 +178,7 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
         if reads_bias and bias is not None:
             others = (*others, bias)
         pointers, _kept = arguments(others)
-        return by_address((x, weight), [x.data_ptr(), weight.data_ptr(), *pointers])
+        return direct.launch((x, weight), [x.data_ptr(), weight.data_ptr(), *pointers])
 
     return run
 
@@ -392,14 +388,10 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
     text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
-    current_device = torch._C._cuda_getDevice
     by_addresses, by_tensors = (make(problem, operands, kernel, launch) for make in (queue_by_address, queue_tensors))
 
     # an expression that does not contain acc reads nothing of a new tensor
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return by_address(tensors, addresses)
         x, *others = addresses
         if in_place:
             by_addresses(others, x, x)
@@ -415,6 +407,6 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
         by_tensors(others if in_place else (*others, x), address, address)
         return out
 
-    chosen_run = ByAddress(by_address) if operands.are_addresses else on_device(index, run)
+    chosen_run = by_address_on_device(index, by_address) if operands.are_addresses else on_device(index, run)
     plan = Plan(chosen_run, chosen.name)
     return lambda: plan

@@ -11,7 +11,7 @@ import torch
 
 from fxfuse.cuda import pointwise, tune
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
+from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address
 from fxfuse.cuda.region import Region
 from fxfuse.expression import Acc, Expr
 from fxfuse.layout import CHANNELS_LAST, NCHW, Strides, channels_last_strides, contiguous_strides, group
@@ -75,18 +75,11 @@ class Pooling:
                 queue((), result.data_ptr(), out.data_ptr())
                 return out
 
-            index, current_device = region.problem.x.device.index, torch._C._cuda_getDevice
+            index = region.problem.x.device.index
             if not isinstance(run, ByAddress):
                 return on_device(index, lambda *tensors: pool(run(*tensors)))
             launch = run.launch
-
-            def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
-                if current_device() == index:
-                    return pool(launch(tensors, addresses))
-                with torch.cuda.device(index):
-                    return pool(launch(tensors, addresses))
-
-            return ByAddress(by_address)
+            return by_address_on_device(index, lambda tensors, addresses: pool(launch(tensors, addresses)))
 
         return dataclasses.replace(
             candidate,
