@@ -4,7 +4,8 @@
     python benchmarks/networks.py --only ResNet BERT --precisions float32 float32-fast bfloat16
 
 From torchvision and transformers, with random weights. Each network runs in a process of its own with an empty kernel
-cache ("cold"), then in another one with what the first compiled ("warm").
+cache ("cold"), then in another one with what the first compiled ("warm"). With --output, rows of earlier runs that are
+not measured again stay, each with its commit.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
-from fxfuse.pooling import pooled
-from fxfuse.problem import ANCHORS, OPTION_NAMES, in_order, parsed, run_anchor
-from fxfuse.reference import evaluate
+from fxfuse.problem import ANCHORS, OPTION_NAMES, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
 _COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
@@ -96,10 +94,9 @@ def _observed() -> bool:
 
 
 def _intercepted() -> bool:
-    """Whether anything that is switched on in this thread wants to see or change the operators that are called."""
+    """Whether anything else that is switched on in this thread wants to see or change the operators that are called."""
     return bool(
-        _observed()
-        or torch._C._len_torch_dispatch_stack()
+        torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
@@ -121,7 +118,7 @@ def _reference(
 ) -> torch.Tensor:  # fmt: skip
     """The region in torch, operation by operation."""
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
+    return run_reference(kind, options, epilogue, pool, x, weight, bias, operands)
 
 
 def _function(kind: str) -> Callable[..., torch.Tensor]:
@@ -131,14 +128,16 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
         tensors = in_order(x, weight, bias, operands)
-        if not _observed():  # first: what follows is nothing that torch.compile could trace
+        observed = _observed()
+        if not observed:  # first: what follows is nothing that torch.compile could trace
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
                 result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
                 if result is not None:
                     return result
         if (
-            not _intercepted()
+            not observed
+            and not _intercepted()
             and _PLAIN.issuperset(map(type, tensors))
             and _STRIDED.issuperset(map(_layout, tensors))
             and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory

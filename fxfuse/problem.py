@@ -128,9 +128,7 @@ class Problem:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The result by torch, operation by operation."""
-        return pooled(
-            evaluate(self.expression, run_anchor(self.kind, self.options, x, weight, bias), operands), self.pool
-        )
+        return run_reference(self.kind, self.options, self.epilogue, self.pool, x, weight, bias, operands)
 
 
 @dataclass(frozen=True)
@@ -224,6 +222,14 @@ def run_anchor(
 ) -> torch.Tensor:  # fmt: skip
     """The anchor's result by torch."""
     return ANCHORS[kind](x, weight, bias, **dict(options))
+
+
+def run_reference(
+    kind: str, options: Sequence[tuple[str, Any]], epilogue: str, pool: Sequence[int],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """A region's result by torch, operation by operation."""
+    return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
 
 
 def anchor_alone(problem: Problem) -> Run:

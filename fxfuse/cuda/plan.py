@@ -388,24 +388,22 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
     text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
-    by_addresses, by_tensors = (make(problem, operands, kernel, launch) for make in (queue_by_address, queue_tensors))
+    queue, arguments = queue_by_address(problem, operands, kernel, launch), operands.addresses()
 
     # an expression that does not contain acc reads nothing of a new tensor
-    def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
-        x, *others = addresses
-        if in_place:
-            by_addresses(others, x, x)
-            return tensors[0]
-        out = empty_strided(shape, strides, dtype)
-        address = out.data_ptr()
-        by_addresses((*others, x), address, address)
-        return out
-
-    def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    def write(x: torch.Tensor, pointers: Sequence[int]) -> torch.Tensor:
         out = x if in_place else empty_strided(shape, strides, dtype)
         address = out.data_ptr()
-        by_tensors(others if in_place else (*others, x), address, address)
+        queue(pointers, address, address)
         return out
+
+    def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
+        x, *others = addresses
+        return write(tensors[0], others if in_place else (*others, x))
+
+    def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        pointers, _kept = arguments(others if in_place else (*others, x))
+        return write(x, pointers)
 
     chosen_run = by_address_on_device(index, by_address) if operands.are_addresses else on_device(index, run)
     plan = Plan(chosen_run, chosen.name)

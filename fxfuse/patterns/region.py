@@ -118,9 +118,9 @@ def _obstacle(growth: Growth, members: list[fx.Node], mutations: Mutations) -> s
 
 def _overwritten(growth: Growth, members: list[fx.Node], moved_to: fx.Node, mutations: Mutations) -> str | None:
     """Why `members` cannot be computed as late as at `moved_to`, or None."""
-    anchor = growth.anchor
+    anchor, inside = growth.anchor, set(members)
     reads = [(growth.anchor_node, source) for source in (anchor.x, anchor.weight, anchor.bias) if source is not None]
-    reads += [(node, arg) for node in members[1:] for arg in node.all_input_nodes if arg not in members]
+    reads += [(node, arg) for node in members[1:] for arg in node.all_input_nodes if arg not in inside]
     for node, source in reads:
         if mutations.between(mutations.order[node], mutations.order[moved_to], [source], members):
             return f"an input of '{node.name}' is overwritten before '{moved_to.name}'"
