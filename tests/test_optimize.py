@@ -373,7 +373,8 @@ def test_plans_live_as_long_as_their_graph():
     def waiting():
         return sum(info.func is plans.forget for info in weakref.finalize._registry.values())
 
-    gc.collect()
+    for _ in range(3):  # what other tests left: one collection may free what the next finds
+        gc.collect()
     before, finalizers = set(plans._plans), waiting()
     model = nn.Sequential(linear(), nn.ReLU(), nn.Dropout())
     fast = fxfuse.optimize(model)
