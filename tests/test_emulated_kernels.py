@@ -5,6 +5,7 @@ Inputs are small integers, so that products and sums are exact in every precisio
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -192,6 +193,42 @@ def test_matrix_product(m, n, k, precision, layout):
         out = torch.full((m, n), 99, dtype=dtype)
         launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),), tf32=precision == "tf32")
         assert torch.equal(out, want), kernel.name
+
+
+def hoppers(kernels):
+    return [kernel for kernel in kernels if "wgmma" in kernel.name]
+
+
+@pytest.mark.parametrize("tile", gemm.WGMMA_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_matrix_product_by_warpgroups(tile, precision, monkeypatch):
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    dtype = PRECISIONS[precision]
+    # part of a tile, several tiles with parts at the ends; fewer tiles of K than stages, and more
+    for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 5 * 64 + 8)):
+        x, bias, weight = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
+        problem = gemm.Problem(
+            m, n, k, precision, "nk", k, k, n, multiprocessors=2, shared_memory=228 << 10, hopper=True
+        )
+        want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+        kernels = hoppers(gemm.candidates(problem))
+        assert kernels
+        for kernel in kernels:
+            out = torch.full((m, n), 99, dtype=dtype)
+            launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+            assert torch.equal(out, want), kernel.name
+
+
+@pytest.mark.parametrize("name", ["3x3", "1x1 with stride", "long sum"])
+def test_windows_by_warpgroups(name):
+    shape, filters, options = GATHERED[name]
+    shape, filters = (shape[0], -(-shape[1] // 8) * 8, *shape[2:]), (filters[0], -(-filters[1] // 8) * 8, *filters[2:])
+    x, weight = (
+        integers(*sizes, dtype=torch.bfloat16).to(memory_format=torch.channels_last) for sizes in (shape, filters)
+    )
+    problem = convolution(x, weight, "bf16", hopper=True, **options)
+    for kernel in hoppers(conv2d.candidates(dataclasses.replace(problem, shared_memory=228 << 10))):
+        check_convolution(kernel, x, weight, residual="split" in kernel.name, precision="bf16", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -305,3 +305,51 @@ def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> No
     assert kinds[0] == kinds[1] != set()
     for kernel in candidates(odd):
         assert struct.unpack("<10q", kernel.params)[:4] == (1024, 8192, 8192, 8193)
+
+
+# ------------------------------------------------------------------------------------- Hopper's own instructions
+
+
+def hopper(m: int, n: int, k: int, precision: Precision = "bf16") -> Problem:
+    return replace(linear(m, n, k, precision), hopper=True)
+
+
+def by_warpgroups(problem: Problem) -> list[Kernel]:
+    return [kernel for kernel in candidates(problem) if "wgmma" in kernel.name]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "expected"),
+    # the fastest, as measured on an H200
+    [(4096, 4096, 4096, "128x256"), (6304, 3072, 768, "192x192"), (6304, 768, 3072, "192x192"),
+     (2048, 768, 768, "128x96"), (1568, 3072, 768, "128x128"), (200704, 256, 64, "128x256")],
+)  # fmt: skip
+def test_warpgroups_come_first_where_they_were_the_fastest(m: int, n: int, k: int, expected: str) -> None:
+    assert candidates(hopper(m, n, k))[0].name.startswith(f"gemm wgmma bf16 {expected}x64")
+
+
+def test_warpgroups_need_hopper_16_bits_rows_along_k_and_whole_reads() -> None:
+    problem = hopper(4096, 4096, 4096)
+    assert by_warpgroups(problem)
+    for other in (
+        replace(problem, hopper=False),
+        hopper(4096, 4096, 4096, "tf32"),
+        hopper(4096, 4096, 4096, "tf32x3"),
+        replace(problem, weight_layout="kn"),
+        replace(problem, x_alignment=8),
+        hopper(4096, 4096, 4100),
+    ):
+        assert not by_warpgroups(other)
+
+
+def test_hoppers_tiles_fit_its_shared_memory() -> None:
+    assert len(by_warpgroups(hopper(4096, 4096, 4096))) == len(gemm.WGMMA_TILES)
+    for wgmma in gemm.WGMMA_TILES:
+        assert wgmma.resident * (wgmma.shared_bytes + gemm.RESERVED_SHARED) <= 228 << 10
+    less = by_warpgroups(replace(hopper(4096, 4096, 4096), shared_memory=164 << 10))
+    assert less and not any("128x256" in kernel.name for kernel in less)
+
+
+def test_only_small_tiles_of_warpgroups_are_shared() -> None:
+    shared = [kernel.name for kernel in by_warpgroups(hopper(128, 8192, 8192)) if "split" in kernel.name]
+    assert shared and all(re.search(r"128x96|64x128|64x64", name) for name in shared)

@@ -204,6 +204,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
         windows=windows,
         multiprocessors=problem.multiprocessors,
         shared_memory=problem.shared_memory,
+        hopper=problem.hopper,
     )
 
 

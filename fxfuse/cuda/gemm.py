@@ -20,10 +20,12 @@ Layout = Literal["nk", "kn"]
 
 HEADER = "gemm.cuh"
 WINDOWS_HEADER = "windows.cuh"
+WGMMA_HEADER = "gemm_wgmma.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
+RESERVED_SHARED = 1024  # bytes that CUDA takes for each thread block
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
@@ -32,6 +34,7 @@ MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds 
 LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
+MOST_SHARED_BY_WGMMA = 128 * 96  # elements of a tile: larger ones spill when they add up shares
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
@@ -89,6 +92,8 @@ class Problem:
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
+    hopper: bool = False
+    """Whether the device has the instructions that only Hopper has."""
 
     @property
     def element_bytes(self) -> int:
@@ -136,6 +141,16 @@ class Tile:
     """The same with many of them."""
     holds_k: bool = False
     """Whether every tile of K has a stage of its own."""
+    wgmma: bool = False
+    """Whether warpgroups of 64 rows multiply, by Hopper's own instructions (mainloop_wgmma.cuh)."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its thread blocks compute one tile after another (WgmmaGemm).
+
+        Two that share a multiprocessor hide each other's stores as well, with fewer registers.
+        """
+        return self.wgmma and self.resident != 2
 
     @property
     def small_warps(self) -> bool:
@@ -179,6 +194,14 @@ _TILES = (
     Tile(16, 32, 1, 2, stages=12, resident=8, alone=0.19, full=0.30),
     Tile(128, 16, 4, 1, stages=5, resident=4, alone=0.35, full=0.35),
 )
+WGMMA_TILES = (
+    Tile(128, 256, 8, 1, stages=4, resident=1, alone=1.43, full=1.43, wgmma=True),
+    Tile(192, 192, 12, 1, stages=4, resident=1, alone=1.39, full=1.39, wgmma=True),
+    Tile(128, 128, 8, 1, stages=3, resident=2, alone=1.25, full=1.28, wgmma=True),
+    Tile(128, 96, 8, 1, stages=4, resident=2, alone=1.25, full=0.86, wgmma=True),
+    Tile(64, 128, 4, 1, stages=3, resident=3, alone=0.64, full=1.99, wgmma=True),
+    Tile(64, 64, 4, 1, stages=4, resident=3, alone=0.76, full=1.02, wgmma=True),
+)
 _TILES_FP16X3 = (
     Tile(128, 128, 2, 4, stages=4, resident=1, alone=1.00, full=1.00),
     Tile(128, 64, 4, 1, stages=3, resident=2, alone=0.83, full=0.94),
@@ -213,13 +236,24 @@ def _tiles(problem: Problem) -> list[Tile]:
     """Those that fit, with no more stages than K has tiles: more thread blocks then share a multiprocessor."""
     depth = problem.tiles_k
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    return [
+    hoppers = WGMMA_TILES if _has_wgmma(problem) else ()
+    return [tile for tile in hoppers if _fits(tile, problem)] + [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
         else replace(tile, stages=min(tile.stages, math.ceil((depth + 1) / 4) * 4))  # few different ones
         for tile in tiles
         if _fits(tile, problem)
     ]
+
+
+def _has_wgmma(problem: Problem) -> bool:
+    """Whether the kernels by warpgroup products can run it."""
+    return (
+        problem.hopper
+        and problem.precision in ("fp16", "bf16")
+        and problem.weight_layout == "nk"
+        and min(_accesses(problem)) == MAX_ACCESS
+    )
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
@@ -247,6 +281,8 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
+    if tile.wgmma and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
+        return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
 
@@ -276,6 +312,7 @@ def _blocks(tile: Tile, problem: Problem) -> int:
 # Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
 # same. Fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16 (benchmarks/gemm_model.py): the
 # model's first choice is within 10 % of the best on 146 of 147. Fitted to half of them, it is on 97 % of the others.
+# The speeds of WGMMA_TILES were fitted alone, to 36 problems of networks: the best is among the first three on 35.
 _PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
     "tf32x3": 84e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
 }  # fmt: skip
@@ -321,7 +358,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
         copies = share / (tile.stages if tile.holds_k else tile.stages - 1) * _LATENCY
         return max(products, reads, copies) + _WAVE
 
-    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + 1024))  # CUDA reserves 1 KB a block
+    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + RESERVED_SHARED))
     waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
     time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
     elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
@@ -337,6 +374,8 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
 
 def _fits(tile: Tile, problem: Problem) -> bool:
     if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
+        return False
+    if tile.wgmma and tile.shared_bytes + RESERVED_SHARED > problem.shared_memory:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
@@ -481,26 +520,28 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
 
 def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     sums, block = _sums(tile, problem)
-    weight_rows, weight_cols = problem.n, problem.k
-    if problem.weight_layout == "kn":
-        weight_rows, weight_cols = weight_cols, weight_rows
-    access_x = problem.x_alignment
-    if problem.windows is None:
-        access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
-    access_weight = _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
-    config = (
-        f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
-        f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}"
-        f", {rows}, {str(tile.holds_k).lower()}>"
-    )
+    if tile.wgmma:
+        family, header = f"{family} wgmma", WGMMA_HEADER
+        config = (
+            f"WgmmaGemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_n}, {tile.stages}, "
+            f"{tile.resident}, {rows}>"
+        )
+    else:
+        access_x, access_weight = _accesses(problem)
+        config = (
+            f"GemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_m}, {tile.warps_n}, {tile.stages}, "
+            f"Sums::{sums}, Major::{_MAJOR[problem.weight_layout]}, {access_x}, {access_weight}"
+            f", {rows}, {str(tile.holds_k).lower()}>"
+        )
     name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
+    struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
         header=header,
-        type=f"{'SplitGemm' if splits > 1 else 'Gemm'}<{config}, {{output}}, {{epilogue}}>",
+        type=f"{struct_name}<{config}, {{output}}, {{epilogue}}>",
         params=_params(problem, block, splits),
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
     )
@@ -526,6 +567,17 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
         math.ceil(problem.tiles_k / splits),
         *rows,
     )
+
+
+def _accesses(problem: Problem) -> tuple[int, int]:
+    """Bytes per read of x and of the weight."""
+    access_x = problem.x_alignment
+    if problem.windows is None:
+        access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
+    weight_rows, weight_cols = problem.n, problem.k
+    if problem.weight_layout == "kn":
+        weight_rows, weight_cols = weight_cols, weight_rows
+    return access_x, _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
 
 
 def _access(problem: Problem, alignment: int, rows: int, cols: int, stride: int) -> int:

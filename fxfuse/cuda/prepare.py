@@ -128,6 +128,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
             rows_per_batch=result.sizes[1],
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
+            hopper=(device.major, device.minor) == (9, 0),
         )
         return gemm.candidates(described)
 

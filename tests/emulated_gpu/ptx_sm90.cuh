@@ -97,6 +97,23 @@ struct Matrix {
     }
 };
 
+struct SwizzledMatrix {
+    uint32_t low;
+
+    explicit SwizzledMatrix(uint32_t address) : low((address & 0x3ffff) >> 4) {}
+    SwizzledMatrix operator+(uint32_t pieces) const {
+        SwizzledMatrix moved = *this;
+        moved.low += pieces;
+        return moved;
+    }
+
+    // As the hardware permutes: bits of the address, wherever rows begin.
+    uint32_t word(int row, int word) const {
+        const uint32_t address = ((low & 0x3fff) << 4) + row * 128 + word * 4;
+        return load_shared_4(address ^ (address >> 7 & 7) << 4);
+    }
+};
+
 // What a thread's products compute of its own sums, in groups.
 struct Products {
     std::vector<std::function<void()>> open;
@@ -119,8 +136,8 @@ void wgmma_wait() {
     __syncwarp();  // a warp waits as one
 }
 
-template <int kPerWord, class Element>
-void start_product(float (&d)[64], Matrix a, Matrix b, bool adds, Element element) {
+template <int kPerWord, size_t kSums, class Matrix, class Element>
+void start_product(float (&d)[kSums], Matrix a, Matrix b, bool adds, Element element) {
     const int warp = emulation::current / emulation::kWarp % 4, lane = emulation::current % emulation::kWarp;
     products[emulation::current].open.push_back([=, &d] {
         float left[2][8 * kPerWord];  // the rows of this thread's sums
@@ -128,7 +145,7 @@ void start_product(float (&d)[64], Matrix a, Matrix b, bool adds, Element elemen
             for (int i = 0; i < 8 * kPerWord; ++i) row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
         };
         for (int half = 0; half < 2; ++half) read(left[half], a, warp * 16 + lane / 4 + half * 8);
-        for (int i = 0; i < 64; i += i % 2 == 0 ? 1 : 3) {  // sums i and i + 2 are of one column
+        for (int i = 0; i < static_cast<int>(kSums); i += i % 2 == 0 ? 1 : 3) {  // sums i and i + 2 are of one column
             float right[8 * kPerWord];
             read(right, b, i / 4 * 8 + lane % 4 * 2 + i % 2);
             for (int half = 0; half < 2; ++half) {
@@ -139,13 +156,16 @@ void start_product(float (&d)[64], Matrix a, Matrix b, bool adds, Element elemen
         }
     });
 }
-inline void wgmma_m64n128k8_tf32(float (&d)[64], Matrix a, Matrix b, bool adds) {
+template <size_t kSums, class Matrix>
+void wgmma_tf32(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     start_product<1>(d, a, b, adds, tf32_of);
 }
-inline void wgmma_m64n128k16_f16(float (&d)[64], Matrix a, Matrix b, bool adds) {
+template <size_t kSums, class Matrix>
+void wgmma_f16(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     start_product<2>(d, a, b, adds, f16_of);
 }
-inline void wgmma_m64n128k16_bf16(float (&d)[64], Matrix a, Matrix b, bool adds) {
+template <size_t kSums, class Matrix>
+void wgmma_bf16(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     start_product<2>(d, a, b, adds, bf16_of);
 }
 

@@ -575,7 +575,6 @@ private:
     template <class Shape>
     static __device__ __forceinline__ void multiply(Sum& sum, const Problem& problem, const Conv2dDivisors& divisors,
                                                     const Element* x, const Element* w, unsigned char* shared) {
-        const uint32_t thread = threadIdx.x, lane = thread % 32;
         const Origin at = origin(problem, divisors);
         int first = 0, steps = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
         if constexpr (kSplits) {
@@ -586,7 +585,7 @@ private:
         }
         LoopOf<Shape> loop(FilterCopy(w + at.channel * problem.w_filter, problem, at.filters, first),
                            PixelCopy(x, problem, divisors, at.group, at.image, at.pixel, at.pixels, first),
-                           ReadFilters(Shape::warp_m(thread), lane), ReadPixels(Shape::warp_n(thread), lane));
+                           threadIdx.x);
         loop.run(sum, ptx::shared_address(shared), steps, static_cast<int>(problem.block_tiles));
     }
 

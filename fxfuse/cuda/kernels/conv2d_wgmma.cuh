@@ -301,13 +301,13 @@ private:
     using Half = float[Config::kSegment / 2];
 
     static __device__ __forceinline__ void product(Tf32, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_m64n128k8_tf32(sum, a, b, adds);
+        ptx::wgmma_tf32(sum, a, b, adds);
     }
     static __device__ __forceinline__ void product(Fp16, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_m64n128k16_f16(sum, a, b, adds);
+        ptx::wgmma_f16(sum, a, b, adds);
     }
     static __device__ __forceinline__ void product(Bf16, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_m64n128k16_bf16(sum, a, b, adds);
+        ptx::wgmma_bf16(sum, a, b, adds);
     }
 };
 

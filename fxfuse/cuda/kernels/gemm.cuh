@@ -71,7 +71,8 @@ struct Gemm {
     using Rows = typename Config::Rows;
 
     static constexpr int kTensors = kSplits ? 4 : 3;  // x, weight, out, workspace
-    static constexpr int kLeastBlocks = Rows::template kLeastBlocks<Element>;
+    static constexpr int kLeastBlocks = Config::kLeastBlocks > 0 ? Config::kLeastBlocks
+                                                                 : Rows::template kLeastBlocks<Element>;
 
     struct Problem {
         int64_t m, n, k;
@@ -90,7 +91,7 @@ struct Gemm {
     using ReadX = Fragments<TileX, Side::kA>;
     using ReadW = Fragments<TileW, Side::kB>;
     template <class Shape>
-    using LoopOf = Mainloop<Shape, CopyX, CopyW, ReadX, ReadW, TileX::kBytes, TileW::kBytes>;
+    using LoopOf = typename Config::template Loop<Shape, CopyX, CopyW, TileX, TileW>;
     using Loop = LoopOf<Config>;
 
     // Accumulators are staged as rows of floats. 8 more than the tile has: the float2 that a half-warp writes into 4
@@ -104,8 +105,7 @@ struct Gemm {
     }
     static constexpr int kStagingBytes = kTileM * kStagingStride * static_cast<int>(sizeof(float));
     static constexpr int kSharedBytes = Loop::kSharedBytes > kStagingBytes ? Loop::kSharedBytes : kStagingBytes;
-    static constexpr int kSharedLimit = 163 * 1024;  // A100: per thread block
-    static_assert(kSharedBytes <= kSharedLimit);
+    static_assert(kSharedBytes <= Config::kSharedLimit);
 
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows, const Element* x,
                                                const Element* weight, Output* out, const SplitWorkspace& workspace,
@@ -191,7 +191,7 @@ protected:
     template <class Shape>
     static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Rows& rows,
                                                     const Element* x, const Element* weight, unsigned char* shared) {
-        const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
+        const uint32_t thread = ptx::read_thread_index();
         const Origin origin = tile_origin(problem);
         const int cols = static_cast<int>(problem.n - origin.col);
         int64_t first = 0;
@@ -205,8 +205,7 @@ protected:
                                          ? weight + origin.col * problem.weight_stride + first
                                          : weight + first * problem.weight_stride + origin.col;
         LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
-                           CopyW(weight_tile, problem.weight_stride, cols, k, thread),
-                           ReadX(Shape::warp_m(thread), lane), ReadW(Shape::warp_n(thread), lane));
+                           CopyW(weight_tile, problem.weight_stride, cols, k, thread), thread);
         // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which
         // large tiles have not got.
         const int tiles = Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
@@ -240,10 +239,14 @@ protected:
         constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
         constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
         constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
-        constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow, kSteps = kTileM / kRowStep;
+        constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow;
+        constexpr int kSteps = (kTileM + kRowStep - 1) / kRowStep;
         constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
-        constexpr int kTogether = kSteps == 1 ? 1 : kSteps == 2 || kRunBytes > 16 ? 2 : 4, kTurns = kSteps / kTogether;
-        static_assert(kThreads % kRunsPerRow == 0 && kTileM == kRowStep * kTogether * kTurns);
+        constexpr int kTogether = kSteps == 1 ? 1 : kSteps == 2 || kRunBytes > 16 ? 2 : 4;
+        constexpr int kTurns = (kSteps + kTogether - 1) / kTogether;
+        // Where rows do not divide evenly, what is read beyond the tile is not stored.
+        constexpr bool kEven = kTileM == kRowStep * kTogether * kTurns;
+        static_assert(kEven || (kTurns * kTogether + 1) * kRowStep * kStagingStride * 4 <= kSharedBytes);
         using Values = typename Epilogue::template RowValues<kVector, Position>;
         constexpr int kAhead = turns_ahead(kTurns, kTogether * kRunBytes);
         const Origin origin = tile_origin(problem);
@@ -251,7 +254,7 @@ protected:
         const int run = static_cast<int>(thread % kRunsPerRow * kVector), first = static_cast<int>(thread / kRunsPerRow);
         const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), problem.m - origin.row));
         const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - origin.col - run));
-        const bool exists = count > 0;
+        const bool exists = count > 0 && (kThreads % kRunsPerRow == 0 || first < kRowStep);
         // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
         const int64_t col = exists || !kWhole ? origin.col + run : problem.n - kVector;
         const auto load = [&](Values(&values)[kTogether], int turn) {

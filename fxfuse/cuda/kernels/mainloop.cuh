@@ -20,6 +20,9 @@ enum class Sums {
     kBlockwise,  // the same, but steps are added up in fp32 to blocks and blocks to the total: like a tree
 };
 
+template <class Shape, class CopyX, class CopyW, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
+struct Mainloop;
+
 // kHoldsK: every tile of K has a stage of its own, so that all copies are under way before the first product.
 template <class Mma_, int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_, Sums kSums_,
           bool kHoldsK_ = false>
@@ -34,12 +37,19 @@ struct MainloopShape {
     static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kThreads = kWarpsM * kWarpsN * 32;
     static constexpr int kWarpTileM = kTileM / kWarpsM, kWarpTileN = kTileN / kWarpsN;
     static constexpr int kMmasM = kWarpTileM / kMmaM, kMmasN = kWarpTileN / kMmaN;
+    static constexpr int kLeastBlocks = 0;  // that a multiprocessor has registers for: ptxas decides
+    static constexpr int kSharedLimit = 163 * 1024;  // of a thread block: an A100's
     static_assert(kTileM % (kWarpsM * kMmaM) == 0 && kTileN % (kWarpsN * 2 * kMmaN) == 0, "B is read in pairs");
     static_assert(kStages >= 2 || kHoldsK, "one stage is filled while another is used");
 
     // Where a warp's tile begins in the block's.
     static __device__ __forceinline__ uint32_t warp_m(uint32_t thread) { return thread / 32 % kWarpsM * kWarpTileM; }
     static __device__ __forceinline__ uint32_t warp_n(uint32_t thread) { return thread / 32 / kWarpsM * kWarpTileN; }
+
+    // Of Shape, which is this or has it as its base.
+    template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
+    using Loop = Mainloop<Shape, CopyX, CopyW, Fragments<TileX, Side::kA>, Fragments<TileW, Side::kB>, TileX::kBytes,
+                          TileW::kBytes>;
 };
 
 // D fragments (see mma.cuh) of kMmasM x kMmasN MMA tiles.
@@ -112,9 +122,11 @@ struct Mainloop {
     ReadX read_x;
     ReadW read_w;
 
-    __device__ __forceinline__ Mainloop(const CopyX& copy_x, const CopyW& copy_w, const ReadX& read_x,
-                                        const ReadW& read_w)
-        : copy_x(copy_x), copy_w(copy_w), read_x(read_x), read_w(read_w) {}
+    __device__ __forceinline__ Mainloop(const CopyX& copy_x, const CopyW& copy_w, uint32_t thread)
+        : copy_x(copy_x),
+          copy_w(copy_w),
+          read_x(Shape::warp_m(thread), thread % 32),
+          read_w(Shape::warp_n(thread), thread % 32) {}
 
     using Sum = Accumulators<kMmasM, kMmasN>;
 

@@ -68,9 +68,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// A matrix in shared memory whose rows of 16 bytes lie in groups of eight, 128 bytes that follow one another: groups
-// 128 bytes apart, the second 16 bytes of K `along_k` bytes from the first. No swizzle. Adding n to `low` moves it by n
-// times 16 bytes.
+// Matrices in shared memory, as products take them: descriptors, of which `low` is what differs. Adding n to it moves a
+// matrix by n times 16 bytes. All matrices of a product are of one kind.
+
+// Rows of 16 bytes lie in groups of eight, 128 bytes that follow one another: groups 128 bytes apart, the second 16 bytes
+// of K `along_k` bytes from the first.
 struct Matrix {
     uint32_t low;
     static constexpr uint32_t kHigh = 128 >> 4;
@@ -82,36 +84,71 @@ struct Matrix {
     __device__ __forceinline__ Matrix operator+(uint32_t rows) const { return Matrix(low + rows); }
 };
 
-// d = a * b + d, or a * b unless `adds`: a is 64 rows x 32 bytes of K, b 128 columns x 32 bytes, d 64x128 float32. Warp
-// w of the group has rows 16 w to 16 w + 15: d[4 n + i] is what d[i] is in mma.cuh, of columns 8 n to 8 n + 7.
-#define FXFUSE_SUM_NAMES \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
-    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
-    "%62, %63}"
-#define FXFUSE_SUM_OPERANDS \
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
-    "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
-    "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
-    "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
-    "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
-    "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-    "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
-    "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define FXFUSE_WGMMA(name, kind, transposed) \
-    __device__ __forceinline__ void name(float (&d)[64], Matrix a, Matrix b, bool adds) { \
+// Rows of 128 bytes that follow one another, in which pieces of 16 bytes are permuted by XOR with the row's number modulo
+// 8 (OperandTile in shared_tile.cuh). The first row is at a multiple of 1024; the products' part of K begins at `address`.
+struct SwizzledMatrix {
+    uint32_t low;
+    static constexpr uint32_t kHigh = 1024 >> 4 | 1u << 30;  // from 8 rows to the next 8, and the kind of permutation
+
+    __device__ __forceinline__ explicit SwizzledMatrix(uint32_t address) : low((address & 0x3ffff) >> 4) {}
+    __device__ __forceinline__ SwizzledMatrix operator+(uint32_t pieces) const {
+        SwizzledMatrix moved = *this;
+        moved.low += pieces;
+        return moved;
+    }
+};
+
+// d = a * b + d, or a * b unless `adds`: a is 64 rows x 32 bytes of K, b as many columns as d has pairs of sums (64, 96 or
+// 128) x 32 bytes, d 64 rows x these columns in float32. Warp w of the group has rows 16 w to 16 w + 15: d[4 n + i] is
+// what d[i] is in mma.cuh, of columns 8 n to 8 n + 7.
+#define FXFUSE_NAMES_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FXFUSE_NAMES_48 \
+    FXFUSE_NAMES_32 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FXFUSE_NAMES_64 \
+    FXFUSE_NAMES_48 ", " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FXFUSE_SUMS_32 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define FXFUSE_SUMS_48 \
+    FXFUSE_SUMS_32, \
+    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define FXFUSE_SUMS_64 \
+    FXFUSE_SUMS_48, \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+// `at`: numbers of the assembly's operands after the sums.
+#define FXFUSE_WGMMA(name, sums, columns, kind, transposed, at_a, at_b, at_high, at_adds) \
+    template <class Matrix> \
+    __device__ __forceinline__ void name(float (&d)[sums], Matrix a, Matrix b, bool adds) { \
         asm volatile( \
-            "{\n.reg .pred adds;\n.reg .b64 a, b;\nmov.b64 a, {%64, %66};\nmov.b64 b, {%65, %66};\n" \
-            "setp.ne.b32 adds, %67, 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n128" kind " " FXFUSE_SUM_NAMES ", a, b, adds, 1, 1" transposed ";\n}\n" \
-            : FXFUSE_SUM_OPERANDS \
+            "{\n.reg .pred adds;\n.reg .b64 a, b;\nmov.b64 a, {" at_a ", " at_high "};\nmov.b64 b, {" at_b ", " at_high "};\n" \
+            "setp.ne.b32 adds, " at_adds ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" columns kind " {" FXFUSE_NAMES_##sums "}, a, b, adds, 1, 1" transposed \
+            ";\n}\n" \
+            : FXFUSE_SUMS_##sums \
             : "r"(a.low), "r"(b.low), "n"(Matrix::kHigh), "r"(static_cast<uint32_t>(adds))); \
     }
-FXFUSE_WGMMA(wgmma_m64n128k8_tf32, "k8.f32.tf32.tf32", "")
-FXFUSE_WGMMA(wgmma_m64n128k16_f16, "k16.f32.f16.f16", ", 0, 0")
-FXFUSE_WGMMA(wgmma_m64n128k16_bf16, "k16.f32.bf16.bf16", ", 0, 0")
+#define FXFUSE_WGMMAS(name, kind, transposed) \
+    FXFUSE_WGMMA(name, 32, "64", kind, transposed, "%32", "%33", "%34", "%35") \
+    FXFUSE_WGMMA(name, 48, "96", kind, transposed, "%48", "%49", "%50", "%51") \
+    FXFUSE_WGMMA(name, 64, "128", kind, transposed, "%64", "%65", "%66", "%67")
+FXFUSE_WGMMAS(wgmma_tf32, "k8.f32.tf32.tf32", "")
+FXFUSE_WGMMAS(wgmma_f16, "k16.f32.f16.f16", ", 0, 0")
+FXFUSE_WGMMAS(wgmma_bf16, "k16.f32.bf16.bf16", ", 0, 0")
+#undef FXFUSE_WGMMAS
 #undef FXFUSE_WGMMA
-#undef FXFUSE_SUM_OPERANDS
-#undef FXFUSE_SUM_NAMES
+#undef FXFUSE_SUMS_64
+#undef FXFUSE_SUMS_48
+#undef FXFUSE_SUMS_32
+#undef FXFUSE_NAMES_64
+#undef FXFUSE_NAMES_48
+#undef FXFUSE_NAMES_32
 
 }  // namespace fxfuse::ptx

@@ -85,7 +85,7 @@ struct WindowRows {
         // is never set, so that a side has at most kSideBits - 1 taps (MOST_TAPS in gemm.py).
         static constexpr int kSideBits = 16;
 
-        const WindowRows& rows_;
+        const WindowRows* rows_;
         const char* image_;              // the tile's first, moved by the padding
         uint32_t offset_;                // from there to the first tap of the lane's row, in bytes
         uint32_t visible_;               // of that row
@@ -94,7 +94,7 @@ struct WindowRows {
     public:
         __device__ __forceinline__ Copy(const WindowRows& rows, const T* x, unsigned row, int extent, int first,
                                         uint32_t thread)
-            : rows_(rows) {
+            : rows_(&rows) {
             const unsigned first_image = rows.image_pixels.divide(row);
             image_ = reinterpret_cast<const char*>(x + first_image * rows.x_image -
                                                    static_cast<int64_t>(rows.pad_h) * rows.x_row -
@@ -118,10 +118,10 @@ struct WindowRows {
             uint32_t needed[kTogether];
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const int element = at_[i].slow * rows_.tap_row + at_[i].middle * rows_.tap_col + at_[i].fast;
+                const int element = at_[i].slow * rows_->tap_row + at_[i].middle * rows_->tap_col + at_[i].fast;
                 tap[i] = image_ + static_cast<int64_t>(element) * Tile::kElementBytes;
                 needed[i] = 1u << min(at_[i].slow, kSideBits - 1) | 1u << kSideBits << at_[i].middle;
-                at_[i].step(rows_.tile, static_cast<int>(rows_.channels.divisor), taps_in_row());
+                at_[i].step(rows_->tile, static_cast<int>(rows_->channels.divisor), taps_in_row());
             }
             constexpr int kUnroll = kTogether == 1 ? kPasses : kPasses < 8 ? kPasses : 8;
 #pragma unroll kUnroll
@@ -147,7 +147,7 @@ struct WindowRows {
         }
 
     private:
-        __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_.kernel_width.divisor); }
+        __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_->kernel_width.divisor); }
 
         // What the lane of one of the warp's rows knows.
         static __device__ __forceinline__ uint32_t of_row(uint32_t value, int row) {
@@ -156,15 +156,15 @@ struct WindowRows {
 
         // Takes this pixel's window as the lane's.
         __device__ __forceinline__ void look(unsigned pixel, unsigned first_image) {
-            const unsigned image = rows_.image_pixels.divide(pixel);
-            unsigned row = pixel - image * rows_.image_pixels.divisor;
-            const int x = static_cast<int>(rows_.out_width.take(row)) * rows_.stride_w;
-            const int y = static_cast<int>(row) * rows_.stride_h;
-            visible_ = visible(y - rows_.pad_h, rows_.dilation_h, rows_.kernel_height, rows_.height) |
-                       visible(x - rows_.pad_w, rows_.dilation_w, taps_in_row(), rows_.width) << kSideBits;
-            const uint32_t offset = (image - first_image) * static_cast<uint32_t>(rows_.x_image) +
-                                    static_cast<uint32_t>(y) * static_cast<uint32_t>(rows_.x_row) +
-                                    static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_.x_col);
+            const unsigned image = rows_->image_pixels.divide(pixel);
+            unsigned row = pixel - image * rows_->image_pixels.divisor;
+            const int x = static_cast<int>(rows_->out_width.take(row)) * rows_->stride_w;
+            const int y = static_cast<int>(row) * rows_->stride_h;
+            visible_ = visible(y - rows_->pad_h, rows_->dilation_h, rows_->kernel_height, rows_->height) |
+                       visible(x - rows_->pad_w, rows_->dilation_w, taps_in_row(), rows_->width) << kSideBits;
+            const uint32_t offset = (image - first_image) * static_cast<uint32_t>(rows_->x_image) +
+                                    static_cast<uint32_t>(y) * static_cast<uint32_t>(rows_->x_row) +
+                                    static_cast<uint32_t>(x) * static_cast<uint32_t>(rows_->x_col);
             offset_ = offset * Tile::kElementBytes;
         }
 
