@@ -215,13 +215,17 @@ def load(source: Source) -> Launch:
     key = _key(source)
     with _locks_lock:
         lock = _locks.setdefault(key, threading.Lock())
-    with lock:
+    if not lock.acquire(blocking=may_build()):  # another thread is building it
+        raise NotBuilt
+    try:
         if key not in _loaded:
             cached = _load_cached(key)
             if cached is None:
                 check_may_build()
             _loaded[key] = cached or _build(source, key)
         return _loaded[key]
+    finally:
+        lock.release()
 
 
 class NotBuilt(Exception):
@@ -242,9 +246,14 @@ def built_only() -> Iterator[None]:
         _thread.built_only = outer
 
 
+def may_build() -> bool:
+    """Whether this thread is outside of `built_only`."""
+    return not getattr(_thread, "built_only", False)
+
+
 def check_may_build() -> None:
     """Raises NotBuilt inside `built_only`."""
-    if getattr(_thread, "built_only", False):
+    if not may_build():
         raise NotBuilt
 
 

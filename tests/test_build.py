@@ -8,7 +8,9 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -190,6 +192,30 @@ def test_the_cache_folder_by_environment(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert str(build.cache_directory()) == "/home/somebody/.cache/fxfuse"
+
+
+def test_who_asks_for_built_kernels_only_does_not_wait_for_one_that_is_being_built(new_cache, monkeypatch):
+    begun, may_end, inline = threading.Event(), threading.Event(), build._load_inline
+
+    def slow(*args):
+        begun.set()
+        assert may_end.wait(60)
+        inline(*args)
+
+    monkeypatch.setattr(build, "_load_inline", slow)
+    source = build.Source('extern "C" int fxfuse_launch(const void*, const uint64_t*, uint64_t) { return 0; }'
+                          'extern "C" const char* fxfuse_error(int) { return ""; }')  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(build.load, source)
+        assert begun.wait(60)
+        try:
+            with build.built_only(), pytest.raises(build.NotBuilt):
+                build.load(source)
+        finally:
+            may_end.set()
+        launch = building.result()
+    with build.built_only():
+        assert build.load(source) is launch
 
 
 # ------------------------------------------------------------------------------------------- the tools
