@@ -272,6 +272,20 @@ def test_building_leaves_the_environment_alone(new_cache):
     assert dict(os.environ) == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only there threads have priorities of their own")
+def test_compilers_leave_processors_to_the_process_that_waits_for_them(new_cache, monkeypatch):
+    inline, nice = build._load_inline, []
+
+    def recording(*args):
+        nice.append(int(subprocess.check_output(["nice"])))  # as a compiler would find it
+        inline(*args)
+
+    monkeypatch.setattr(build, "_load_inline", recording)
+    before = os.nice(0)
+    run()
+    assert nice == [min(19, before + build.COMPILERS_NICE)] and os.nice(0) == before
+
+
 # ------------------------------------------------------------------------------------- broken sources
 
 
