@@ -20,7 +20,6 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -149,18 +148,15 @@ class Trial:
 
 def prepare(trials: Sequence[Trial], compare: Sequence[str]) -> None:
     """Compiles and chooses the kernels of all trials, and compiles peers as long as that takes."""
-    with plans.collect() as calls:
+    with plans.preparing() as drafts:
         for trial in trials:
             trial.fast(trial.x)
-    with ThreadPoolExecutor(1) as background:
-        drafts = background.submit(plans.compile_for, calls)
         for trial in trials if "torch.compile" in compare else ():
             if drafts.done():
                 break
             torch._dynamo.reset()
             with contextlib.suppress(Exception):  # its turn comes again, and then the error is reported
                 torch.compile(trial.model)(trial.x)
-    plans.decide(drafts.result())
 
 
 def launches(call: Callable[[], object]) -> int:

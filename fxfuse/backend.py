@@ -69,9 +69,7 @@ def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
         if ready:
             return fused(*args)
         ready = True
-        with plans.collect() as calls:
-            result = fused(*args)
-        plans.prepare(calls)
-        return result
+        with plans.preparing():
+            return fused(*args)
 
     return run

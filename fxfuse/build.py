@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -215,13 +216,17 @@ def load(source: Source) -> Launch:
     key = _key(source)
     with _locks_lock:
         lock = _locks.setdefault(key, threading.Lock())
-    with lock:
+    if not lock.acquire(blocking=may_build()):  # another thread is building it
+        raise NotBuilt
+    try:
         if key not in _loaded:
             cached = _load_cached(key)
             if cached is None:
                 check_may_build()
             _loaded[key] = cached or _build(source, key)
         return _loaded[key]
+    finally:
+        lock.release()
 
 
 class NotBuilt(Exception):
@@ -242,9 +247,14 @@ def built_only() -> Iterator[None]:
         _thread.built_only = outer
 
 
+def may_build() -> bool:
+    """Whether this thread is outside of `built_only`."""
+    return not getattr(_thread, "built_only", False)
+
+
 def check_may_build() -> None:
     """Raises NotBuilt inside `built_only`."""
-    if getattr(_thread, "built_only", False):
+    if not may_build():
         raise NotBuilt
 
 
@@ -286,8 +296,9 @@ def _build(source: Source, key: str) -> Launch:
     except OSError as error:
         raise ToolchainError(f"nothing can be written to the kernel cache {cache}: {error}") from error
     try:
-        with _compilers, _build_environment():
-            _load_inline(source, name, building)
+        one_thread = ThreadPoolExecutor(1, initializer=_yield_processors)
+        with _compilers[source.is_cuda], _build_environment(), one_thread as thread:
+            thread.submit(_load_inline, source, name, building).result()
     except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
         kept = cache / f"failed-{key}"
         shutil.rmtree(kept, ignore_errors=True)
@@ -309,8 +320,28 @@ def _build(source: Source, key: str) -> Launch:
     return launch
 
 
-_compilers: Final = threading.BoundedSemaphore(os.cpu_count() or 1)
-"""As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks."""
+_PROCESSORS: Final = os.cpu_count() or 1
+
+_compilers: Final = {
+    False: threading.BoundedSemaphore(_PROCESSORS),
+    True: threading.BoundedSemaphore(max(1, _PROCESSORS - 1)),
+}
+"""As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks.
+
+Where kernels are for a GPU one less: what is compiled already is measured meanwhile.
+"""
+
+COMPILERS_NICE: Final = 10
+"""How much lower the priority of compilers is than that of the thread that measures: the launches of a timed run must
+be issued within 0.2 ms (benchmark.AHEAD_CYCLES), so it cannot wait for a processor."""
+
+
+def _yield_processors() -> None:
+    """Lowers the priority of this thread, and of the processes that it starts."""
+    if platform.system() == "Linux":  # elsewhere threads have no priority of their own
+        with contextlib.suppress(OSError):
+            os.nice(COMPILERS_NICE)
+
 
 _environment_lock = threading.Lock()
 

@@ -140,10 +140,9 @@ def _is_worth_while(layer: nn.Module) -> bool:
 
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Compiles every kernel that `fast(*example_inputs)` needs, several at a time."""
-    with unchanged(fast), plans.collect() as calls:
+    """Compiles every kernel that `fast(*example_inputs)` needs, several at a time, and chooses among them."""
+    with plans.preparing(), unchanged(fast):
         fast(*copies(list(example_inputs)))
-    plans.prepare(calls)
 
 
 def _capture_for(fast: FusedModule, example_inputs: Sequence[Any]) -> None:

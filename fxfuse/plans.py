@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -124,7 +124,7 @@ def run(
         plan = None if pending is None else pending.plan_at_hand(_posed(key, problem), problem, strict)
         if pending is not None and plan is None:
             result = problem.reference(x, weight, bias, operands)
-            pending.calls.append(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
+            pending.note(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
             return result
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
@@ -226,9 +226,9 @@ class _FirstCall:
 
 @dataclass
 class _Pending:
-    """Calls for which a plan must be made, and what is known of problems so far."""
+    """Where calls go for which a plan must be made, and what is known of problems so far."""
 
-    calls: list[_FirstCall] = field(default_factory=list)
+    note: Callable[[_FirstCall], None]
     plans: dict[Key, Plan | None] = field(default_factory=dict)
 
     def plan_at_hand(self, posed: Key, problem: Problem, strict: bool) -> Plan | None:
@@ -252,42 +252,68 @@ def _at_hand(problem: Problem, strict: bool) -> Plan | None:
 
 
 @contextlib.contextmanager
-def collect() -> Iterator[list[_FirstCall]]:
-    """Inside, operators compute with torch and only note the calls for which there is no plan yet.
+def collect(note: Callable[[_FirstCall], None]) -> Iterator[None]:
+    """Inside, operators compute with torch and only `note` the calls for which there is no plan yet.
 
     Unless the plan takes nothing that must be compiled or measured: then it is made at once.
     """
     outer = getattr(_collecting, "pending", None)  # of a model around this one
-    _collecting.pending = pending = _Pending()
+    _collecting.pending = _Pending(note)
     try:
-        yield pending.calls
+        yield
     finally:
         _collecting.pending = outer
 
 
-def prepare(calls: Sequence[_FirstCall]) -> None:
-    """Makes the plans for `calls`: compiles as many kernels at a time as there are processors, then decides."""
-    decide(compile_for(calls))
+class Drafts:
+    """What may run the calls that are noted: compiled from then on, a draft for each problem."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
+        self._drafts: dict[Key, Future[Draft]] = {}
+        self._calls: dict[Future[Draft], list[_FirstCall]] = {}
+
+    def note(self, call: _FirstCall) -> None:
+        """Begins to compile what may run `call`, unless another has posed the same problem."""
+        posed = _posed(call.key, call.problem)
+        if posed not in self._drafts:
+            self._drafts[posed] = self._pool.submit(_draft, call.problem, call.strict)
+        self._calls.setdefault(self._drafts[posed], []).append(call)
+
+    def done(self) -> bool:
+        """Whether all that was noted so far is compiled."""
+        return all(draft.done() for draft in self._calls)
+
+    def decide(self) -> None:
+        """Makes the plans, each as soon as its kernels are compiled: one after another, since it measures."""
+        for draft in as_completed(self._calls):
+            plan = draft.result()()
+            with _lock:
+                for call in self._calls[draft]:
+                    _keep(_plans.setdefault(call.region, {}), call.key, call.problem, plan, call.strides)
+
+    def close(self) -> None:
+        """Drops what has not begun. Of the rest nobody waits for what it leaves in the kernel cache."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_for(calls: Sequence[_FirstCall]) -> list[tuple[_FirstCall, Draft]]:
-    """Compiles what may run `calls`, as many kernels at a time as there are processors; one draft for each problem."""
-    unique = {(call.region, call.key): call for call in calls}.values()
-    posed = {_posed(call.key, call.problem): call for call in unique}
-    with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(posed)))) as pool:
-        drafted = pool.map(lambda call: _draft(call.problem, call.strict), posed.values())
-        drafts = dict(zip(posed, drafted, strict=True))
-    return [(call, drafts[_posed(call.key, call.problem)]) for call in unique]
+@contextlib.contextmanager
+def preparing() -> Iterator[Drafts]:
+    """Inside, operators compute with torch, and the kernels that their calls need are compiled meanwhile.
 
-
-def decide(drafts: Sequence[tuple[_FirstCall, Draft]]) -> None:
-    """Makes the plans from what is compiled, one after another: it measures."""
-    decided: dict[Draft, Plan] = {}
-    for call, draft in drafts:
-        if draft not in decided:
-            decided[draft] = draft()
-        with _lock:
-            _keep(_plans.setdefault(call.region, {}), call.key, call.problem, decided[draft], call.strides)
+    On leaving, the plans for those calls are made, in the calling thread: torch's libraries choose their algorithms
+    for each thread anew. A call that is captured as a CUDA graph prepares nothing: nothing can be measured then.
+    """
+    drafts = Drafts()
+    try:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            yield drafts
+            return
+        with collect(drafts.note):
+            yield drafts
+        drafts.decide()
+    finally:
+        drafts.close()
 
 
 def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:

@@ -8,7 +8,9 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -192,6 +194,30 @@ def test_the_cache_folder_by_environment(monkeypatch):
     assert str(build.cache_directory()) == "/home/somebody/.cache/fxfuse"
 
 
+def test_who_asks_for_built_kernels_only_does_not_wait_for_one_that_is_being_built(new_cache, monkeypatch):
+    begun, may_end, inline = threading.Event(), threading.Event(), build._load_inline
+
+    def slow(*args):
+        begun.set()
+        assert may_end.wait(60)
+        inline(*args)
+
+    monkeypatch.setattr(build, "_load_inline", slow)
+    source = build.Source('extern "C" int fxfuse_launch(const void*, const uint64_t*, uint64_t) { return 0; }'
+                          'extern "C" const char* fxfuse_error(int) { return ""; }')  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(build.load, source)
+        assert begun.wait(60)
+        try:
+            with build.built_only(), pytest.raises(build.NotBuilt):
+                build.load(source)
+        finally:
+            may_end.set()
+        launch = building.result()
+    with build.built_only():
+        assert build.load(source) is launch
+
+
 # ------------------------------------------------------------------------------------------- the tools
 
 
@@ -244,6 +270,20 @@ def test_building_leaves_the_environment_alone(new_cache):
     before = dict(os.environ)
     run()
     assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there threads have priorities of their own")
+def test_compilers_leave_processors_to_the_process_that_waits_for_them(new_cache, monkeypatch):
+    inline, nice = build._load_inline, []
+
+    def recording(*args):
+        nice.append(int(subprocess.check_output(["nice"])))  # as a compiler would find it
+        inline(*args)
+
+    monkeypatch.setattr(build, "_load_inline", recording)
+    before = os.nice(0)
+    run()
+    assert nice == [min(19, before + build.COMPILERS_NICE)] and os.nice(0) == before
 
 
 # ------------------------------------------------------------------------------------- broken sources

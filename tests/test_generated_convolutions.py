@@ -426,7 +426,8 @@ class Case:
         layer, inputs = configuration.layer("cuda"), configuration.inputs("cuda")
         fast = fxfuse.optimize(layer, strict=True)
         undecided = mock.patch.object(plans, "_at_hand", lambda problem, strict: None)
-        with undecided, plans.collect() as calls, torch.no_grad():
+        calls: list[plans._FirstCall] = []
+        with undecided, plans.collect(calls.append), torch.no_grad():
             fast(*inputs)
         (call,) = calls
         with mock.patch.object(tune, "draft", lambda problem, candidates: candidates):
