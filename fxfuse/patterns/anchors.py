@@ -115,13 +115,13 @@ def _normalisation(
 ) -> Anchor | None:
     """A LayerNorm that a kernel of ours may compute; None for one that is better left to torch."""
     known = isinstance(shape, Sequence) and all(type(size) is int for size in shape) and isinstance(eps, int | float)
-    if not known or not 0 < math.prod(shape) <= layer_norm.MOST_COLUMNS or not _on_gpu(root, x, weight, bias):
+    if not known or not 0 < math.prod(shape) <= layer_norm.MOST_COLUMNS or not _is_for_kernels(root, x, weight, bias):
         return None
     return Anchor("layer_norm", x, weight, bias, {"normalized_shape": list(shape), "eps": float(eps)})
 
 
-def _on_gpu(root: nn.Module, x: fx.Node, *parameters: Source | None) -> bool:
-    """Whether these tensors are such as kernels read, as far as anything is known of them.
+def _is_for_kernels(root: nn.Module, x: fx.Node, *parameters: Source | None) -> bool:
+    """Whether these tensors are on a GPU and of a dtype that kernels read, as far as anything is known of them.
 
     Where nothing is, they are taken to be where the model's parameters are.
     """
@@ -129,8 +129,12 @@ def _on_gpu(root: nn.Module, x: fx.Node, *parameters: Source | None) -> bool:
     known = [tensor for tensor in (known_tensor(root, source) for source in sources) if tensor is not None]
     if any(tensor.dtype not in RESULT_DTYPES for tensor in known):
         return False
-    devices = {tensor.device.type for tensor in known or itertools.islice(root.parameters(), 1)}
-    return devices == {"cuda"}
+    known = known or list(itertools.islice(root.parameters(), 1))
+    return bool(known) and all(map(_on_gpu, known))
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 _MODULES: Final[Mapping[type[nn.Module], Callable[[nn.Module, fx.Node, Any], Anchor | None]]] = {
