@@ -18,16 +18,16 @@ from fxfuse.cuda.kernel import Kernel
 HEADER: Final = "layer_norm.cuh"
 ACCESS: Final = 16
 """Bytes that one instruction reads or writes."""
-ELEMENTS: Final = 32
-"""Elements of a row that a thread holds at most."""
-HELD: Final = 48
-"""Elements of several rows: with operands as large and long epilogues, registers suffice."""
 TOGETHER: Final = 64
 """Bytes next to each other, two of memory's sectors, that a row's threads read at once."""
-WARP: Final = 32
-LANES: Final = 256
-"""Threads that share a row at most."""
-MOST_COLUMNS: Final = ELEMENTS * LANES
+HELD: Final = 48
+"""Bytes of a row in a thread, where a warp suffices: rows of 96 times a power of two then leave no thread idle, and
+registers are left for the next row."""
+ELEMENTS, WHOLE_VECTORS = 24, 32
+"""Elements of a row in a thread at most, and where all are read ACCESS bytes at a time: registers suffice."""
+WARP, LANES = 32, 256
+"""Threads that share a row without a barrier, and at most."""
+MOST_COLUMNS: Final = WHOLE_VECTORS * LANES
 MOST_ROWS: Final = 2**31 - 1
 
 
@@ -47,24 +47,22 @@ class Problem:
     """Largest power of two, up to 16, that divides x's address in bytes."""
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Why no kernel runs it, or None."""
-    if problem.columns > MOST_COLUMNS:
-        return f"rows of {problem.columns} elements; kernels have at most {MOST_COLUMNS}"
-    return f"{problem.rows} rows are too many" if problem.rows > MOST_ROWS else None
-
-
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernels that `problem` can be run by, best first; their tensors are x and the output.
-
-    One row at a time has the fewest registers, two share what they read of the parameters.
-    """
-    if unsupported(problem) is not None:
+    """The kernels that `problem` can be run by: one, or none. Their tensors are x and the output."""
+    size, vector = problem.element.itemsize, _vector(problem)
+    lanes = _lanes(problem.columns, vector, size)
+    most = WHOLE_VECTORS if vector * size == ACCESS else ELEMENTS
+    if _held(problem.columns, vector, lanes) > most or problem.rows > MOST_ROWS:
         return []
-    vector = _vector(problem)
-    lanes = _lanes(problem.columns, vector, problem.element.itemsize)
-    held = -(-problem.columns // (lanes * vector)) * vector
-    return [_kernel(problem, lanes, vector, rows) for rows in ((1, 2) if lanes <= WARP and 2 * held <= HELD else (1,))]
+    return [
+        Kernel(
+            name=f"layer_norm, {lanes} x {vector} x {str(problem.element).removeprefix('torch.')}",
+            header=HEADER,
+            type=f"LayerNorm<{CPP_TYPES[problem.element]}, {{output}}, {{epilogue}}, "
+            f"{problem.columns}, {lanes}, {vector}>",
+            params=struct.pack("<3qd", problem.rows, problem.rows_per_batch, problem.x_stride, problem.eps),
+        )
+    ]
 
 
 def _vector(problem: Problem) -> int:
@@ -76,20 +74,15 @@ def _vector(problem: Problem) -> int:
 
 def _lanes(columns: int, vector: int, size: int) -> int:
     """Threads that share a row: the fewest that hold it and, as far as it goes, read TOGETHER bytes at a time."""
-    vectors = columns // vector
-    least = min(TOGETHER // (vector * size), vectors)
+    least = min(TOGETHER // (vector * size), columns // vector)
     lanes = 1
-    while lanes < LANES and (lanes < least or -(-vectors // lanes) * vector > ELEMENTS):
+    while lanes < WARP and (lanes < least or _held(columns, vector, lanes) * size > HELD):
+        lanes *= 2
+    while lanes < LANES and _held(columns, vector, lanes) > ELEMENTS:
         lanes *= 2
     return lanes
 
 
-def _kernel(problem: Problem, lanes: int, vector: int, rows: int) -> Kernel:
-    element = str(problem.element).removeprefix("torch.")
-    shape = f"{problem.columns}, {lanes}, {vector}, {rows}"
-    return Kernel(
-        name=f"layer_norm {lanes}x{vector} x {element}, {rows} row{'' if rows == 1 else 's'} at a time",
-        header=HEADER,
-        type=f"LayerNorm<{CPP_TYPES[problem.element]}, {{output}}, {{epilogue}}, {shape}>",
-        params=struct.pack("<3qd", problem.rows, problem.rows_per_batch, problem.x_stride, problem.eps),
-    )
+def _held(columns: int, vector: int, lanes: int) -> int:
+    """Elements of a row in each of `lanes` threads."""
+    return -(-columns // (lanes * vector)) * vector

@@ -243,9 +243,6 @@ def _prepare_layer_norm(problem: Problem, acc: torch.Tensor) -> Prepared:
             element=problem.x.dtype,
             x_alignment=x.meta.alignment,
         )
-        reason = layer_norm.unsupported(described)
-        if reason is not None:
-            raise UnsupportedError(reason)
         return layer_norm.candidates(described)
 
     grouping = functools.partial(_grouping, dimensions=dimensions)
