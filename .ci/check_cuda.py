@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, conv2d, gemm, pointwise
+from fxfuse.cuda import codegen, conv2d, gemm, layer_norm, pointwise
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
@@ -127,12 +127,18 @@ def passes(output: torch.dtype) -> Iterator[Kernel]:
     yield pointwise.transposed_kernel(filters, (9 * 512, 9), output, output)
 
 
+def normalisations(output: torch.dtype) -> Iterator[Kernel]:
+    """Rows that few threads share, a warp, and several; whose threads hold as many elements as any do."""
+    for columns in (96, 768, 1000, 1024, 2048, 8192, 6143, 7):
+        yield from layer_norm.candidates(layer_norm.Problem(4096, columns, columns, 512, 1e-5, output))
+
+
 def sources() -> dict[str, str]:
     """Text of every distinct kernel that these problems have as candidates, by its type."""
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        kernels = [*gemms(precision, first), *passes(output)]
+        kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for kernel in kernels:

@@ -1,4 +1,4 @@
-"""The fused operators: functional.linear, matmul, mm, addmm, conv2d, pointwise, also registered as torch.ops.fxfuse.*.
+"""The fused operators: functional.linear, matmul, mm, addmm, conv2d, layer_norm, pointwise, in torch.ops.fxfuse, too.
 
 Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
 
@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
-from fxfuse.problem import ANCHORS, OPTION_NAMES, in_order, parsed, run_reference
+from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
 _COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
@@ -36,6 +36,7 @@ _OPTIONS: Final = {
     "mm": "",
     "addmm": ", float beta, float alpha",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
+    "layer_norm": ", int[] normalized_shape, float eps",
     "pointwise": ", bool overwrite",
 }
 """The schema of each operator's options (problem.OPTION_NAMES)."""
@@ -159,7 +160,8 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     fused.__doc__ = f"""torch.ops.fxfuse.{kind}, called directly where that makes no difference.
 
     Args:
-        x, weight, bias: as the anchor takes them (problem.ANCHORS); bias may be None, and of pointwise both are.
+        x, weight, bias: as the anchor takes them (problem.ANCHORS); bias may be None, as both may
+            be of layer_norm, and of pointwise both are.
         operands: the tensors that the epilogue calls o0, o1, ...
         epilogue: an expression (fxfuse.expression) in acc, the anchor's result.
         values: the anchor's options.
@@ -198,11 +200,12 @@ def autocast_dtype(device: str) -> torch.dtype:
     return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()
 
 
-def _casting(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How torch.autocast casts the tensors of a product or convolution."""
-    dtype = autocast_dtype(device)
+def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    """How torch.autocast casts the tensors of an operation that it computes in `dtype`."""
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
         eligible = tensor.device.type == device and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if eligible else tensor
 
@@ -242,12 +245,13 @@ def _implement(kind: str) -> None:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            if ops.is_recast(parsed(epilogue)):
+            normalises = kind == "layer_norm"  # on a GPU in float32, on a CPU as it comes
+            if ops.is_recast(parsed(epilogue)) or (normalises and device == "cpu"):
                 return reference(x, weight, bias, operands, epilogue, *values, **caller)
             tensors = (x, weight, bias)
             if kind != "pointwise":
-                cast = _casting(device)
-                tensors = (cast(x), cast(weight), None if bias is None else cast(bias))
+                cast = _casting(device, torch.float32 if normalises else autocast_dtype(device))
+                tensors = (cast(x), cast(weight), cast(bias))
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*tensors, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
@@ -262,7 +266,7 @@ def _implement(kind: str) -> None:
 
 
 for _kind in ANCHORS:
-    _tensors = _COMMON.format(weight="Tensor?" if _kind == "pointwise" else "Tensor")
+    _tensors = _COMMON.format(weight="Tensor" if _kind in PRODUCTS else "Tensor?")
     _LIBRARY.define(f"{_kind}({_tensors}{_OPTIONS[_kind]}, *, {_CALLER}) -> Tensor")
     _implement(_kind)
 
@@ -271,4 +275,5 @@ matmul = _function("matmul")
 mm = _function("mm")
 addmm = _function("addmm")
 conv2d = _function("conv2d")
+layer_norm = _function("layer_norm")
 pointwise = _function("pointwise")

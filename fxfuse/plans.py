@@ -24,6 +24,7 @@ from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
+    PRODUCTS,
     RESULT_DTYPES,
     ByAddress,
     Declined,
@@ -106,7 +107,7 @@ def run(
     state = _cuda_state if cuda else _cpu_state
     key = (
         kind, epilogue, values, strict, fp32, pool,
-        tf32_allowed(kind) if cuda and weight is not None and x.dtype is torch.float32 else None,
+        tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
         None if bias is None else state(bias), None if weight is None else state(weight), state(x),
         *map(state, operands),
     )  # fmt: skip
@@ -239,7 +240,7 @@ class _Pending:
 
 
 def _at_hand(problem: Problem, strict: bool) -> Plan | None:
-    if problem.weight is not None and problem.x.device.type == "cuda":
+    if not problem.is_chain and problem.x.device.type == "cuda":
         from fxfuse.cuda.tune import is_undecided
 
         if is_undecided(problem):  # quicker to tell than by trying
@@ -345,7 +346,7 @@ def _draft(problem: Problem, strict: bool) -> Draft:
     try:
         acc = anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
-        parts = split.split(problem, acc) if problem.weight is not None else None
+        parts = None if problem.is_chain else split.split(problem, acc)
         if parts is not None:
             if problem.pool:
                 raise Separate("operands enlarge the result")
@@ -397,10 +398,12 @@ def _reference_draft(problem: Problem, reason: str) -> Draft:
 
 
 def _check_tensors(problem: Problem) -> None:
-    anchored = (problem.x, problem.weight, problem.bias) if problem.weight is not None else ()
+    anchored = () if problem.is_chain else (problem.x, problem.weight, problem.bias)
     for tensor in (tensor for tensor in anchored if tensor is not None):
         if tensor.dtype != problem.x.dtype:
-            raise Refused(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
+            # some of torch's normalisations accept it
+            error = Refused if problem.kind in PRODUCTS else UnsupportedError
+            raise error(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
         if tensor.dtype not in RESULT_DTYPES:
             raise UnsupportedError(f"kernels have float32, float16 and bfloat16, not {tensor.dtype}")
         if tensor.device != problem.x.device:

@@ -19,7 +19,7 @@ from fxfuse.pooling import MaxPool, pooled
 from fxfuse.reference import evaluate
 
 Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
-"""run(x, weight, bias, operands) -> result; weight is None if there is no anchor, else a tensor"""
+"""run(x, weight, bias, operands) -> result; weight is a tensor for PRODUCTS, and None for a chain"""
 
 
 class ByAddress:
@@ -41,7 +41,7 @@ def in_order(
 ) -> tuple[torch.Tensor, ...]:
     """A call's tensors: x, weight, operands, bias, without what it has not."""
     if weight is None:
-        return (x, *operands)
+        return (x, *operands) if bias is None else (x, *operands, bias)
     return (x, weight, *operands) if bias is None else (x, weight, *operands, bias)
 
 
@@ -103,11 +103,12 @@ class Problem:
     kind: str
     """The fused operator: a key of ANCHORS."""
     options: tuple[tuple[str, Any], ...]
-    """Of the anchor: a convolution's stride, padding, dilation, groups; whether a pass may overwrite x."""
+    """Of the anchor: a convolution's stride, padding, dilation, groups, a normalisation's shape and eps; whether a pass
+    may overwrite x."""
     epilogue: str
     x: TensorMeta
     weight: TensorMeta | None
-    """None if there is no anchor: see `anchor_weight`."""
+    """None if there is no anchor, or if a normalisation has none: see `anchor_weight`."""
     bias: TensorMeta | None
     operands: tuple[TensorMeta, ...]
     fp32: str = "exact"
@@ -118,6 +119,11 @@ class Problem:
     @property
     def expression(self) -> Expr:
         return parsed(self.epilogue)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is no anchor."""
+        return self.kind == "pointwise"
 
     @property
     def label(self) -> str:
@@ -162,8 +168,8 @@ def parsed(epilogue: str) -> Expr:
 
 
 def anchor_weight(problem: Problem) -> TensorMeta:
-    """The weight of a problem that has an anchor."""
-    assert problem.weight is not None, "only chains have none"
+    """The weight of a problem whose anchor is one of PRODUCTS."""
+    assert problem.weight is not None, "products have one"
     return problem.weight
 
 
@@ -194,6 +200,12 @@ def _conv2d(
     return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, normalized_shape: Sequence[int], eps: float
+) -> torch.Tensor:
+    return F.layer_norm(x, tuple(normalized_shape), weight, bias, eps)
+
+
 def _pointwise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, overwrite: bool
 ) -> torch.Tensor:
@@ -206,9 +218,13 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "mm": _mm,
     "addmm": _addmm,
     "conv2d": _conv2d,
+    "layer_norm": _layer_norm,
     "pointwise": _pointwise,
 }
 """What each fused operator computes before its epilogue, in torch."""
+
+PRODUCTS: Final = frozenset({"linear", "matmul", "mm", "addmm", "conv2d"})
+"""Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
 
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()
@@ -250,7 +266,10 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
         acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise Refused(f"torch does not accept these tensors: {error}") from None
-    return acc if problem.kind != "conv2d" else acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
+    if problem.kind == "conv2d":
+        return acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
+    # meta tensors keep the layout of x, of which torch makes a contiguous copy
+    return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
 
 
 def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:

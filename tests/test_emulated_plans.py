@@ -98,6 +98,11 @@ def meta(tensor, parameter=False):
     return dataclasses.replace(TensorMeta.of(tensor, CUDA), is_parameter=parameter)
 
 
+def copied(x):
+    """A copy with the same strides."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+
 def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
     """Runs each candidate by tensors and by addresses, on the current GPU and another. Returns their names."""
     problem = Problem(
@@ -105,19 +110,23 @@ def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
         None if bias is None else meta(bias, True), tuple(map(meta, operands)), pool=pool,
     )  # fmt: skip
     expected = problem.reference(*(None if t is None else t.double() for t in (x, weight, bias)),
-                                 [operand.double() for operand in operands]).to(x.dtype)  # fmt: skip
+                                 [operand.double() for operand in operands])  # fmt: skip
+    expected = expected if kind == "layer_norm" else expected.to(x.dtype)
     names = []
     for candidate in drafted(problem):
         run = candidate.build()
         others, results = (weight, bias, tuple(operands)), []
         for drafted.gpu.current in (CUDA.index, CUDA.index + 1):
-            results.append(run(x.clone(), *others))
+            results.append(run(copied(x), *others))
             if isinstance(run, ByAddress):
-                ordered = in_order(x.clone(), *others)
+                ordered = in_order(copied(x), *others)
                 results.append(run.launch(ordered, [tensor.data_ptr() for tensor in ordered]))
         drafted.gpu.current = CUDA.index
         for result in results:
-            assert torch.equal(result, expected), candidate.name
+            if kind == "layer_norm":  # whose results are no integers
+                assert_rounded(result, expected, candidate.name)
+            else:
+                assert torch.equal(result, expected), candidate.name
             assert result.stride() == expected.stride(), candidate.name
         names.append(candidate.name)
     return names
@@ -171,6 +180,47 @@ def test_a_layout_that_no_kernel_reads(drafted):
     x = integers(2, 8, 6, 10).contiguous(memory_format=torch.channels_last)
     operand = integers(2, 16, 6, 10).contiguous()
     check(drafted, "conv2d", CONV, "relu(acc + o0)", x, integers(16, 8, 3, 3), None, (operand,))
+
+
+def assert_rounded(have, exact, name):
+    """As close as a library's result that a pass rounds once more."""
+    eps = torch.finfo(have.dtype).eps
+    torch.testing.assert_close(have.double(), exact, rtol=4 * eps, atol=4 * eps, msg=lambda text: f"{name}: {text}")
+
+
+NORMALISED = {
+    "rows": lambda dtype: (integers(5, 24, dtype=dtype), (24,)),
+    "of any batch": lambda dtype: (integers(1, 5, 24, dtype=dtype), (24,)),
+    "two dimensions": lambda dtype: (integers(5, 4, 6, dtype=dtype), (4, 6)),
+    "everything": lambda dtype: (integers(1, 24, dtype=dtype), (1, 24)),
+    "part of a longer row": lambda dtype: (integers(5, 40, dtype=dtype)[:, 3:27], (24,)),
+    "another order, which is copied": lambda dtype: (integers(3, 24, 5, dtype=dtype).transpose(1, 2), (24,)),
+}
+
+
+@pytest.mark.parametrize("affine", [(), ("weight",), ("weight", "bias"), ("bias",)], ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_layer_norm(name, dtype, affine, drafted):
+    x, normalized = NORMALISED[name](dtype)
+    weight, bias = (
+        integers(*normalized, dtype=dtype, seed=seed) if given in affine else None
+        for seed, given in enumerate(("weight", "bias"))
+    )
+    options = (("normalized_shape", normalized), ("eps", 1e-5))
+    assert check(drafted, "layer_norm", options, "acc", x, weight, bias, ())[1:] == [plan.LIBRARY_ALONE]
+    full, vector = integers(*x.shape, dtype=dtype, seed=1), integers(*normalized, dtype=dtype, seed=2)
+    names = check(drafted, "layer_norm", options, "relu(acc + o1) + o0", x, weight, bias, (full, vector))
+    assert "layer_norm" in names[0] and names[1:] == [plan.LIBRARY]
+
+
+def test_layer_norm_with_operands_of_a_batch_and_by_channel(drafted):
+    x, scale, slope = integers(3, 5, 24), integers(3, 1, 24, seed=1), integers(5)
+    options = (("normalized_shape", (24,)), ("eps", 1e-5))
+    epilogue = "prelu(acc, o0) * o1 + o2"
+    check(
+        drafted, "layer_norm", options, epilogue, x, integers(24), integers(24, seed=2), (slope, scale, torch.ones(()))
+    )
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

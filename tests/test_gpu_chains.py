@@ -57,7 +57,6 @@ LIBRARY = {
     "conv_transpose1d": (after(lambda m, x: m.c(x), c=nn.ConvTranspose1d(16, 24, 3, 2)), (3, 16, 51)),
     "conv_transpose2d": (after(lambda m, x: m.c(x), c=nn.ConvTranspose2d(16, 24, 3, 2)), (3, 16, 9, 7)),
     "conv_transpose3d": (after(lambda m, x: m.c(x), c=nn.ConvTranspose3d(8, 6, 2, 2)), (2, 8, 3, 4, 5)),
-    "layer_norm": (after(lambda m, x: m.l(x), l=nn.LayerNorm(100)), (3, 77, 100)),
     "group_norm": (after(lambda m, x: m.l(x), l=nn.GroupNorm(4, 16)), (3, 16, 7, 7)),
     "bmm": (after(lambda m, x: torch.bmm(x, x.mT)), (3, 77, 40)),
     "baddbmm": (after(lambda m, x: torch.baddbmm(x, x, x, beta=0.5)), (3, 33, 33)),

@@ -73,7 +73,7 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """
     if problem.pool:
         raise Separate("torch pools")
-    if problem.weight is None:
+    if problem.is_chain:
         return _draft_chain(problem, acc)
     if isinstance(problem.expression, Acc):
         alone = Plan(anchor_alone(problem), f"{problem.kind} by torch")

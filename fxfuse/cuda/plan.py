@@ -26,7 +26,7 @@ from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, q
 from fxfuse.cuda.pooling import Pooling
 from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import prepare
-from fxfuse.cuda.region import Region, with_bias
+from fxfuse.cuda.region import Region, with_bias, with_parameters
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, postorder
 from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
@@ -34,6 +34,7 @@ from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
     ANCHORS,
+    PRODUCTS,
     Draft,
     Plan,
     Problem,
@@ -43,6 +44,7 @@ from fxfuse.problem import (
     anchor_meta,
     anchor_weight,
     channel_operands,
+    in_order,
     typed,
 )
 
@@ -77,7 +79,7 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
     if problem.pool and problem.kind != "conv2d":
         raise Separate("only convolutions and max-pooling share a pass")
-    if problem.weight is None:
+    if problem.is_chain:
         return _draft_chain(problem, acc, capability)
     if acc.numel() == 0:
         raise UnsupportedError("the result is empty")
@@ -98,11 +100,18 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     except UnsupportedError as error:
         logger.info("fxfuse: %s runs by the library: %s", region.problem.label, error)
         return library
-    if _products(region) < TINY_PRODUCTS and math.prod(anchor_weight(region.problem).shape) < TINY_WEIGHT:
+    if _is_tiny(region):
         del fused[1:]
     if pooling is not None:
         fused = [pooling.after(candidate) for candidate in fused]
     return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
+
+
+def _is_tiny(region: Region) -> bool:
+    """Whether a product is so small that every kernel takes as long as a launch."""
+    if region.problem.kind not in PRODUCTS:
+        return False
+    return _products(region) < TINY_PRODUCTS and math.prod(anchor_weight(region.problem).shape) < TINY_WEIGHT
 
 
 def _products(region: Region) -> int:
@@ -115,7 +124,7 @@ def _products(region: Region) -> int:
 def _library_is_faster(region: Region) -> bool:
     """A guess for where nothing is measured: Hopper's libraries use instructions (wgmma) that these kernels do not."""
     problem = region.problem
-    if problem.kind == "conv2d" or region.capability < (9, 0):
+    if problem.kind in ("conv2d", "layer_norm") or region.capability < (9, 0):
         return False
     wide = precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16")
     return wide and _products(region) >= LIBRARY_PRODUCTS
@@ -127,8 +136,9 @@ def _library_is_faster(region: Region) -> bool:
 def _fused_candidates(region: Region) -> list[tune.Candidate]:
     """The anchor and its epilogue as one kernel. Raises UnsupportedError if no template fits."""
     prepared = region.prepared
-    expression, metas = with_bias(region.problem, region.expression)
-    operands = plan_operands(prepared.result_shape, prepared.result_strides, metas, region.channel, prepared.grouping)
+    expression, metas = with_parameters(region.problem, region.expression)
+    shape, strides, channel = prepared.result_shape, prepared.result_strides, channel_operands(expression)
+    operands = plan_operands(shape, strides, metas, channel, prepared.grouping, prepared.grows)
     assert operands is not None, "results are contiguous in one of the two layouts"
     kernels = prepared.candidates(operands.layout)
     if not kernels:
@@ -149,19 +159,20 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     prepared = region.prepared
     index, output = region.problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
-    convert_x, convert_weight = prepared.x.convert, prepared.weight.convert
+    convert_x, convert_weight = prepared.x.convert, None if prepared.weight is None else prepared.weight.convert
+    inputs = 1 if prepared.weight is None else 2  # the kernel's own: x, weight
     reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
     workspace_size = kernel.workspace
     queue = queue_by_address(region.problem, operands, kernel, launch)
 
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
         out = empty_strided(shape, strides, output)
-        x, weight, *others = addresses
+        own, others = addresses[:inputs], addresses[inputs:]
         if workspace_size:
             workspace = empty_strided((workspace_size,), (1,), torch.uint8)
-            queue(others, x, weight, out.data_ptr(), workspace.data_ptr())
+            queue(others, *own, out.data_ptr(), workspace.data_ptr())
         else:
-            queue(others, x, weight, out.data_ptr())
+            queue(others, *own, out.data_ptr())
         return out
 
     all_read, direct = reads_bias or region.problem.bias is None, by_address_on_device(index, by_address)
@@ -171,14 +182,14 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     arguments = operands.addresses()
 
     def run(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         x = x if convert_x is None else convert_x(x)
-        weight = weight if convert_weight is None else convert_weight(weight)
-        if reads_bias and bias is not None:
-            others = (*others, bias)
-        pointers, _kept = arguments(others)
-        return direct.launch((x, weight), [x.data_ptr(), weight.data_ptr(), *pointers])
+        if convert_weight is not None and weight is not None:
+            weight = convert_weight(weight)
+        tensors = in_order(x, weight, bias if reads_bias else None, others)
+        pointers, _kept = arguments(tensors[inputs:])
+        return direct.launch(tensors, [*(tensor.data_ptr() for tensor in tensors[:inputs]), *pointers])
 
     return run
 
@@ -217,11 +228,13 @@ def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidat
 
 
 def _bias_by_pass(region: Region) -> bool:
-    """Whether the pass adds the bias: libraries take longer for it, or use another kernel.
+    """Whether the pass adds the bias: libraries take longer for it, or use another kernel, if they multiply.
 
     A 16-bit product is rounded once more then. Eager rounds after each operation, so this is no worse than eager if
     the epilogue has an operation that rounds whatever it is given.
     """
+    if region.problem.kind not in PRODUCTS:
+        return False
     rows = [ops.row(node.op) for node in postorder(region.expression) if isinstance(node, Call)]
     rounds = any(not (row.passing or row.boolean) for row in rows)
     return region.problem.kind == "conv2d" or region.problem.x.dtype == torch.float32 or rounds
@@ -271,9 +284,10 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     length they gather four bytes at a time.
     """
     problem, prepared = region.problem, region.prepared
-    x, weight, shape = problem.x, anchor_weight(problem), prepared.result_shape
+    x, shape = problem.x, prepared.result_shape
     if problem.kind != "conv2d" or len(x.shape) != 4 or dict(problem.options)["groups"] != 1:
         return []
+    weight = anchor_weight(problem)
     if _products(region) < CHANNELS_LAST_PRODUCTS:
         return []
     if prepared.result_strides != contiguous_strides(shape) or 1 in (*x.shape[1:], *shape[1:]):

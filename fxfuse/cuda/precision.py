@@ -16,6 +16,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from fxfuse.problem import PRODUCTS
+
 Precision = Literal["tf32x3", "tf32", "fp16", "bf16", "fp16x3"]
 
 
@@ -52,7 +54,7 @@ _READERS: Final[dict[bool, Any]] = {
 
 def tf32_allowed(kind: str) -> bool:
     """Whether torch may use TF32 for anchors of this kind."""
-    return bool(_READERS[kind == "conv2d"]())
+    return kind in PRODUCTS and bool(_READERS[kind == "conv2d"]())
 
 
 def precision(kind: str, dtype: torch.dtype, fp32: str = "exact") -> Precision:

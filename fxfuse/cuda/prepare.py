@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxfuse.cuda import conv2d, gemm
+from fxfuse.cuda import conv2d, gemm, layer_norm
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import UnsupportedError
@@ -55,7 +55,8 @@ class Prepared:
     """A problem in a kernel family's terms."""
 
     x: Input
-    weight: Input
+    weight: Input | None
+    """None if it is an operand of the epilogue."""
     result_shape: tuple[int, ...]
     result_strides: tuple[int, ...]
     grouping: Grouping
@@ -63,17 +64,21 @@ class Prepared:
     """Given how the result is seen as (batch, row, col)."""
     splits_rows: Callable[[Layout], bool]
     """Whether the kernel must tell a batch's rows from another's."""
+    grows: bool = True
+    """Whether the first dimension is a batch's: see plan_operands."""
 
 
 # ---------------------------------------------------------------------------------------------- linear
 
 
-def _rows(meta: TensorMeta) -> tuple[Input, int]:
-    """x as a matrix whose rows are contiguous, and the distance between them."""
-    features = meta.shape[-1]
-    sizes, merged = collapse(meta.shape[:-1], [meta.strides[:-1]])
-    if len(sizes) <= 1 and (meta.strides[-1] == 1 or features == 1):
-        return Input(meta), merged[0][0] if sizes else features
+def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
+    """x as a matrix whose rows, of its last dimensions, are contiguous, and the distance between them."""
+    first = len(meta.shape) - dimensions
+    features = math.prod(meta.shape[first:])
+    sizes, (strides,) = collapse(meta.shape[:first], [meta.strides[:first]])
+    _, (within,) = collapse(meta.shape[first:], [meta.strides[first:]])
+    if len(sizes) <= 1 and within in ([], [1]):
+        return Input(meta), strides[0] if sizes else features
     return _copied(meta, contiguous_strides(meta.shape)), features
 
 
@@ -89,18 +94,30 @@ def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm.Layout, int]:
     return _copied(meta, (cols, 1)), first, cols
 
 
-def _gemm_grouping(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
-    """col is the last dimension; the others become batch and row."""
-    leading, merged = collapse(sizes[:-1], [strides[:-1] for strides in tensors])
-    if len(leading) > 2:
+def _grouping(sizes: Sequence[int], tensors: Sequence[Strides], dimensions: int = 1) -> Layout | None:
+    """col is the last dimension, or several of them; the others become batch and row."""
+    first = len(sizes) - dimensions
+    leading, merged = collapse(sizes[:first], [strides[:first] for strides in tensors])
+    last, within = collapse(sizes[first:], [strides[first:] for strides in tensors])
+    if len(leading) > 2 or len(last) > 1:
         return None
     missing = 2 - len(leading)
     batch, row = [1] * missing + leading
-    strides = tuple(
-        (*([0] * missing), *rows, tensor[-1] if sizes[-1] > 1 else 0)
-        for rows, tensor in zip(merged, tensors, strict=True)
-    )
-    return Layout((batch, row, sizes[-1]), strides)  # type: ignore[arg-type]
+    strides = tuple((*([0] * missing), *rows, *(cols or [0])) for rows, cols in zip(merged, within, strict=True))
+    return Layout((batch, row, math.prod(last)), strides)  # type: ignore[arg-type]
+
+
+def _splits_rows(
+    operands: Sequence[TensorMeta], leading: tuple[int, ...], dimensions: int = 1
+) -> Callable[[Layout], bool]:
+    """Prepared.splits_rows of a result that has `leading` dimensions before those of its columns.
+
+    Decided by shapes of operands where possible, so that a batch of one compiles no kernel of its own.
+    """
+    rows_of = (operand.shape[:-dimensions] for operand in operands)
+    per_row = [rows for rows in rows_of if any(size != 1 for size in rows)]
+    partial = any(rows != leading for rows in per_row)
+    return lambda result: partial or result.sizes[0] > 1
 
 
 def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
@@ -132,14 +149,8 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
         )
         return gemm.candidates(described)
 
-    # Decided by shapes of operands where possible, so that a batch of one compiles no kernel of its own.
-    per_row = [operand.shape[:-1] for operand in problem.operands if any(size != 1 for size in operand.shape[:-1])]
-    partial = any(rows != shape[:-1] for rows in per_row)
-
-    def splits_rows(result: Layout) -> bool:
-        return partial or result.sizes[0] > 1
-
-    return Prepared(x, weight, shape, contiguous_strides(shape), _gemm_grouping, candidates, splits_rows)
+    splits_rows = _splits_rows(problem.operands, shape[:-1])
+    return Prepared(x, weight, shape, contiguous_strides(shape), _grouping, candidates, splits_rows)
 
 
 # ---------------------------------------------------------------------------------------------- conv2d
@@ -214,6 +225,36 @@ def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
     return convert(x.unsqueeze(0))
 
 
+# ------------------------------------------------------------------------------------------ layer_norm
+
+
+def _prepare_layer_norm(problem: Problem, acc: torch.Tensor) -> Prepared:
+    options, shape = dict(problem.options), tuple(acc.shape)
+    dimensions = len(options["normalized_shape"])
+    leading = shape[: len(shape) - dimensions]
+    x, x_stride = _rows(problem.x, dimensions)
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        described = layer_norm.Problem(
+            rows=math.prod(leading),
+            columns=result.sizes[2],
+            x_stride=x_stride,
+            rows_per_batch=result.sizes[1],
+            eps=options["eps"],
+            element=problem.x.dtype,
+            x_alignment=x.meta.alignment,
+        )
+        return layer_norm.candidates(described)
+
+    grouping = functools.partial(_grouping, dimensions=dimensions)
+    splits_rows = _splits_rows(problem.operands, leading, dimensions)
+    strides = contiguous_strides(shape)
+    return Prepared(x, None, shape, strides, grouping, candidates, splits_rows, grows=bool(leading))
+
+
+_FAMILIES = {"conv2d": _prepare_conv2d, "layer_norm": _prepare_layer_norm}
+
+
 def prepare(problem: Problem, acc: torch.Tensor) -> Prepared:
     """The problem for its family. `acc`: the anchor's result as a meta tensor. Raises UnsupportedError."""
-    return (_prepare_conv2d if problem.kind == "conv2d" else _prepare_gemm)(problem, acc)
+    return _FAMILIES.get(problem.kind, _prepare_gemm)(problem, acc)

@@ -40,6 +40,27 @@ class Region:
         return build.load(build.Source(text, self.capability, f"{kernel.name}, copied for {self.problem.label}"))
 
 
+def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
+    """The epilogue on what a kernel computes itself, and its operands: those that the kernel does not read included.
+
+    Of a normalisation the weight is the first operand, the bias the last: operands are in the order of a call's
+    tensors (problem.in_order).
+    """
+    if problem.kind != "layer_norm":
+        return with_bias(problem, expression)
+    metas, acc, first = problem.operands, Acc(), 0
+    scaled: Expr = acc
+    if problem.weight is not None:
+        metas, scaled, first = (problem.weight, *metas), call("mul", acc, Operand(0)), 1
+    if problem.bias is not None:
+        metas, scaled = (*metas, problem.bias), call("add", scaled, Operand(len(metas)))
+
+    def replaced(node: Expr) -> Expr:
+        return scaled if isinstance(node, Acc) else Operand(node.index + first) if isinstance(node, Operand) else node
+
+    return rewrite(expression, replaced), metas
+
+
 def with_bias(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
     """The epilogue on the bare accumulator, and the operands with the bias as the last."""
     if problem.bias is None:

@@ -33,7 +33,7 @@ from fxfuse import build
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import BuildError, LaunchError
-from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta, anchor_weight
+from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
 
@@ -239,7 +239,8 @@ def _example(problem: Problem) -> tuple[Any, ...]:
         return storage[offset:].as_strided(meta.shape, meta.strides)
 
     bias = None if problem.bias is None else like(problem.bias)
-    return like(problem.x), like(anchor_weight(problem)), bias, [like(operand) for operand in problem.operands]
+    weight = None if problem.weight is None else like(problem.weight)
+    return like(problem.x), weight, bias, [like(operand) for operand in problem.operands]
 
 
 # ----------------------------------------------------------------------------------------- remembering
@@ -276,7 +277,7 @@ def _key(problem: Problem) -> str:
         problem.kind, problem.options, problem.epilogue, problem.pool,
         precision(problem.kind, problem.x.dtype, problem.fp32),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
-        tensor(anchor_weight(problem), True),
+        problem.weight and tensor(problem.weight, True),
         problem.bias and tensor(problem.bias, True),
         [tensor(operand, operand.is_parameter) for operand in problem.operands],
     )  # fmt: skip

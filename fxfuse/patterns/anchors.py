@@ -1,4 +1,4 @@
-"""Anchors: the GEMMs and convolutions that a region starts from.
+"""Anchors: the GEMMs, convolutions and normalisations that a region starts from.
 
 `find_anchor` looks at one node of a traced graph and says what it computes in the terms of the fused operators
 (functional.py): which tensors, and which further options.
@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
+from fxfuse.cuda import layer_norm
 from fxfuse.ops import REQUIRED, Rejected
+from fxfuse.problem import RESULT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Anchor:
     """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)), "conv2d", or
-    "pointwise" for a chain, whose acc is x itself."""
+    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)), "conv2d",
+    "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -79,8 +83,8 @@ def has_hooks(module: nn.Module) -> bool:
 # -------------------------------------------------------------------------------------------- modules
 
 
-def _module_bias(node: fx.Node, module: nn.Module) -> Attribute | None:
-    return None if module.bias is None else Attribute(f"{node.target}.bias")
+def _parameter(node: fx.Node, module: nn.Module, name: str) -> Attribute | None:
+    return None if getattr(module, name) is None else Attribute(f"{node.target}.{name}")
 
 
 def _input(node: fx.Node) -> fx.Node:
@@ -90,20 +94,53 @@ def _input(node: fx.Node) -> fx.Node:
     return args[0]
 
 
-def _linear_module(node: fx.Node, module: nn.Linear) -> Anchor:
-    return Anchor("linear", _input(node), Attribute(f"{node.target}.weight"), _module_bias(node, module))
+def _linear_module(root: nn.Module, node: fx.Node, module: nn.Linear) -> Anchor:
+    return Anchor("linear", _input(node), Attribute(f"{node.target}.weight"), _parameter(node, module, "bias"))
 
 
-def _conv2d_module(node: fx.Node, module: nn.Conv2d) -> Anchor:
+def _conv2d_module(root: nn.Module, node: fx.Node, module: nn.Conv2d) -> Anchor:
     if module.padding_mode != "zeros":
         raise Rejected(f"padding_mode={module.padding_mode!r} (only zeros)")
     options = _conv2d_options(module.stride, module.padding, module.dilation, module.groups, module.kernel_size)
-    return Anchor("conv2d", _input(node), Attribute(f"{node.target}.weight"), _module_bias(node, module), options)
+    return Anchor("conv2d", _input(node), Attribute(f"{node.target}.weight"), _parameter(node, module, "bias"), options)
 
 
-_MODULES: Final[Mapping[type[nn.Module], Callable[[fx.Node, Any], Anchor]]] = {
+def _layer_norm_module(root: nn.Module, node: fx.Node, module: nn.LayerNorm) -> Anchor | None:
+    weight, bias = (_parameter(node, module, name) for name in ("weight", "bias"))
+    return _normalisation(root, _input(node), module.normalized_shape, weight, bias, module.eps)
+
+
+def _normalisation(
+    root: nn.Module, x: fx.Node, shape: Any, weight: Source | None, bias: Source | None, eps: Any
+) -> Anchor | None:
+    """A LayerNorm that a kernel of ours may compute; None for one that is better left to torch."""
+    known = isinstance(shape, Sequence) and all(type(size) is int for size in shape) and isinstance(eps, int | float)
+    if not known or not 0 < math.prod(shape) <= layer_norm.MOST_COLUMNS or not _is_for_kernels(root, x, weight, bias):
+        return None
+    return Anchor("layer_norm", x, weight, bias, {"normalized_shape": list(shape), "eps": float(eps)})
+
+
+def _is_for_kernels(root: nn.Module, x: fx.Node, *parameters: Source | None) -> bool:
+    """Whether these tensors are on a GPU and of a dtype that kernels read, as far as anything is known of them.
+
+    Where nothing is, they are taken to be where the model's parameters are.
+    """
+    sources = [source for source in (x, *parameters) if source is not None]
+    known = [tensor for tensor in (known_tensor(root, source) for source in sources) if tensor is not None]
+    if any(tensor.dtype not in RESULT_DTYPES for tensor in known):
+        return False
+    known = known or list(itertools.islice(root.parameters(), 1))
+    return bool(known) and all(map(_on_gpu, known))
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+_MODULES: Final[Mapping[type[nn.Module], Callable[[nn.Module, fx.Node, Any], Anchor | None]]] = {
     nn.Linear: _linear_module,
     nn.Conv2d: _conv2d_module,
+    nn.LayerNorm: _layer_norm_module,
 }
 
 
@@ -210,13 +247,21 @@ def _convolution(
     return _conv2d(root, x, weight, bias, stride, padding, dilation, groups)
 
 
+def _layer_norm(
+    root: nn.Module, x: Any, shape: Any, weight: Any, bias: Any, eps: Any, cudnn_enable: Any
+) -> Anchor | None:
+    if not all(value is None or isinstance(value, fx.Node) for value in (weight, bias)) or not isinstance(x, fx.Node):
+        return None
+    return _normalisation(root, x, shape, weight, bias, eps)
+
+
 @dataclass(frozen=True)
 class _Function:
     """A call that is an anchor: its parameters as torch names them, and what to make of them."""
 
     name: str
     params: Mapping[str, Any]
-    build: Callable[..., Anchor]
+    build: Callable[..., Anchor | None]
 
 
 _LINEAR: Final = _Function("linear", {"input": REQUIRED, "weight": REQUIRED, "bias": None}, _linear)
@@ -237,6 +282,11 @@ _CONVOLUTION: Final = _Function(
     ),
     _convolution,
 )
+_LAYER_NORM: Final = _Function(
+    "layer_norm",
+    {"input": REQUIRED, "normalized_shape": REQUIRED, "weight": None, "bias": None, "eps": 1e-5, "cudnn_enable": True},
+    _layer_norm,
+)
 _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     F.linear: _LINEAR,
     torch.matmul: _MATMUL,
@@ -245,12 +295,15 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.addmm: _ADDMM,
     F.conv2d: _CONV2D,
     torch.conv2d: _CONV2D,
+    F.layer_norm: _LAYER_NORM,
+    torch.layer_norm: _LAYER_NORM,
     torch.ops.aten.linear: _LINEAR,
     torch.ops.aten.matmul: _MATMUL,
     torch.ops.aten.mm: _MM,
     torch.ops.aten.addmm: _ADDMM,
     torch.ops.aten.conv2d: _CONV2D,
     torch.ops.aten.convolution: _CONVOLUTION,
+    torch.ops.aten.layer_norm: _LAYER_NORM,
 }
 _METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm": _ADDMM}
 
@@ -267,7 +320,7 @@ def find_anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
             return None
         if has_hooks(module):
             raise Rejected("the module has hooks")
-        return build(node, module)
+        return build(root, node, module)
     function = None
     if node.op == "call_function":
         function = _FUNCTIONS.get(ops.function_of(node.target))

@@ -161,6 +161,12 @@ def is_region_alone(weight: torch.Tensor | None) -> bool:
     return weight is not None and weight.is_cuda and weight.dtype == torch.float32
 
 
+def _stands_alone(growth: Growth) -> bool:
+    """Whether the anchor is a region if nothing pointwise follows it; normalisations are none but on a GPU."""
+    weight = known_tensor(growth.root, growth.anchor.weight)
+    return growth.anchor.kind == "layer_norm" or is_region_alone(weight)
+
+
 def close(growth: Growth, mutations: Mutations) -> Region | str:
     """The largest region of `growth` that can be one kernel, or why there is none."""
     reasons: list[str] = []
@@ -173,11 +179,7 @@ def close(growth: Growth, mutations: Mutations) -> Region | str:
             reasons.append(obstacle)
             continue
         epilogue = simplify(growth.values[output])
-        if (
-            len(members) == 1
-            and isinstance(epilogue, Acc)
-            and not is_region_alone(known_tensor(growth.root, growth.anchor.weight))
-        ):
+        if len(members) == 1 and isinstance(epilogue, Acc) and not _stands_alone(growth):
             break
         pool = _pool_after(growth, members, mutations)
         nodes = tuple(members) if pool is None else (*members, pool[0])

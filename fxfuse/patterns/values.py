@@ -63,12 +63,17 @@ class Growth:
         """Refuses an operand that is known to enlarge the result."""
         tensor = known_tensor(self.root, source)
         weight = known_tensor(self.root, self.anchor.weight)
-        if tensor is None or weight is None or weight.dim() < 2:
+        if tensor is None:
             return
-        if self.anchor.kind == "conv2d":
+        rank = None
+        if self.anchor.kind == "layer_norm":
+            dimension, features = -1, self.anchor.options["normalized_shape"][-1]
+        elif weight is None or weight.dim() < 2:
+            return
+        elif self.anchor.kind == "conv2d":
             dimension, features, rank = -3, weight.shape[0], 4
         else:
-            dimension, features, rank = -1, weight.shape[0 if self.anchor.kind == "linear" else 1], None
+            dimension, features = -1, weight.shape[0 if self.anchor.kind == "linear" else 1]
         size = tensor.shape[dimension] if tensor.dim() >= -dimension else 1
         # a size that is a symbol is not asked: the answer would hold for other calls, too
         too_wide = isinstance(size, int) and isinstance(features, int) and size not in (1, features)

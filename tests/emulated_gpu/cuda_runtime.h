@@ -265,6 +265,11 @@ T __shfl_sync(unsigned, T value, int lane) {
     return mine.value;
 }
 
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % emulation::kWarp) ^ lanes);
+}
+
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     emulation::with_warp(value, [](unsigned** all) {
         unsigned most = 0;

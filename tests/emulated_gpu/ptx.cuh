@@ -52,6 +52,8 @@ inline float2 load_l2_8(const void* source, bool exists) {
     return exists ? *static_cast<const float2*>(source) : float2{0.0f, 0.0f};
 }
 
+inline void forget(uint32_t&) {}
+
 inline void store_global_16(uint64_t address, uint4 value) {
     if (address % 16 != 0) emulation::fail("a misaligned store");
     *reinterpret_cast<uint4*>(address) = value;

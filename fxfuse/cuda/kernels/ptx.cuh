@@ -59,6 +59,10 @@ __device__ __forceinline__ float2 load_l2_8(const void* source, bool exists) {
     return value;
 }
 
+// No instruction, but what is derived from the value is derived again where it follows in a loop, and does not occupy
+// registers during all of it.
+__device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // In C++, compilers make four stores of 4 bytes of one among others.
 __device__ __forceinline__ void store_global_16(uint64_t address, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
