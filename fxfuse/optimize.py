@@ -136,7 +136,10 @@ def _is_single_layer(module: nn.Module) -> bool:
 
 
 def _is_worth_while(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | nn.Conv2d) and is_region_alone(layer.weight)
+    if not isinstance(layer, nn.Linear | nn.Conv2d):  # a normalisation gains less than a graph module costs
+        return False
+    kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
+    return is_region_alone(kind, layer.weight, layer.bias is not None)
 
 
 def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -169,6 +169,13 @@ def test_an_anchor_alone_runs_by_the_library_without_a_pass(ranked, monkeypatch)
     assert library.name == plan.LIBRARY_ALONE and not loaded
 
 
+def test_a_convolutions_bias_is_added_by_a_pass_of_ours(ranked):
+    problem = dataclasses.replace(conv2d((1, 1), 1, True, torch.bfloat16), epilogue="acc", operands=())
+    assert problem.bias is not None
+    assert plan.LIBRARY in [candidate.name for candidate in ranked(problem)]
+    assert plan.LIBRARY_ALONE in [candidate.name for candidate in ranked(dataclasses.replace(problem, bias=None))]
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_candidates_with_pooling(channels_last, dtype, ranked, monkeypatch):

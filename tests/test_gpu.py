@@ -943,6 +943,14 @@ def test_a_run_of_convolutions_is_converted_once_each_way():
     assert all("gemm" in region.kernel or "library" in region.kernel for region in fxfuse.explain(fast).regions)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_alone_are_regions_if_they_have_a_bias(memory_format):
+    for groups in (1, 16):
+        conv = nn.Conv2d(16, 32, 3, groups=groups).to(memory_format=memory_format)
+        x = tensor(2, 16, 15, 13, dtype=torch.bfloat16).to(memory_format=memory_format)
+        check(Net(lambda s, x: s.conv(x).mean(1), conv=conv), x, torch.bfloat16)
+
+
 def test_float32_anchors_alone_are_regions():
     check(Net(lambda s, x: s.fc(x).sum(0), fc=nn.Linear(129, 65)), tensor(37, 129))
     check(Net(lambda s, x: s.conv(x).mean(1), conv=nn.Conv2d(9, 17, 3)), tensor(2, 9, 15, 13))

@@ -200,7 +200,8 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
 def _library_candidate(region: Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
-    if isinstance(region.expression, Acc) and output == problem.x.dtype:
+    biased = problem.kind == "conv2d" and problem.bias is not None  # which torch adds in a slower pass
+    if isinstance(region.expression, Acc) and output == problem.x.dtype and not biased:
         return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True)
     by_pass = _bias_by_pass(region)
     expression, metas = with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)

@@ -22,6 +22,7 @@ from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.pooling import pool_after
 from fxfuse.patterns.values import Growth, check_overwritten, value_of
 from fxfuse.pooling import MaxPool
+from fxfuse.problem import RESULT_DTYPES
 from fxfuse.simplify import simplify
 
 
@@ -153,18 +154,18 @@ def describe(root: nn.Module, node: fx.Node) -> str:
     return f"'{node.name}' ({target})"
 
 
-def is_region_alone(weight: torch.Tensor | None) -> bool:
-    """Whether an anchor with this weight is a region even if nothing pointwise follows it.
+def is_region_alone(kind: str, weight: torch.Tensor | None, has_bias: bool) -> bool:
+    """Whether an anchor of this kind is a region even if nothing pointwise follows it.
 
-    In float32 on a GPU there are faster kernels for many than torch's.
+    On a GPU: normalisations (which are anchors nowhere else); in float32 there are faster kernels for many than
+    torch's; and after a convolution torch adds the bias in a pass that takes twice what ours does.
     """
-    return weight is not None and weight.is_cuda and weight.dtype == torch.float32
-
-
-def _stands_alone(growth: Growth) -> bool:
-    """Whether the anchor is a region if nothing pointwise follows it; normalisations are none but on a GPU."""
-    weight = known_tensor(growth.root, growth.anchor.weight)
-    return growth.anchor.kind == "layer_norm" or is_region_alone(weight)
+    if kind == "layer_norm":
+        return True
+    if weight is None or not weight.is_cuda:
+        return False
+    biased = kind == "conv2d" and has_bias and weight.dtype in RESULT_DTYPES
+    return biased or weight.dtype == torch.float32
 
 
 def close(growth: Growth, mutations: Mutations) -> Region | str:
@@ -179,8 +180,10 @@ def close(growth: Growth, mutations: Mutations) -> Region | str:
             reasons.append(obstacle)
             continue
         epilogue = simplify(growth.values[output])
-        if len(members) == 1 and isinstance(epilogue, Acc) and not _stands_alone(growth):
-            break
+        if len(members) == 1 and isinstance(epilogue, Acc):
+            anchor = growth.anchor
+            if not is_region_alone(anchor.kind, known_tensor(growth.root, anchor.weight), anchor.bias is not None):
+                break
         pool = _pool_after(growth, members, mutations)
         nodes = tuple(members) if pool is None else (*members, pool[0])
         return Region(growth.anchor, nodes, *compact(epilogue, growth.operands), pool=None if pool is None else pool[1])
