@@ -133,6 +133,17 @@ def test_many_rows():
     torch.testing.assert_close(fast(x).float(), want, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.sanitizer
+@torch.no_grad()
+def test_a_few_for_the_sanitizer():
+    for dtype, columns in ((torch.float32, 7), (torch.bfloat16, 100), (torch.bfloat16, 768), (torch.float16, 1023),
+                           (torch.bfloat16, 2048), (torch.float32, 8192)):  # fmt: skip
+        x, weight, residual = (tensor(*shape, columns, dtype=dtype) for shape in ((2, 501), (), (2, 501)))
+        have = fxfuse.functional.layer_norm(x, weight, None, [residual], "acc + o0", (columns,), 1e-5, strict=True)
+        want = F.layer_norm(x.double(), (columns,), weight.double()) + residual.double()
+        torch.testing.assert_close(have.double(), want, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_autocast(dtype):
