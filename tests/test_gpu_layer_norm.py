@@ -35,6 +35,10 @@ def norm(*shape, **options):
     return module
 
 
+def _same(tensor, before):
+    return torch.equal(tensor.nan_to_num(77), before.nan_to_num(77))
+
+
 @torch.no_grad()
 def check(model, *inputs, dtype=torch.float32, kernels=("layer_norm_kernel",)):
     """The optimised model's only region, after comparing with eager; it launches these kernels."""
@@ -43,7 +47,11 @@ def check(model, *inputs, dtype=torch.float32, kernels=("layer_norm_kernel",)):
     before = [x.clone() for x in inputs]
     for _ in range(3):
         assert_as_eager(model, fast, *inputs)
-    assert all(map(torch.equal, inputs, before))
+    have, want = fast(*inputs), model(*inputs)  # of these very tensors, and not of copies in another layout
+    assert_same_kind(have, want)
+    tolerance = 1e-4 if want.dtype == torch.float32 else 0.02
+    torch.testing.assert_close(have, want, equal_nan=True, rtol=tolerance, atol=tolerance)
+    assert all(map(_same, inputs, before))
     (region,) = fxfuse.explain(fast).regions
     assert region.anchor == "layer_norm" and region.kernel.startswith("layer_norm"), region
     launched = kernels_launched(lambda: fast(*inputs))
@@ -112,7 +120,7 @@ def test_layouts(dtype):
 def test_special_values(columns, dtype):
     x = tensor(64, columns, dtype=dtype)
     x[3, 1], x[7, 0], x[11, columns - 1] = torch.nan, torch.inf, -torch.inf
-    x[20], x[30], x[40], x[50] = 0.0, torch.finfo(dtype).max, 1000.1, 100.0 + x[50]
+    x[20], x[30], x[40], x[50] = 0.0, torch.finfo(dtype).max / 4, 1000.1, 100.0 + x[50]
     check(Net(lambda m, x: m.l(x).relu(), l=norm(columns)), x, dtype=dtype)
 
 
@@ -123,6 +131,17 @@ def test_many_rows():
     fast, x = fxfuse.optimize(nn.Sequential(model)), tensor(300_001, 96, dtype=torch.bfloat16)
     want = F.layer_norm(x.float(), (96,), model.weight.float(), model.bias.float())
     torch.testing.assert_close(fast(x).float(), want, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.sanitizer
+@torch.no_grad()
+def test_a_few_for_the_sanitizer():
+    for dtype, columns in ((torch.float32, 7), (torch.bfloat16, 100), (torch.bfloat16, 768), (torch.float16, 1023),
+                           (torch.bfloat16, 2048), (torch.float32, 8192)):  # fmt: skip
+        x, weight, residual = (tensor(*shape, columns, dtype=dtype) for shape in ((2, 501), (), (2, 501)))
+        have = fxfuse.functional.layer_norm(x, weight, None, [residual], "acc + o0", (columns,), 1e-5, strict=True)
+        want = F.layer_norm(x.double(), (columns,), weight.double()) + residual.double()
+        torch.testing.assert_close(have.double(), want, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -102,7 +102,8 @@ struct LayerNorm {
 #pragma unroll
                 for (int k = 0; k < kVector; ++k) value[v][k] = present.elements[v][k];
             }
-            // Twice in float32: the mean is rounded, by more than the smallest deviations from a large one.
+            // Twice in float32: the mean is rounded, by more than the smallest deviations from a large one. Numbers of 16
+            // bits deviate by more, and the sum of equal ones is exact.
 #pragma unroll
             for (int turn = 0; turn < (sizeof(Element) == 4 ? 2 : 1); ++turn) {
                 const float sum = add_up(turn, [&](int v) { return exists(v) ? scaled_sum(value[v]) : 0.0f; });
