@@ -46,6 +46,8 @@ UNPROMISING: Final = 1.2
 """Of them, those that a model expects to take so much longer than the best are not compiled."""
 ROUNDS: Final = 9
 """Timed runs of each; medians count."""
+ATTEMPTS: Final = 3
+"""At a run: other kernels compile meanwhile, in threads that have Python's lock for milliseconds at times."""
 FIRST_ROUNDS, HOPELESS = 3, 1.3
 """After so many, those that take so much longer than the fastest are out."""
 SHORT: Final = 100e-6
@@ -193,10 +195,10 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
     try:
         with torch.cuda.device(device), torch.no_grad():
             tensors = _example(problem)
-            time_once = gpu_timer(device)
+            time_once = gpu_timer(device, ATTEMPTS)
             for candidate, run in ready:
                 try:
-                    time_once(run, tensors)  # the first run loads code
+                    run(*tensors)  # loads code
                     samples[candidate.name] = []
                 except LaunchError as error:
                     logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
