@@ -20,6 +20,7 @@ L2_FLUSH_BYTES: Final = 256 << 20
 AHEAD_CYCLES: Final = 400_000
 """For which a GPU waits before a timed run (0.2 ms at 2 GHz), so that it does not wait in between for the CPU to issue
 the run's kernels: Python needs 0.02 to 0.1 ms for a layer's."""
+AHEAD_SECONDS: Final = AHEAD_CYCLES / 2e9
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,27 @@ def _cpu_time(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
     return time.perf_counter() - started
 
 
-def gpu_timer(device: torch.device) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
-    """A function that runs a call on the device once, its L2 flushed, and returns the seconds between two events."""
+def gpu_timer(device: torch.device, attempts: int = 1) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
+    """A function that runs a call on the device once, its L2 flushed, and returns the seconds between two events.
+
+    `attempts`: how often a run is made at most whose launches took the CPU longer than the GPU waits for them, as when
+    another thread has Python's lock or the processor. The last one counts.
+    """
     flush = torch.zeros(L2_FLUSH_BYTES // 4, device=device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def time_once(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.sum()  # what is only read leaves nothing to be written back during the run
-        torch.cuda._sleep(AHEAD_CYCLES)
-        start.record()
-        call(*inputs)
-        end.record()
-        end.synchronize()
+        for _ in range(attempts):
+            flush.sum()  # what is only read leaves nothing to be written back during the run
+            began = time.perf_counter()
+            torch.cuda._sleep(AHEAD_CYCLES)
+            start.record()
+            call(*inputs)
+            end.record()
+            issued = time.perf_counter() - began
+            end.synchronize()
+            if issued < AHEAD_SECONDS:
+                break
         return float(start.elapsed_time(end)) * 1e-3
 
     return time_once

@@ -364,11 +364,12 @@ def _load_inline(source: Source, name: str, directory: Path) -> None:
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         arguments["no_implicit_headers"] = True
     binding = '#include "binding.h"\n'
+    for_the_host = f"\n#ifndef __CUDA_ARCH__\n{binding}#endif\n"
     includes = [str(PACKAGE), str(PACKAGE / ("cuda" if source.is_cuda else "cpu") / "kernels")]
     if source.is_cuda:
         arguments |= {
-            "cpp_sources": [binding],
-            "cuda_sources": [source.text],
+            "cpp_sources": [""],  # as a file of its own the binding takes longer
+            "cuda_sources": [source.text + for_the_host],
             "extra_cuda_cflags": list(_flags(source)),
         }
     else:

@@ -117,6 +117,8 @@ def _maximum(a: Any, b: Any) -> Any:
 
 def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
+    if x.is_meta and all(value is None or value.shape == x.shape[1:2] for value in (mean, var, *affine)):
+        return torch.empty_like(x)  # torch would import its compiler for this (1 to 2 s)
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 
 

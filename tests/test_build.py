@@ -11,6 +11,7 @@ import textwrap
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,6 +285,16 @@ def test_compilers_leave_processors_to_the_process_that_waits_for_them(new_cache
     before = os.nice(0)
     run()
     assert nice == [min(19, before + build.COMPILERS_NICE)] and os.nice(0) == before
+
+
+def test_a_kernel_for_a_gpu_has_its_binding_in_the_same_file(tmp_path, monkeypatch):
+    """In nvcc's pass for the host; NVRTC and the passes for a device do not know Python."""
+    given = {}
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr("inspect.signature", lambda function: SimpleNamespace(parameters={}))
+    build._load_inline(build.Source("int kernel;", (8, 0)), "name", tmp_path)
+    assert given["cpp_sources"] == [""]
+    assert given["cuda_sources"] == ['int kernel;\n#ifndef __CUDA_ARCH__\n#include "binding.h"\n#endif\n']
 
 
 # ------------------------------------------------------------------------------------- broken sources

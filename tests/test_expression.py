@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -118,3 +120,30 @@ def test_what_passes_through_is_not_rounded():
         args = (first, *further.get(row.name, ()))
         wide = [arg.double() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
         assert torch.equal(row.reference(*args).double(), row.reference(*wide).double()), row.name
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "with gaps": lambda x: x[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norm_of_meta_tensors_is_what_torch_says_of_them(layout, dtype):
+    x, parameters = LAYOUTS[layout](torch.ones(2, 3, 4, 6, dtype=dtype)).to("meta"), torch.ones(3, device="meta")
+    expected = torch.nn.functional.batch_norm(x, parameters, parameters, parameters, parameters)
+    found = ops.row("batch_norm").reference(x, *[parameters] * 4, 1e-5)
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    with pytest.raises(RuntimeError):
+        ops.row("batch_norm").reference(x, *[torch.ones(4, device="meta")] * 4, 1e-5)
+
+
+def test_batch_norm_of_meta_tensors_imports_no_compiler():
+    program = (
+        "import sys, torch; from fxfuse import ops; x = torch.ones(2, 3, 4, 4, device='meta')\n"
+        "ops.row('batch_norm').reference(x, *[x[0, :, 0, 0]] * 4, 1e-5); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

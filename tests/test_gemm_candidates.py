@@ -50,6 +50,12 @@ def splits(kernel: Kernel) -> int:
 
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
+def test_the_best_comes_first_with_its_estimated_time(precision: Precision) -> None:
+    estimates = [kernel.estimate or 0.0 for kernel in candidates(linear(1000, 512, 512, precision))]
+    assert estimates == sorted(estimates) and estimates[0] > 0
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
 @pytest.mark.parametrize("m", [1, 7, 33, 1000, 100_000])
 @pytest.mark.parametrize("n", [1, 129, 8192])
 @pytest.mark.parametrize("k", [1, 300, 16384])

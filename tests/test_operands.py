@@ -99,5 +99,5 @@ def test_functions_after_tf32_products_are_faster():
 
 def test_what_the_code_knows_of_operands_is_in_its_text():
     text = source("acc + o0", torch.bfloat16)
-    assert "Operand<__nv_bfloat16, kRow | kCol, 16> operand0;" in text
+    assert "Operand<BFloat16, kRow | kCol, 16> operand0;" in text
     assert "kColumns = 8;" in text and "kElementBytes = 2;" in text

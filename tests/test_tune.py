@@ -91,6 +91,18 @@ def test_few_are_measured_and_the_library_always(gpu):
     assert gpu.measured == [[*names[: tune.CONTESTANTS], "library"]]
 
 
+def test_what_a_model_expects_to_lose_is_not_compiled(gpu):
+    gpu.times = dict.fromkeys(["library", "a", "b", "c"], 1.0)
+    library, *kernels = gpu.candidates("library", "a", "b", "c", always=("library",))
+    estimates = (10.0, 10.0 * tune.UNPROMISING, 10.1 * tune.UNPROMISING)
+    kernels = [dataclasses.replace(kernel, estimate=time) for kernel, time in zip(kernels, estimates, strict=True)]
+    gpu(problem(), [*kernels, library])
+    assert gpu.built == ["a", "b", "library"] and gpu.measured == [["a", "b", "library"]]
+    gpu.new_process()
+    gpu(problem(rows=1000), [library, *kernels])  # those that are always measured count among the first
+    assert gpu.measured == [["library", "a", "b"]]
+
+
 def test_switched_off_the_first_is_taken(gpu, monkeypatch):
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     assert gpu(problem(), gpu.candidates("a", "b")) == "a" and gpu.built == ["a"] and not gpu.measured

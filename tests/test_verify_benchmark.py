@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 import fxfuse
 
 X = randn(16, 8)
+benchmark = sys.modules["fxfuse.benchmark"]
+"""The module: fxfuse.benchmark is its function."""
 
 
 def model(**changes):
@@ -179,3 +183,31 @@ def test_gradients_are_off_and_modes_stay():
     original.register_forward_hook(lambda module, args, output: seen.append((output.requires_grad, module.training)))
     fxfuse.benchmark(original, model(), (X,), compare=("eager",), seconds=0.01)
     assert set(seen) == {(False, True)} and original.training
+
+
+class _Gpu:
+    """torch.cuda as a timer uses it. The n-th run takes n milliseconds, and `late[n - 1]` seconds to be issued."""
+
+    def __init__(self, monkeypatch, late):
+        self.runs, self.now, self.late = 0, 0.0, late
+        event = SimpleNamespace(
+            record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: float(self.runs)
+        )
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
+        monkeypatch.setattr(benchmark.time, "perf_counter", lambda: self.now)
+
+    def run(self):
+        self.now += self.late[self.runs]
+        self.runs += 1
+
+
+@pytest.mark.parametrize(
+    ("late", "attempts", "counts"),
+    [([0.0], 3, 1), ([1.0, 0.0], 3, 2), ([1.0, 1.0, 1.0], 3, 3), ([1.0], 1, 1)],
+)
+def test_a_run_whose_launches_came_too_late_is_made_again(late, attempts, counts, monkeypatch):
+    gpu = _Gpu(monkeypatch, late)
+    monkeypatch.setattr(benchmark, "L2_FLUSH_BYTES", 4)
+    assert benchmark.gpu_timer(torch.device("cpu"), attempts)(gpu.run, ()) == pytest.approx(counts * 1e-3)
+    assert gpu.runs == counts

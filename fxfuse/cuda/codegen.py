@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,16 +13,10 @@ from fxfuse.expression import Call, Expr, postorder
 
 CPP_TYPES: Final = {
     torch.float32: "float",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
     **INTEGER_TYPES,
 }
-
-_HALVES: Final = {
-    "FXFUSE_FP16": re.compile(r"\b(__half2?|Fp16|Fp16x3\w*|round_to_half)\b"),
-    "FXFUSE_BF16": re.compile(r"\b(__nv_bfloat16|Bf16|round_to_bfloat16)\b"),
-}
-"""What a source defines if it mentions one of the names: see half.cuh."""
 
 _TEMPLATE: Final = """\
 #include "{header}"
@@ -193,5 +186,4 @@ def generate(
         ),
         kernel=kernel.type.format(output=CPP_TYPES[output], epilogue="Epilogue"),
     )
-    halves = "".join(f"#define {macro}\n" for macro, names in _HALVES.items() if names.search(source))
-    return halves + source + _LAUNCH
+    return source + _LAUNCH

@@ -722,8 +722,8 @@ _STRIP_ROWS: Final = 7
 _ELEMENT: Final[dict[Precision, str]] = {
     "tf32x3": "float",
     "tf32": "float",
-    "fp16": "__half",
-    "bf16": "__nv_bfloat16",
+    "fp16": "Float16",
+    "bf16": "BFloat16",
 }
 
 
@@ -736,10 +736,10 @@ def _depthwise(problem: Conv2dProblem) -> list[Kernel]:
     access = _tiled_access(problem)
     if access is None:
         cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
-        return [Kernel(f"depthwise {layout} {element.strip('_')}", "depthwise.cuh", cpp, pack(problem))]
+        return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
     kernel, stride = problem.kernel[0], problem.stride[0]
     config = f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
-    name = f"depthwise {layout} {element.strip('_')}, {kernel}x{kernel}, stride {stride}"
+    name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
     cpp = f"DepthwiseTile{layout.capitalize()}<{config}, {{output}}, {{epilogue}}>"
     return [Kernel(name, "depthwise_tile.cuh", cpp, pack(problem))]
 

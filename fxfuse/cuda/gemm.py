@@ -220,7 +220,7 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
     timed = _timed(problem) if problem.precision != "fp16x3" else _timed_fp16x3(problem)
-    return tuple(kernel for _, kernel in sorted(timed, key=lambda choice: choice[0]))
+    return tuple(replace(kernel, estimate=time) for time, kernel in sorted(timed, key=lambda choice: choice[0]))
 
 
 def _timed(problem: Problem) -> list[tuple[float, Kernel]]:

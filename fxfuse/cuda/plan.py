@@ -149,7 +149,7 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
         def compiled() -> Run:
             return _fused_runner(region, operands, kernel, region.load(kernel, expression, operands, uses_batch))
 
-        return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace)
+        return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace, estimate=kernel.estimate)
 
     return [candidate(kernel) for kernel in kernels]
 

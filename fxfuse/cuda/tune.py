@@ -42,8 +42,12 @@ CONTESTANTS: Final = 3
 
 A third was the fastest by more than 1 % for 5 of 111 problems on an H200, a fourth for one.
 """
+UNPROMISING: Final = 1.2
+"""Of them, those that a model expects to take so much longer than the best are not compiled."""
 ROUNDS: Final = 9
 """Timed runs of each; medians count."""
+ATTEMPTS: Final = 3
+"""At a run: other kernels compile meanwhile, in threads that have Python's lock for milliseconds at times."""
 FIRST_ROUNDS, HOPELESS = 3, 1.3
 """After so many, those that take so much longer than the fastest are out."""
 SHORT: Final = 100e-6
@@ -70,6 +74,8 @@ class Candidate:
     """Bytes of scratch memory that a call allocates."""
     always: bool = False
     """Whether it is measured however low its rank is."""
+    estimate: float | None = None
+    """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,16 @@ def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
         plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
         return lambda: plan
     build.check_may_build()  # here, and not in the threads that compile
-    ready = _compile([*candidates[:CONTESTANTS], *(c for c in candidates[CONTESTANTS:] if c.always)])
+    ready = _compile(_contestants(candidates))
     return lambda: _decide(problem, ready)
+
+
+def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that are compiled and measured, in order of rank."""
+    first = [candidate for candidate in candidates[:CONTESTANTS] if not candidate.always]
+    least = min((candidate.estimate for candidate in first if candidate.estimate is not None), default=math.inf)
+    chosen = [candidate for candidate in first if (candidate.estimate or 0) <= UNPROMISING * least]
+    return [candidate for candidate in candidates if candidate.always or candidate in chosen]
 
 
 def _plan(candidate: Candidate, run: Run, measured: tuple[tuple[str, float], ...] = ()) -> Plan:
@@ -181,10 +195,10 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
     try:
         with torch.cuda.device(device), torch.no_grad():
             tensors = _example(problem)
-            time_once = gpu_timer(device)
+            time_once = gpu_timer(device, ATTEMPTS)
             for candidate, run in ready:
                 try:
-                    time_once(run, tensors)  # the first run loads code
+                    run(*tensors)  # loads code
                     samples[candidate.name] = []
                 except LaunchError as error:
                     logger.warning("fxfuse: %s is left out: %s", candidate.name, error)

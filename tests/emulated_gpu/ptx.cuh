@@ -1,8 +1,6 @@
 // The functions of cuda/kernels/ptx.cuh on the emulated GPU.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -53,6 +51,7 @@ inline float2 load_l2_8(const void* source, bool exists) {
 }
 
 inline void forget(uint32_t&) {}
+inline uint16_t load_read_only_2(const void* source) { return *static_cast<const uint16_t*>(source); }
 
 inline void store_global_16(uint64_t address, uint4 value) {
     if (address % 16 != 0) emulation::fail("a misaligned store");
@@ -103,8 +102,17 @@ inline uint32_t cvt_rn_tf32(uint32_t bits) {
     const bool finite = (bits & 0x7f800000) != 0x7f800000;
     return finite ? (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000 : bits;
 }
+inline float cvt_f32_f16(uint16_t bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
+inline float cvt_f32_bf16(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
+inline uint16_t cvt_rn_f16(float value) { return bits_as<uint16_t>(static_cast<_Float16>(value)); }
+inline uint16_t cvt_rn_bf16(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    if (value != value) return 0x7fff;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t cvt_rn_f16x2(float first, float second) { return cvt_rn_f16(first) | uint32_t{cvt_rn_f16(second)} << 16; }
 inline uint32_t cvt_rn_bf16x2(float first, float second) {
-    return __float2bfloat16_rn(first).bits | uint32_t{__float2bfloat16_rn(second).bits} << 16;
+    return cvt_rn_bf16(first) | uint32_t{cvt_rn_bf16(second)} << 16;
 }
 
 // d += a * b for a warp; Element gives the i-th value of a register, of kPerRegister.
@@ -144,7 +152,13 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[kARegisters], const uint32_
 inline float tf32_of(uint32_t bits, int) { return __uint_as_float(bits & 0xffffe000); }
 inline float bf16_of(uint32_t bits, int i) { return __uint_as_float(i == 0 ? bits << 16 : bits & 0xffff0000); }
 inline float f16_of(uint32_t bits, int i) {
-    return __half2float(bits_as<__half>(static_cast<uint16_t>(bits >> 16 * i)));
+    return cvt_f32_f16(static_cast<uint16_t>(bits >> 16 * i));
+}
+inline uint32_t add_f16x2(uint32_t a, uint32_t b) {
+    return cvt_rn_f16x2(f16_of(a, 0) + f16_of(b, 0), f16_of(a, 1) + f16_of(b, 1));
+}
+inline uint32_t add_bf16x2(uint32_t a, uint32_t b) {
+    return cvt_rn_bf16x2(bf16_of(a, 0) + bf16_of(b, 0), bf16_of(a, 1) + bf16_of(b, 1));
 }
 
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

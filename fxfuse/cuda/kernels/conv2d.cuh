@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
 #include "divisor.cuh"
 #include "launch.cuh"
 #include "mainloop.cuh"
@@ -454,7 +455,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
                   const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ w,
                   typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
                   const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, divisors, x, w, out, workspace, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, divisors, x, w, out, workspace, epilogue));
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.

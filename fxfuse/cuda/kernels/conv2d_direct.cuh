@@ -17,6 +17,7 @@
 #include "conv2d_direct_store.cuh"
 #include "conv2d_patch.cuh"
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
 #include "filter_fragments.cuh"
 #include "launch.cuh"
 #include "mma.cuh"
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
                          const typename Kernel::Element* __restrict__ x, const void* __restrict__ filters,
                          typename Kernel::Output* __restrict__ out,
                          const __grid_constant__ typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, tiles, x, filters, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, tiles, x, filters, out, epilogue));
 }
 
 template <class Config_, class Output_, class Epilogue_>
@@ -326,12 +327,7 @@ private:
         // The addition changes nothing but the sign of zero. Without it, ptxas leaves in place what a wide read has
         // brought, rounded or not, and moves it to the pair of registers that an instruction takes at each of its uses.
         static __device__ __forceinline__ uint32_t apart(uint32_t bits) {
-            if constexpr (Config::kPairs) {
-                using Two = typename Mma::Two;
-                const uint32_t zero = 0;
-                const Two sum = __hadd2(reinterpret_cast<const Two&>(bits), reinterpret_cast<const Two&>(zero));
-                return reinterpret_cast<const uint32_t&>(sum);
-            }
+            if constexpr (Config::kPairs) return Mma::add(bits, 0);
 #if __CUDA_ARCH__ >= 900
             if constexpr (Config::kAlignedWords) return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
 #endif

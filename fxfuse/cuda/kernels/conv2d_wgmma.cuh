@@ -20,6 +20,7 @@
 #include "conv2d_wgmma_config.cuh"
 #include "conv2d_wgmma_filters.cuh"
 #include "conv2d_wgmma_store.cuh"
+#include "device_pass.cuh"
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
     conv2d_wgmma_kernel(const __grid_constant__ WgmmaCut cut, const typename Kernel::Element* __restrict__ x,
                         const unsigned char* __restrict__ filters, typename Kernel::Output* __restrict__ out,
                         const __grid_constant__ typename Kernel::Epilogue epilogue) {
-    Kernel::run(cut, x, filters, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(cut, x, filters, out, epilogue));
 }
 
 template <class Config_, class Output_, class Epilogue_>

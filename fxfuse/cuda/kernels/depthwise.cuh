@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
 
 namespace fxfuse {
 
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     depthwise_kernel(const __grid_constant__ Conv2dProblem problem, const typename Kernel::Element* __restrict__ x,
                      const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
                      const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, w, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, x, w, out, epilogue));
 }
 
 // kNhwc: whether out is NHWC, else NCHW. Runs are along the channels or along the columns.

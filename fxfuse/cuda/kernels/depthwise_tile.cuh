@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
 #include "divisor.cuh"
 #include "launch.cuh"
 
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 2)
                           const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
                           const typename Kernel::Epilogue epilogue) {
     extern __shared__ __align__(16) unsigned char depthwise_shared[];
-    Kernel::run(problem, tiles, depthwise_shared, x, w, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, tiles, depthwise_shared, x, w, out, epilogue));
 }
 
 #ifndef __CUDACC_RTC__

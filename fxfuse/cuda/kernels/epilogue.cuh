@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "half.cuh"
+#include "ptx.cuh"
 
 namespace fxfuse {
 
@@ -68,27 +69,21 @@ __device__ __forceinline__ float from_float<float>(float value) { return value; 
 template <class T>
 __device__ __forceinline__ uint32_t pack_two(float first, float second);
 
-#ifdef FXFUSE_FP16
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(Float16 value) { return ptx::cvt_f32_f16(value.bits); }
 template <>
-__device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
+__device__ __forceinline__ Float16 from_float<Float16>(float value) { return {ptx::cvt_rn_f16(value)}; }
 template <>
-__device__ __forceinline__ uint32_t pack_two<__half>(float first, float second) {
-    const __half2 both = __floats2half2_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
+__device__ __forceinline__ uint32_t pack_two<Float16>(float first, float second) {
+    return ptx::cvt_rn_f16x2(first, second);
 }
-#endif
 
-#ifdef FXFUSE_BF16
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(BFloat16 value) { return ptx::cvt_f32_bf16(value.bits); }
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float value) { return {ptx::cvt_rn_bf16(value)}; }
 template <>
-__device__ __forceinline__ uint32_t pack_two<__nv_bfloat16>(float first, float second) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
+__device__ __forceinline__ uint32_t pack_two<BFloat16>(float first, float second) {
+    return ptx::cvt_rn_bf16x2(first, second);
 }
-#endif
 
 // The integer of kBytes that one instruction reads or writes.
 template <int kBytes>
@@ -124,7 +119,7 @@ __device__ __forceinline__ float part_to_float(Unit unit, int first) {
 }
 // bfloat16 is the upper half of a float: one instruction for either half of a register.
 template <>
-__device__ __forceinline__ float part_to_float<__nv_bfloat16, uint32_t>(uint32_t unit, int first) {
+__device__ __forceinline__ float part_to_float<BFloat16, uint32_t>(uint32_t unit, int first) {
     return __uint_as_float(first == 0 ? unit << 16 : unit & 0xffff0000u);
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "epilogue.cuh"
 #include "launch.cuh"
 #include "mainloop.cuh"
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
                 const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
                 typename Kernel::Output* __restrict__ out, const SplitWorkspace workspace,
                 const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, rows, x, weight, out, workspace, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, workspace, epilogue));
 }
 
 // kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of K.

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "gemm.cuh"
 #include "split_halves.cuh"
 
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     halves_kernel(const typename Kernel::Problem problem, const HalfPair* __restrict__ x,
                   const HalfPair* __restrict__ weight, typename Kernel::Output* __restrict__ out,
                   const HalvesOrigin origin, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, x, weight, out, origin, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, x, weight, out, origin, epilogue));
 }
 
 // Gemm on halves: x and the weight are images of tiles, K is padded.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "epilogue.cuh"
 #include "gemm.cuh"
 #include "launch.cuh"
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
     wgmma_gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
                       const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
                       typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, rows, x, weight, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, epilogue));
 }
 
 // Gemm by as many thread blocks as the device holds, each of which computes one tile after another: while it stores one,

@@ -1,17 +1,23 @@
-// The 16-bit types, those that the source uses: CUDA's two headers take a kernel half a second more to compile.
-// cuda/codegen.py defines FXFUSE_FP16 and FXFUSE_BF16.
+// The 16-bit types as they lie in memory. CUDA's headers for them would take as long to compile as a whole kernel.
 #pragma once
 
-#ifdef FXFUSE_FP16
-#include <cuda_fp16.h>
-#else
-struct __half;
-struct __half2;
-#endif
+#include <cstdint>
 
-#ifdef FXFUSE_BF16
-#include <cuda_bf16.h>
-#else
-struct __nv_bfloat16;
-struct __nv_bfloat162;
-#endif
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+struct Float16 {
+    uint16_t bits;
+};
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+// As CUDA has it for its own types.
+using ::__ldg;
+__device__ __forceinline__ Float16 __ldg(const Float16* source) { return {ptx::load_read_only_2(source)}; }
+__device__ __forceinline__ BFloat16 __ldg(const BFloat16* source) { return {ptx::load_read_only_2(source)}; }
+
+}  // namespace fxfuse

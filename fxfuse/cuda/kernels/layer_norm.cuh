@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
 #include "launch.cuh"
@@ -38,7 +39,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     layer_norm_kernel(const __grid_constant__ LayerNormCut cut, const typename Kernel::Element* __restrict__ x,
                       typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(cut, x, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(cut, x, out, epilogue));
 }
 
 // kCols: of a row, a multiple of kVector, as are the distances between rows and the addresses of x.

@@ -11,7 +11,6 @@
 //     float   sigmoid 2.0 ulp, silu 2.4, mish 3.9, gelu 2.4 and gelu_tanh 2.5 for x > -1, tanhshrink 4.3, the others 2.5
 #pragma once
 
-#include "half.cuh"
 #include "ptx.cuh"
 
 namespace fxfuse {
@@ -35,12 +34,8 @@ __device__ __forceinline__ float erf(float x) { return erff(x); }
 // Within 2 ulp for |b| from 2^-126 to 2^126, and 0 beyond, where a sigmoid is 0 or subnormal.
 __device__ __forceinline__ float divide(float a, float b) { return a * ptx::reciprocal(b); }
 
-#ifdef FXFUSE_FP16
-__device__ __forceinline__ float round_to_half(float x) { return __half2float(__float2half_rn(x)); }
-#endif
-#ifdef FXFUSE_BF16
-__device__ __forceinline__ float round_to_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
-#endif
+__device__ __forceinline__ float round_to_half(float x) { return ptx::cvt_f32_f16(ptx::cvt_rn_f16(x)); }
+__device__ __forceinline__ float round_to_bfloat16(float x) { return ptx::cvt_f32_bf16(ptx::cvt_rn_bf16(x)); }
 
 namespace detail {
 

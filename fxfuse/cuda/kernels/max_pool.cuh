@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
 
@@ -33,7 +34,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     max_pool_kernel(const __grid_constant__ MaxPoolCut cut, const typename Kernel::Element* __restrict__ acc,
                     typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(cut, acc, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(cut, acc, out, epilogue));
 }
 
 // kVector: channels of a thread in channels_last, which divides their number; 1 in NCHW. kHeight, kWidth: the window.

@@ -208,10 +208,9 @@ template <>
 constexpr int kSmallProducts<SplitBf16> = 3;
 
 // What fp16 and bf16 share: the raw registers are the fragments.
-template <class T, class Two_>
+template <class T>
 struct Half {
     using Element = T;
-    using Two = Two_;  // that make up a register
     struct A {
         uint32_t value[4];
     };
@@ -224,7 +223,7 @@ struct Half {
     static __device__ __forceinline__ B make_b(const uint32_t (&raw)[2]) { return {{raw[0], raw[1]}}; }
 };
 
-struct Fp16 : Half<__half, __half2> {
+struct Fp16 : Half<Float16> {
     static constexpr bool kGuarded = false;
     using Unguarded = Fp16;
 
@@ -232,9 +231,11 @@ struct Fp16 : Half<__half, __half2> {
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
         ptx::mma_m16n8k16_f16(d, a.value, b.value);
     }
+
+    static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return ptx::add_f16x2(a, b); }
 };
 
-struct Bf16 : Half<__nv_bfloat16, __nv_bfloat162> {
+struct Bf16 : Half<BFloat16> {
     static constexpr bool kGuarded = false;
     using Unguarded = Bf16;
 
@@ -242,6 +243,8 @@ struct Bf16 : Half<__nv_bfloat16, __nv_bfloat162> {
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
         ptx::mma_m16n8k16_bf16(d, a.value, b.value);
     }
+
+    static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return ptx::add_bf16x2(a, b); }
 };
 
 // A float32 number as hi + lo, two halves of which lo is the remainder of hi: 22 significant bits. Where tiles of them

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
 
@@ -40,7 +41,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     pointwise_kernel(const __grid_constant__ PointwiseSlice slice, const typename Kernel::Element* acc,
                      typename Kernel::Output* out, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(slice, acc, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(slice, acc, out, epilogue));
 }
 
 template <class Element_, class Output_, class Epilogue_, int kVector_, Runs kRuns_>

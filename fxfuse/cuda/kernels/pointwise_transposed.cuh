@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
 #include "epilogue.cuh"
 
 namespace fxfuse {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     pointwise_transposed_kernel(const __grid_constant__ TransposedProblem problem,
                                 const typename Kernel::Element* __restrict__ acc,
                                 typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    Kernel::run(problem, acc, out, epilogue);
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, acc, out, epilogue));
 }
 
 // kAccess: bytes that one instruction reads, of which acc's columns start at multiples and are multiples. kRows, kCols:

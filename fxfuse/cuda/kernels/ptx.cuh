@@ -63,6 +63,13 @@ __device__ __forceinline__ float2 load_l2_8(const void* source, bool exists) {
 // registers during all of it.
 __device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
+// Two bytes that nothing writes while the kernel runs.
+__device__ __forceinline__ uint16_t load_read_only_2(const void* source) {
+    uint16_t value;
+    asm("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(source));
+    return value;
+}
+
 // In C++, compilers make four stores of 4 bytes of one among others.
 __device__ __forceinline__ void store_global_16(uint64_t address, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
@@ -124,10 +131,59 @@ __device__ __forceinline__ uint32_t cvt_rn_tf32(uint32_t bits) {
 }
 #endif
 
-// Two floats to the nearest bf16, the first in the lower half.
+__device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+    return result;
+}
+
+__device__ __forceinline__ float cvt_f32_bf16(uint16_t bits) {
+    float result;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.f32.bf16 %0, %1;" : "=f"(result) : "h"(bits));
+#else  // the upper half of a float
+    asm("mov.b32 %0, {0, %1};" : "=f"(result) : "h"(bits));
+#endif
+    return result;
+}
+
+// To the nearest f16 or bf16, ties to even.
+__device__ __forceinline__ uint16_t cvt_rn_f16(float value) {
+    uint16_t result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+__device__ __forceinline__ uint16_t cvt_rn_bf16(float value) {
+    uint16_t result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+
+// Two floats to the nearest, the first in the lower half.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2(float first, float second) {
+    uint32_t result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+    return result;
+}
 __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float first, float second) {
     uint32_t result;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+    return result;
+}
+
+// Sums of two pairs.
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("add.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+__device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t result;
+#if __CUDA_ARCH__ >= 900
+    asm("add.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+#else  // a * 1 + b
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x3f803f80), "r"(b));
+#endif
     return result;
 }
 

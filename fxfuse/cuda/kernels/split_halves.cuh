@@ -8,8 +8,6 @@
 // for the first tile of rows, then for the next. K is padded with zeros; rows beyond the last one stay undefined.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "launch.cuh"
@@ -71,9 +69,12 @@ __device__ __forceinline__ uint4 split_vector(const float* numbers, int i, float
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const float a = value[2 * j] * scale, b = value[2 * j + 1] * scale;
-        __half2 half = __floats2half2_rn(a, b);
-        if (lo) half = __floats2half2_rn(a - __low2float(half), b - __high2float(half));
-        packed[j] = *reinterpret_cast<const uint32_t*>(&half);
+        packed[j] = ptx::cvt_rn_f16x2(a, b);
+        if (lo) {
+            const float hi_a = ptx::cvt_f32_f16(static_cast<uint16_t>(packed[j]));
+            const float hi_b = ptx::cvt_f32_f16(static_cast<uint16_t>(packed[j] >> 16));
+            packed[j] = ptx::cvt_rn_f16x2(a - hi_a, b - hi_b);
+        }
     }
     return {packed[0], packed[1], packed[2], packed[3]};
 }
