@@ -538,11 +538,30 @@ def test_channels_last_is_a_matrix_product(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", gemm._TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
+    monkeypatch.setattr(gemm, "WGMMA_TILES", ())
     monkeypatch.setattr(gemm, "_TILES", (tile,))
     # pieces of 16 bytes, and single elements; more pixels than in a tile, and an image's last ones alone in theirs
     for channels, kernel in ((24, 3), (3, 5)):
         x = tensor(3, channels, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
         assert f"{tile.m}x{tile.n}x" in in_channels_last(nn.Conv2d(channels, 72, kernel, padding=1, stride=2), x, dtype)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's instructions"
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tile", gemm.WGMMA_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    monkeypatch.setattr(gemm, "_TILES", ())
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+    # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages
+    for rows, features, depth in ((1, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
+        model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
+        assert expected in check(model, tensor(rows, depth, dtype=dtype), dtype)
+    x = tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
+    assert expected in in_channels_last(nn.Conv2d(24, 72, 3, padding=1, stride=2), x, dtype)
 
 
 def test_windows_share_sums_over_k():
