@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,16 +105,31 @@ def benchmark(
         times: dict[str, list[float]] = {name: [] for name in running}
         for call in running.values():  # the second call still allocates and autotunes
             time_once(call, inputs)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline or len(times["fxfuse"]) < 3:
-            for name, call in running.items():
-                times[name].append(time_once(call, inputs))
+        with _garbage_of_runs_only():
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline or len(times["fxfuse"]) < 3:
+                for name, call in running.items():
+                    times[name].append(time_once(call, inputs))
     timings = tuple(
         Timing(name, statistics.median(samples), min(samples), first_calls[name][0], len(samples))
         for name, samples in times.items()
     )
     failures = tuple(f"{name}: {first_calls[name][1]}" for name in sorted(failed))
     return Benchmark(timings, _describe(device), failures)
+
+
+@contextlib.contextmanager
+def _garbage_of_runs_only() -> Iterator[None]:
+    """Inside, Python's collector looks at what was made inside.
+
+    torch.compile leaves millions of objects: to look at all of them takes longer than a run, whose turn it happens to be.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _peer(model: nn.Module, name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from helpers import Net, Net2, kernels_launched, linear
 from torch import nn
 
 import fxfuse
-from fxfuse.cuda import conv2d, gemm
+from fxfuse.cuda import conv2d, gemm, plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -554,6 +554,7 @@ def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
 def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
     monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
     monkeypatch.setattr(gemm, "_TILES", ())
+    monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
     # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import re
 import sys
 from types import SimpleNamespace
@@ -211,3 +212,15 @@ def test_a_run_whose_launches_came_too_late_is_made_again(late, attempts, counts
     monkeypatch.setattr(benchmark, "L2_FLUSH_BYTES", 4)
     assert benchmark.gpu_timer(torch.device("cpu"), attempts)(gpu.run, ()) == pytest.approx(counts * 1e-3)
     assert gpu.runs == counts
+
+
+def test_the_collector_looks_at_nothing_old_while_runs_are_timed():
+    frozen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            frozen.append(gc.get_freeze_count())
+            return x + 1
+
+    fxfuse.benchmark(Model(), Model(), (torch.zeros(3),), compare=["eager"], seconds=0.01)
+    assert frozen[0] == 0 < frozen[-1] and gc.get_freeze_count() == 0
