@@ -84,7 +84,7 @@ class Row:
     network: str
     precision: str
     anchors: int
-    """Linears and two-dimensional convolutions that the model has."""
+    """Linears, two-dimensional convolutions and layer normalisations that the model has."""
     regions: int
     """Regions in use that have an anchor."""
     chains: int
@@ -174,7 +174,7 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
     return Row(
         network=name,
         precision=precision,
-        anchors=sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.modules()),
+        anchors=sum(isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm) for module in model.modules()),
         regions=sum(not chain for chain in used.values()),
         chains=sum(used.values()),
         launches=counts[0],

@@ -122,7 +122,7 @@ def benchmark(
 def _garbage_of_runs_only() -> Iterator[None]:
     """Inside, Python's collector looks at what was made inside.
 
-    torch.compile leaves millions of objects: to look at all of them takes longer than a run, whose turn it happens to be.
+    torch.compile leaves millions of objects: to look at all of them takes longer than the run in whose time it falls.
     """
     gc.collect()
     gc.freeze()
