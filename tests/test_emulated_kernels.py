@@ -397,6 +397,6 @@ def test_layer_norm_of_special_values(columns, dtype):
 
 
 def test_layer_norm_takes_what_it_is_made_for():
-    most, unaligned = layer_norm.MOST_COLUMNS, layer_norm.ELEMENTS * layer_norm.LANES
+    most, unaligned = layer_norm.WHOLE_VECTORS * layer_norm.LANES, layer_norm.ELEMENTS * layer_norm.LANES
     for columns, fits in ((most, True), (most + 8, False), (unaligned - 1, True), (unaligned + 1, False)):
         assert bool(layer_norms(torch.zeros(3, columns))) == fits

@@ -83,7 +83,6 @@ TORCHS = {
     "float64": Net(lambda m, x: m.l(x), l=nn.LayerNorm(8)).double(),
     "a shape that is computed": Net(computed_shape, w=torch.ones(8)),
     "an eps that is computed": Net(lambda m, x: F.layer_norm(x, (8,), m.w, eps=x.shape[0]), w=torch.ones(8)),
-    "long rows": Net(lambda m, x: m.l(x), l=nn.LayerNorm(layer_norm.MOST_COLUMNS + 1)),
     "no parameters anywhere": Net(lambda m, x: F.layer_norm(x, (8,))),
     "hooks": with_hook(),
 }
@@ -281,6 +280,12 @@ def test_torchs_own_is_a_candidate(ranked):
     assert fused and all("layer_norm" in candidate.name for candidate in fused)
     assert (library.name, library.always) == (plan.LIBRARY_ALONE, True)
     assert ranked(problem(197, 768, epilogue="tanh(acc)"))[-1].name == plan.LIBRARY
+
+
+@pytest.mark.parametrize(("epilogue", "name"), [("acc", plan.LIBRARY_ALONE), ("tanh(acc)", plan.LIBRARY)])
+def test_rows_that_no_kernel_holds_are_torchs(epilogue, name, ranked):
+    (library,) = ranked(problem(3, layer_norm.WHOLE_VECTORS * layer_norm.LANES + 1, epilogue=epilogue))
+    assert library.name == name
 
 
 def test_a_kernel_serves_any_number_of_rows(ranked):

@@ -27,7 +27,6 @@ ELEMENTS, WHOLE_VECTORS = 24, 32
 """Elements of a row in a thread at most, and where all are read ACCESS bytes at a time: registers suffice."""
 WARP, LANES = 32, 256
 """Threads that share a row without a barrier, and at most."""
-MOST_COLUMNS: Final = WHOLE_VECTORS * LANES
 MOST_ROWS: Final = 2**31 - 1
 
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.cuda import layer_norm
 from fxfuse.ops import REQUIRED, Rejected
 from fxfuse.problem import RESULT_DTYPES
 
@@ -115,7 +113,7 @@ def _normalisation(
 ) -> Anchor | None:
     """A LayerNorm that a kernel of ours may compute; None for one that is better left to torch."""
     known = isinstance(shape, Sequence) and all(type(size) is int for size in shape) and isinstance(eps, int | float)
-    if not known or not 0 < math.prod(shape) <= layer_norm.MOST_COLUMNS or not _is_for_kernels(root, x, weight, bias):
+    if not known or 0 in shape or not _is_for_kernels(root, x, weight, bias):
         return None
     return Anchor("layer_norm", x, weight, bias, {"normalized_shape": list(shape), "eps": float(eps)})
 
