@@ -5,11 +5,16 @@ import io
 import itertools
 import pickle
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")]
+NEEDS_HOPPER = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs Hopper's own instructions")
 
 
 class Net(nn.Module):

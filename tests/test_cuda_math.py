@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ON_GPU
 
 from fxfuse import build
 from fxfuse.codegen import OperandKind
@@ -17,12 +18,7 @@ from fxfuse.cuda import codegen, pointwise
 from fxfuse.expression import parse
 from fxfuse.layout import Layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
+pytestmark = ON_GPU
 
 INFINITY = math.inf
 SMALL = 2.0**-118

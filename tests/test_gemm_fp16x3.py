@@ -8,19 +8,14 @@ import struct
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import ON_GPU, relative_error
 
 from fxfuse import build
 from fxfuse.codegen import OperandKind
 from fxfuse.cuda import codegen, gemm
 from fxfuse.expression import parse
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
+pytestmark = ON_GPU
 
 FULL = OperandKind(torch.float32, (True, True, True))
 CHOICES = [(tile, chain) for tile in gemm._TILES_FP16X3 for chain in ((1,) if tile.small_warps else (2, 4))]

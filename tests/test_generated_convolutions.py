@@ -27,7 +27,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_close_as, assert_same_kind, relative_error
+from helpers import ON_GPU, assert_as_close_as, assert_same_kind, relative_error
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -38,12 +38,6 @@ from fxfuse.cuda import plan, tune
 from fxfuse.problem import Plan, anchor_meta
 from fxfuse.verify import ALLOWANCE, TF32_ERROR
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 COMPILERS = min(8, os.cpu_count() or 1)
 """At a time: other test processes compile, too."""

@@ -10,18 +10,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, kernels_launched, linear
+from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, kernels_launched, linear
 from torch import nn
 
 import fxfuse
 from fxfuse.cuda import conv2d, gemm, plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
+pytestmark = ON_GPU
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -546,9 +541,7 @@ def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
         assert f"{tile.m}x{tile.n}x" in in_channels_last(nn.Conv2d(channels, 72, kernel, padding=1, stride=2), x, dtype)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's instructions"
-)
+@NEEDS_HOPPER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tile", gemm.WGMMA_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
@@ -634,12 +627,7 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
         assert tile.name in kernel, (kernel, x.shape, conv)
 
 
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
-
-
-@HOPPER
+@NEEDS_HOPPER
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", conv2d.WGMMA_TILES, ids=lambda tile: str(tile.groups))
@@ -710,7 +698,7 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
 
 @pytest.mark.parametrize("width", [60, 61, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=HOPPER)])
+@pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=NEEDS_HOPPER)])
 def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, dtype, width, monkeypatch):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     monkeypatch.setattr(conv2d, "_wgmma" if family == "direct" else "_direct", lambda problem: [])

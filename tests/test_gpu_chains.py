@@ -8,17 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, batch_norm, kernels_launched
+from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, kernels_launched
 from torch import nn
 
 import fxfuse
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
+pytestmark = ON_GPU
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IN_PLACE = "library + one pass in place"

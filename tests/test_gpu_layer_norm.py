@@ -6,17 +6,12 @@ Expected values come from torch in float64. Skipped without a GPU of compute cap
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, assert_same_kind, kernels_launched, linear
+from helpers import ON_GPU, Net, Net2, assert_as_eager, assert_same_kind, kernels_launched, linear
 from torch import nn
 
 import fxfuse
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an sm_80 GPU"
-    ),
-]
+pytestmark = ON_GPU
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COLUMNS = (1, 7, 96, 100, 192, 384, 768, 1000, 1023, 1024, 2048, 4099, 8192)

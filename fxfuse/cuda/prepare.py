@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,6 +67,11 @@ class Prepared:
     """Whether the kernel must tell a batch's rows from another's."""
     grows: bool = True
     """Whether the first dimension is a batch's: see plan_operands."""
+
+
+def _is_hopper(device: Any) -> bool:
+    """Of a device's properties."""
+    return (device.major, device.minor) == (9, 0)
 
 
 # ---------------------------------------------------------------------------------------------- linear
@@ -145,7 +151,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
             rows_per_batch=result.sizes[1],
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
-            hopper=(device.major, device.minor) == (9, 0),
+            hopper=_is_hopper(device),
         )
         return gemm.candidates(described)
 
@@ -205,7 +211,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             weight_alignment=filters.meta.alignment,
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
-            hopper=(device.major, device.minor) == (9, 0),
+            hopper=_is_hopper(device),
         )
         reason = conv2d.unsupported(described)
         if reason is not None:

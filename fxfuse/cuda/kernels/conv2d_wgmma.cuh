@@ -24,6 +24,7 @@
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
+#include "wgmma.cuh"
 
 namespace fxfuse {
 
@@ -273,7 +274,7 @@ private:
         }
         const auto start = [&](uint32_t offset) {
 #pragma unroll
-            for (int i = 0; i < Config::kGroupSegments; ++i) product(Mma{}, sum[i], a, b[i] + offset, adds);
+            for (int i = 0; i < Config::kGroupSegments; ++i) start_product(Mma{}, sum[i], a, b[i] + offset, adds);
             a = a + kTap;
             adds = true;
         };
@@ -297,18 +298,6 @@ private:
             }
         }
         ptx::wgmma_commit();
-    }
-
-    using Half = float[Config::kSegment / 2];
-
-    static __device__ __forceinline__ void product(Tf32, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_tf32(sum, a, b, adds);
-    }
-    static __device__ __forceinline__ void product(Fp16, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_f16(sum, a, b, adds);
-    }
-    static __device__ __forceinline__ void product(Bf16, Half& sum, ptx::Matrix a, ptx::Matrix b, bool adds) {
-        ptx::wgmma_bf16(sum, a, b, adds);
     }
 };
 

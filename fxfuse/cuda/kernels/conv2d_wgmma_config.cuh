@@ -7,10 +7,10 @@
 #include "divisor.cuh"
 #include "mma.cuh"
 #include "ptx_sm90.cuh"
+#include "wgmma.cuh"
 
 namespace fxfuse {
 
-constexpr int kWarpgroup = 128;     // threads
 constexpr int kWgmmaSegment = 128;  // positions that an instruction multiplies
 
 // A convolution and how the host cuts it up.

@@ -132,10 +132,8 @@ struct Gemm {
     // most kBand tiles high, and share their rows of x and of the weight through L2. Blocks that share a tile of out
     // start together, too.
     static dim3 grid(const Problem& problem) {
-        constexpr int64_t kBand = 8;
-        const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM;
-        const int64_t bands = (tiles_m + kBand - 1) / kBand;
-        return {static_cast<unsigned>((tiles_m + bands - 1) / bands * problem.splits),
+        const int64_t high = tiles_m(problem), bands = (high + kBand - 1) / kBand;
+        return {static_cast<unsigned>((high + bands - 1) / bands * problem.splits),
                 static_cast<unsigned>(tiles_n(problem)), static_cast<unsigned>(bands)};
     }
 
@@ -145,8 +143,7 @@ struct Gemm {
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
         if constexpr (kSplits) {
-            const int64_t tiles_m = (problem.m + kTileM - 1) / kTileM;
-            workspace = SplitWorkspace::make(pointers[3], tiles_m * tiles_n(problem));
+            workspace = SplitWorkspace::make(pointers[3], tiles_m(problem) * tiles_n(problem));
         }
         kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
             problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
@@ -162,6 +159,11 @@ protected:
         int split;  // which of the blocks that share the tile
     };
 
+    static constexpr int kBand = 8;  // rows of tiles whose blocks run together
+
+    static __host__ __device__ __forceinline__ int64_t tiles_m(const Problem& problem) {
+        return (problem.m + kTileM - 1) / kTileM;
+    }
     static __host__ __device__ __forceinline__ int64_t tiles_n(const Problem& problem) {
         return (problem.n + kTileN - 1) / kTileN;
     }
@@ -237,9 +239,6 @@ protected:
     // pointwise convolution.
     static __device__ __forceinline__ void store(const Problem& problem, const typename Loop::Sum& sum, float* staging,
                                                  Output* out, const Epilogue& epilogue) {
-        constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
-        constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
-        constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
         constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow;
         constexpr int kSteps = (kTileM + kRowStep - 1) / kRowStep;
         constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
@@ -296,13 +295,17 @@ protected:
         }
     }
 
+    // Runs of columns that a thread stores at once, and whether all of them exist as a whole.
+    static constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
+    static constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
+    static constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
+
     // As many as fit into 48 registers, beside the accumulators. `bytes`: that a turn reads of tensors like the output.
     static constexpr int turns_ahead(int turns, int bytes) {
         const int fit = bytes == 0 ? 1 : 48 * 4 / bytes;
         return fit < 1 ? 1 : fit < turns ? fit : turns;
     }
 
-    template <int kVector>
     static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* row, int run) {
 #pragma unroll
         for (int i = 0; i < kVector; i += 4) {

@@ -40,7 +40,8 @@ struct WgmmaGemm : Gemm<Config_, Output_, Epilogue_> {
     using Output = Output_;
     using Epilogue = Epilogue_;
     using typename Base::CopyW, typename Base::CopyX, typename Base::Element, typename Base::Problem, typename Base::Rows;
-    using Base::kTileM, Base::kTileN, Base::kThreads, Base::position;
+    using Base::kTileM, Base::kTileN, Base::kThreads, Base::kBand, Base::kVector, Base::kWhole, Base::kRuns;
+    using Base::position, Base::tiles_m, Base::tiles_n;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
     using Sum = typename Stages::Sum;
 
@@ -122,23 +123,19 @@ struct WgmmaGemm : Gemm<Config_, Output_, Epilogue_> {
 #endif  // __CUDACC_RTC__
 
 private:
-    static __host__ __device__ __forceinline__ unsigned tiles_m(const Problem& problem) {
-        return static_cast<unsigned>((problem.m + kTileM - 1) / kTileM);
-    }
     static __host__ __device__ __forceinline__ unsigned tile_count(const Problem& problem) {
-        return tiles_m(problem) * static_cast<unsigned>((problem.n + kTileN - 1) / kTileN);
+        return static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
     }
 
     // Of a tile. They run in bands of kBand rows of tiles, column by column: those that run together share their rows of
     // x and of the weight through L2.
     struct Origin {
-        static constexpr unsigned kBand = 8;
         int64_t row, col;
 
         __device__ __forceinline__ Origin(const Problem& problem, unsigned index) {
-            const unsigned high = tiles_m(problem), wide = static_cast<unsigned>((problem.n + kTileN - 1) / kTileN);
+            const unsigned high = static_cast<unsigned>(tiles_m(problem)), wide = static_cast<unsigned>(tiles_n(problem));
             const unsigned band = index / (kBand * wide), in_band = index - band * kBand * wide;
-            const unsigned rows = min(kBand, high - band * kBand);
+            const unsigned rows = min(static_cast<unsigned>(kBand), high - band * kBand);
             row = static_cast<int64_t>(band * kBand + in_band % rows) * kTileM;
             col = static_cast<int64_t>(in_band / rows) * kTileN;
         }
@@ -146,9 +143,6 @@ private:
 
     // How a warp stores its rows of a tile: slice by slice through shared memory, where a lane has one run of columns in
     // every kRowStep-th row. What is the same in all rows is read once for a slice.
-    static constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
-    static constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
-    static constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
     static constexpr int kRunsPerRow = kSlice / kVector, kRowStep = 32 / kRunsPerRow;
     static constexpr int kTogether = 2, kTurns = kMmaM / kRowStep / kTogether;
     using Columns = typename Epilogue::template ColumnValues<kVector, Position>;

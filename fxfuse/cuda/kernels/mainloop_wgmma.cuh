@@ -9,6 +9,7 @@
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
 #include "shared_tile.cuh"
+#include "wgmma.cuh"
 
 namespace fxfuse {
 
@@ -25,7 +26,7 @@ struct WgmmaShape {
     static constexpr int kStages = kStages_, kSteps = kTileBytesOfK / kMmaBytesOfK;
     static constexpr Sums kSums = Sums::kRunning;
     static constexpr int kGroupRows = 64, kGroupsM = kTileM / kGroupRows, kGroupsN = kGroupsN_;
-    static constexpr int kThreads = kGroupsM * kGroupsN * 128, kGroupColumns = kTileN / kGroupsN;
+    static constexpr int kThreads = kGroupsM * kGroupsN * kWarpgroup, kGroupColumns = kTileN / kGroupsN;
     static constexpr int kMmasM = 1, kMmasN = kGroupColumns / kMmaN;  // a warp has 16 rows
     static constexpr int kLeastBlocks = kBlocksPerSm_;
     static constexpr int kSharedLimit = 227 * 1024;
@@ -68,7 +69,7 @@ struct WgmmaStages {
           fill_(shared),
           use_(shared),
           used_(shared),
-          first_row_(Shape::warp_m(thread / 128 * 128)),
+          first_row_(Shape::warp_m(thread / kWarpgroup * kWarpgroup)),
           first_column_(Shape::warp_n(thread)) {}
 
     // Starts the first copies. `copy` calls `start` for the next tile, or `start_nothing`.
@@ -126,20 +127,11 @@ private:
 #pragma unroll
             for (int i = 0; i < kProducts; ++i) {
                 float(&part)[kSums] = *reinterpret_cast<float(*)[kSums]>(&sum.value[0][i * kColumns / kMmaN]);
-                product(Mma{}, part, a + step * (kMmaBytesOfK / kChunkBytes),
-                        b + (step * kMmaBytesOfK + i * kColumns * kRowBytes) / kChunkBytes);
+                start_product(Mma{}, part, a + step * (kMmaBytesOfK / kChunkBytes),
+                              b + (step * kMmaBytesOfK + i * kColumns * kRowBytes) / kChunkBytes, true);
             }
         }
         ptx::wgmma_commit();
-    }
-
-    static __device__ __forceinline__ void product(Fp16, float (&d)[kSums], ptx::SwizzledMatrix a,
-                                                   ptx::SwizzledMatrix b) {
-        ptx::wgmma_f16(d, a, b, true);
-    }
-    static __device__ __forceinline__ void product(Bf16, float (&d)[kSums], ptx::SwizzledMatrix a,
-                                                   ptx::SwizzledMatrix b) {
-        ptx::wgmma_bf16(d, a, b, true);
     }
 };
 
