@@ -124,7 +124,9 @@ def passes(output: torch.dtype) -> Iterator[Kernel]:
         pool = MaxPool(*window, 2, 2, 0, 0, False)
         yield pointwise.max_pool_kernel((8, 64, 56, 56), channels_last, pool, (27, 27), output, output)
     filters = Layout((64, 9, 512), ((9 * 512, 512, 1),))
-    yield pointwise.transposed_kernel(filters, (9 * 512, 9), output, output)
+    of_filters = pointwise.transposed_kernel(filters, (9 * 512, 9), output, output)
+    of_x = pointwise.transposed_kernel(Layout((8, 196, 512), ((196 * 512, 512, 1),)), (196 * 512, 196), output, output)
+    yield pointwise.transposed_pair(of_x, of_filters)
 
 
 def normalisations(output: torch.dtype) -> Iterator[Kernel]:

@@ -77,13 +77,13 @@ def test_params_are_the_problem_struct():
 @pytest.mark.parametrize(
     ("seen", "strides", "dtype", "alignment", "expected"),
     [
-        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 16, "16, 64, 64"),
-        (dense(8, 64, 3136), (64 * 3136, 64), torch.bfloat16, 16, "16, 128, 64"),
-        (dense(8, 49, 512), (49 * 512, 49), torch.float32, 16, "4, 64, 64"),  # planes of 49 are not 16 bytes apart
-        (dense(8, 49, 512), (49 * 512, 49), torch.bfloat16, 16, "2, 128, 64"),
-        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 8, "8, 64, 64"),
-        (dense(512, 9, 512), (9 * 512, 9), torch.float32, 16, "4, 16, 256"),  # filters
-        (dense(1, 64, 3136), (7, 64), torch.float32, 16, "16, 64, 64"),  # one batch: its distance does not matter
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 16, "16, 32, 64"),
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.bfloat16, 16, "16, 64, 64"),
+        (dense(8, 49, 512), (49 * 512, 49), torch.float32, 16, "4, 32, 64"),  # planes of 49: not 16 bytes apart
+        (dense(8, 49, 512), (49 * 512, 49), torch.bfloat16, 16, "2, 64, 32"),
+        (dense(8, 64, 3136), (64 * 3136, 64), torch.float32, 8, "8, 32, 64"),
+        (dense(512, 9, 512), (9 * 512, 9), torch.float32, 16, "4, 16, 128"),  # filters
+        (dense(1, 64, 3136), (7, 64), torch.float32, 16, "16, 32, 64"),  # one batch: its distance does not matter
     ],
 )
 def test_transposed_runs_are_as_long_as_alignment_allows(seen, strides, dtype, alignment, expected):

@@ -262,15 +262,36 @@ def test_the_pass_into_a_new_tensor(dtype, length):
     assert torch.equal(out, F.relu(value + bias.view(-1, 1)))
 
 
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pass_back_from_channels_last(dtype):
-    images, channels, pixels = 2, 35, 41
+@pytest.mark.parametrize(
+    ("channels", "pixels"),
+    [(35, 41), (40, 49), (72, 196), (33, 130), (130, 300), (9, 512)],  # the last: filters
+)
+def test_the_pass_back_from_channels_last(channels, pixels, dtype, output):
+    images = 2
     acc, bias = integers(images, pixels, channels, dtype=dtype), integers(channels, dtype=dtype)
+    residual = integers(images, channels, pixels, dtype=output)
     layout = Layout((images, channels, pixels), ((channels * pixels, pixels, 1),))
-    kernel = pointwise.transposed_kernel(layout, (channels * pixels, channels), dtype, dtype)
-    out = torch.full((images, channels, pixels), 99, dtype=dtype)
-    launch(kernel, EPILOGUE, (acc, out), (Operand(bias, (0, 1, 0)),))
-    assert torch.equal(out, F.relu(acc + bias).transpose(1, 2))
+    kernel = pointwise.transposed_kernel(layout, (channels * pixels, channels), dtype, output)
+    out = torch.full((images, channels, pixels), 99, dtype=output)
+    operands = (Operand(bias, (0, 1, 0)), Operand(residual, (channels * pixels, pixels, 1)))
+    launch(kernel, "relu(acc + o0) - o1", (acc, out), operands)
+    assert torch.equal(out, (F.relu(acc + bias).transpose(1, 2) - residual).to(output))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_passes_by_one_launch(dtype):
+    x, filters = integers(2, 36, 100, dtype=dtype), integers(5, 36, 9, dtype=dtype)
+    passes = [
+        pointwise.transposed_kernel(
+            Layout((len(acc), acc.shape[2], 36), ((36 * acc.shape[2], 36, 1),)), acc.stride()[:2], dtype, dtype
+        )
+        for acc in (x, filters)
+    ]
+    outs = [torch.full(acc.mT.shape, 99, dtype=dtype) for acc in (x, filters)]
+    launch(pointwise.transposed_pair(*passes), "acc", (x, outs[0], filters, outs[1]))
+    assert torch.equal(outs[0], x.mT) and torch.equal(outs[1], filters.mT)
 
 
 def test_infinities_and_nan_stay_where_they_belong(monkeypatch):

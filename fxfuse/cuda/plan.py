@@ -308,8 +308,7 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     def candidate(name: str, anchor: Callable[[], Anchor]) -> tune.Candidate:
         def compiled() -> Run:
             queue = queue_tensors(problem, operands, back, region.load(back, expression, operands, True))
-            converted = (_to_channels_last(region, x), _to_channels_last(region, weight))
-            return _channels_last_runner(region, *converted, anchor(), queue)
+            return _channels_last_runner(region, _to_channels_last(region, x, weight), anchor(), queue)
 
         return tune.Candidate(name, name, compiled, workspace, always=True)
 
@@ -347,32 +346,46 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
         return []
 
 
-def _to_channels_last(region: Region, meta: TensorMeta) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What copies a tensor like `meta` to channels_last: a generated pass where planes are contiguous, or torch."""
-    there = channels_last_strides(meta.shape)
-    seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
-    if seen is None or seen.strides[1][1] != 1 or seen.sizes[1] == 1:
-        return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
-    operands = plan_operands(meta.shape, there, (), frozenset(), functools.partial(group, groups=CHANNELS_LAST))
-    assert operands is not None, "channels_last has three dimensions"
-    batch_stride, _, col_stride = seen.strides[1]
-    kernel = pointwise.transposed_kernel(
-        operands.layout, (batch_stride, col_stride), meta.dtype, meta.dtype, meta.alignment
-    )
-    queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
+def _to_channels_last(region: Region, *metas: TensorMeta) -> Callable[..., list[torch.Tensor]]:
+    """What copies tensors like these to channels_last: one generated pass for all with contiguous planes, or torch."""
+    passes = [_copy_to_channels_last(meta) for meta in metas]
+    generated = [found for found in passes if found is not None]
+    if generated:
+        kernel, operands = functools.reduce(lambda a, b: (pointwise.transposed_pair(a[0], b[0]), a[1]), generated)
+        queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        copy = empty_strided(meta.shape, there, meta.dtype)
-        queue((), tensor.data_ptr(), copy.data_ptr())
-        return copy
+    def convert(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        copies: list[torch.Tensor] = []
+        addresses: list[int] = []
+        for tensor, meta, found in zip(tensors, metas, passes, strict=True):
+            if found is None:
+                copies.append(tensor.contiguous(memory_format=torch.channels_last))
+                continue
+            copies.append(empty_strided(meta.shape, channels_last_strides(meta.shape), meta.dtype))
+            addresses += (tensor.data_ptr(), copies[-1].data_ptr())
+        if addresses:
+            queue((), *addresses)
+        return copies
 
     return convert
 
 
+def _copy_to_channels_last(meta: TensorMeta) -> tuple[Kernel, OperandPlan] | None:
+    """The pass that copies a tensor like `meta` to channels_last; None if its planes are not contiguous."""
+    there = channels_last_strides(meta.shape)
+    seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
+    if seen is None or seen.strides[1][1] != 1 or seen.sizes[1] == 1:
+        return None
+    operands = plan_operands(meta.shape, there, (), frozenset(), functools.partial(group, groups=CHANNELS_LAST))
+    assert operands is not None, "channels_last has three dimensions"
+    batch_stride, _, col_stride = seen.strides[1]
+    strides = (batch_stride, col_stride)
+    return pointwise.transposed_kernel(operands.layout, strides, meta.dtype, meta.dtype, meta.alignment), operands
+
+
 def _channels_last_runner(
     region: Region,
-    convert_x: Callable[[torch.Tensor], torch.Tensor],
-    convert_weight: Callable[[torch.Tensor], torch.Tensor],
+    convert: Callable[..., list[torch.Tensor]],
     anchor: Anchor,
     back: Callable[..., None],
 ) -> Run:
@@ -383,7 +396,7 @@ def _channels_last_runner(
     def run(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        acc = anchor(convert_x(x), convert_weight(weight)).contiguous(memory_format=torch.channels_last)
+        acc = anchor(*convert(x, weight)).contiguous(memory_format=torch.channels_last)
         if bias is not None:
             others = (*others, bias)
         out = empty_strided(shape, strides, output)

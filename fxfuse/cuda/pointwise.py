@@ -60,12 +60,27 @@ def transposed_kernel(
     size = acc.itemsize
     steps = (row, acc_batch if batch > 1 else 0, acc_col if col > 1 else 0)
     access = math.gcd(ACCESS, alignment, *(step * size for step in steps))
-    tile = (16, 256) if row <= 16 and access < ACCESS else (256 // size, 64)
+    rows, cols = 128 // size, 64 if access >= 4 else 32
+    if row <= 16 and access < ACCESS:  # a filter's taps
+        rows, cols = 16, 128
     return Kernel(
-        name=f"transposed {tile[0]}x{tile[1]} {str(acc).removeprefix('torch.')}",
+        name=f"transposed {rows}x{cols} {str(acc).removeprefix('torch.')}",
         header=TRANSPOSED_HEADER,
-        type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {tile[0]}, {tile[1]}>",
+        type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {rows}, {cols}>",
         params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
+    )
+
+
+def transposed_pair(first: Kernel, second: Kernel) -> Kernel:
+    """Two transposing passes with the same epilogue as one launch; its tensors are the first's and the second's.
+
+    Their results must have the same number of columns, of which the epilogue's alignment is.
+    """
+    return Kernel(
+        name=f"{first.name} and {second.name}",
+        header=TRANSPOSED_HEADER,
+        type=f"TransposedPair<{first.type}, {second.type}>",
+        params=first.params + second.params,
     )
 
 
