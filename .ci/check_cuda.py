@@ -107,6 +107,9 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
             hopper=True,
         )
         yield from conv2d.candidates(problem)[:first]
+        if groups == channels:
+            side = (IMAGE - kernel) // 2 + 1
+            yield from conv2d.candidates(replace(problem, stride=(2, 2), out_size=(side, side)))[:1]
 
 
 def _strides(layout: conv2d.Layout, channels: int, side: int) -> tuple[int, int, int, int]:

@@ -96,7 +96,7 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(size=(55, 55), padding=1), ["Conv2dDirect", "Conv2d"]),  # rows start anywhere
         (problem(size=(55, 55), padding=2), ["Conv2d"]),
         (problem(groups=64), ["DepthwiseTileNchw", "Conv2d"]),
-        (problem(groups=64, layout="nhwc"), ["DepthwiseTileNhwc", "Conv2d"]),
+        (problem(groups=64, layout="nhwc"), ["DepthwiseNhwc", "Conv2d"]),
         (problem(filters=128, groups=64), ["DepthwiseTileNchw", "Conv2d"]),
         (problem(filters=128, groups=64, layout="nhwc"), ["Depthwise", "Conv2d"]),
         (problem(groups=64, kernel=(3, 5)), ["Depthwise", "Conv2d"]),
@@ -105,6 +105,8 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (replace(problem(groups=64), dilation=(2, 2), out_size=(52, 52)), ["Depthwise", "Conv2d"]),
         (replace(problem(groups=64), x_strides=(64 * 56 * 56, 56 * 56, 1, 56)), ["Depthwise", "Conv2d"]),
         (problem(groups=64, padding=4), ["Depthwise", "Conv2d"]),
+        (problem(groups=64, padding=2, layout="nhwc"), ["DepthwiseNhwc", "Conv2d"]),
+        (problem(groups=64, padding=3, layout="nhwc"), ["Depthwise", "Conv2d"]),  # outputs of padding alone
         (problem(groups=64, size=(14, 9000)), ["Depthwise", "Conv2d"]),  # a strip of rows exceeds shared memory
         (problem(channels=66, filters=66, groups=66, layout="nhwc"), ["Depthwise", "Conv2d"]),
     ],
@@ -192,7 +194,6 @@ def test_a_slice_of_images_in_channels_last_is_gathered() -> None:
         (problem(groups=64, padding=2, kernel=(5, 5), size=(28, 28), precision="fp16"), 8),
         (problem(groups=64, padding=1, size=(14, 14), precision="bf16"), 4),
         (problem(groups=64, padding=1, size=(7, 7), precision="bf16"), 2),
-        (problem(groups=64, padding=1, layout="nhwc"), 16),
     ],
 )
 def test_depthwise_tiles_are_copied_in_pieces_that_are_aligned(case: Conv2dProblem, expected: int) -> None:

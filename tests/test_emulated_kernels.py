@@ -169,6 +169,31 @@ def test_depthwise_convolution(size, stride, precision, channels_last):
         check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "precision"),
+    [(3, 1, "tf32"), (3, 2, "fp16"), (5, 1, "tf32"), (5, 2, "bf16"), (7, 1, "tf32"), (7, 2, "bf16")],
+)
+def test_depthwise_convolution_on_channels_last(size, stride, precision):
+    dtype = PRECISIONS[precision]
+    for shape, padding in (
+        ((1, 8, 23, 60), size // 2),  # bands of rows, tiles side by side, the last of them narrower
+        ((2, 72, 9, 8), size - 1),  # more channels than a tile has, a part of them in the last; a strip of one column
+        ((5, 40, 1, 1), size // 2),  # fewer rows than stages, most of every window outside
+        ((3, 8, size, 30), 0),
+        ((2, 8, 7, 7), min(1, size // 2)),
+    ):
+        x = integers(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+        channels = shape[1]
+        options = {"stride": stride, "padding": padding, "groups": channels}
+        filters = integers(channels, 1, size, size + 1, dtype=dtype)
+        # taps that follow each other and are copied by 16 bytes; the same, not aligned; and apart
+        adjacent, shifted = filters[..., :-1].contiguous(), filters.flatten()[1:][: channels * size * size]
+        for weight in (adjacent, shifted.view(channels, 1, size, size), filters[..., 1:]):
+            (kernel,) = conv2d._depthwise(convolution(x, weight, precision, **options))
+            assert kernel.header == "depthwise_nhwc.cuh"
+            check_convolution(kernel, x, weight, residual=weight is adjacent, precision=precision, **options)
+
+
 # ------------------------------------------------------------------------------------------- products and passes
 
 

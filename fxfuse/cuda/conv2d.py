@@ -721,7 +721,7 @@ def _wgmma(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
 # ----------------------------------------------------------------------------------------------- depthwise
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
-"""(kernel, stride) of depthwise_tile.cuh: those of the common networks."""
+"""(kernel, stride) of depthwise_tile.cuh and depthwise_nhwc.cuh: those of the common networks."""
 
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
@@ -745,21 +745,27 @@ def _depthwise(problem: Conv2dProblem) -> list[Kernel]:
         cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
         return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
     kernel, stride = problem.kernel[0], problem.stride[0]
-    config = f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
     name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
-    cpp = f"DepthwiseTile{layout.capitalize()}<{config}, {{output}}, {{epilogue}}>"
-    return [Kernel(name, "depthwise_tile.cuh", cpp, pack(problem))]
+    if layout == "nhwc":
+        header, config = "depthwise_nhwc.cuh", f"DepthwiseNhwcConfig<{element}, {kernel}, {stride}>"
+        cpp = f"DepthwiseNhwc<{config}, {{output}}, {{epilogue}}>"
+    else:
+        header, config = "depthwise_tile.cuh", f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
+        cpp = f"DepthwiseTileNchw<{config}, {{output}}, {{epilogue}}>"
+    return [Kernel(name, header, cpp, pack(problem))]
 
 
 def _tiled_access(problem: Conv2dProblem) -> int | None:
-    """Bytes of x that a copy of depthwise_tile.cuh takes, None if it does not fit the problem."""
+    """Bytes of x that a copy of depthwise_tile.cuh or depthwise_nhwc.cuh takes, None if neither fits the problem."""
     (kernel, width), (stride, _), size = problem.kernel, problem.stride, problem.element_bytes
     square = kernel == width and stride == problem.stride[1] and (kernel, stride) in _TILED
     if not square or problem.dilation != (1, 1):
         return None
     if problem.out_layout == "nhwc":
         one_to_one = problem.channels == problem.out_channels
-        return 16 if one_to_one and _x_access(problem, "nhwc", problem.channels) == 16 else None
+        # 32-bit offsets along a row; every output reads a row of x
+        fits = problem.out_size[1] * problem.channels * size < 2**32 and problem.padding[0] < kernel
+        return 16 if one_to_one and fits and _x_access(problem, "nhwc", problem.channels) == 16 else None
     left = problem.padding[1]
     right = (problem.out_size[1] - 1) * stride + kernel - left - problem.size[1]
     # The least tile, seven rows of a plane, with rows of 4 bytes an element as they are and as they leave.

@@ -1,5 +1,6 @@
 // Depthwise convolution of any kind: every output channel has one input channel (groups = channels, any multiplier),
-// filters of any size, any stride, dilation and padding, x with any strides. depthwise_tile.cuh has the common ones.
+// filters of any size, any stride, dilation and padding, x with any strides. depthwise_tile.cuh and depthwise_nhwc.cuh
+// have the common ones.
 //
 // A thread computes a run of outputs adjacent in memory, 4 bytes, so that a warp writes 128 bytes at once. What
 // neighbouring threads share of x they find in L1.

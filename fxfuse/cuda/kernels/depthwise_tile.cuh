@@ -1,9 +1,10 @@
-// Depthwise convolution with a square filter whose size and stride are known at compile time.
+// Depthwise convolution on NCHW with a square filter whose size and stride are known at compile time. (On channels_last:
+// depthwise_nhwc.cuh.)
 //
 // Memory is the limit: x should come from DRAM once, and enough of it be under way at any time. So a block copies a tile
 // of x into shared memory, 16 bytes at a time and all at once, zeros around the image included, and several blocks per
 // multiprocessor take turns in copying and multiplying. From there a thread computes a strip, kRows rows of kCols
-// columns of kVector channels, top to bottom: the filter stays in registers, every row of the strip's input is read
+// columns, top to bottom: the filter stays in registers, every row of the strip's input is read
 // once, and a row of outputs is finished as soon as its last input row was there.
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace fxfuse {
 
-// kAccess: bytes that a copy of x takes at a time, of which addresses of rows (NCHW) are multiples; 16 for NHWC.
+// kAccess: bytes that a copy of x takes at a time, of which addresses of rows are multiples.
 template <class Element_, int kKernel_, int kStride_, int kAccess_>
 struct DepthwiseTileConfig {
     using Element = Element_;
@@ -67,15 +68,15 @@ __device__ __forceinline__ void fill(float* to, int count, Load load) {
 }
 
 // Computes one strip. `load(i, in)` reads row i of its input; `finish(i, sum)` takes row i of its output.
-template <class Config, int kCols, int kVector, class Load, class Finish>
-__device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKernel][Config::kKernel][kVector],
-                                               Load load, Finish finish) {
+template <class Config, int kCols, class Load, class Finish>
+__device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKernel][Config::kKernel], Load load,
+                                               Finish finish) {
     constexpr int kKernel = Config::kKernel, kStride = Config::kStride, kRows = Config::kRows;
     constexpr int kInCols = (kCols - 1) * kStride + kKernel;
-    float sum[kRows][kCols][kVector] = {};
+    float sum[kRows][kCols] = {};
 #pragma unroll
     for (int i = 0; i < Config::kInRows; ++i) {
-        float in[kInCols][kVector];
+        float in[kInCols];
         load(i, in);
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
@@ -85,10 +86,7 @@ __device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKe
             for (int s = 0; s < kKernel; ++s) {
 #pragma unroll
                 for (int col = 0; col < kCols; ++col) {
-#pragma unroll
-                    for (int v = 0; v < kVector; ++v) {
-                        sum[row][col][v] = fmaf(filter[r][s][v], in[col * kStride + s][v], sum[row][col][v]);
-                    }
+                    sum[row][col] = fmaf(filter[r][s], in[col * kStride + s], sum[row][col]);
                 }
             }
             if (r == kKernel - 1) finish(row, sum[row]);
@@ -325,9 +323,9 @@ private:
         uint32_t image = first + plane;
         const uint32_t channel = tiles.channels.take(image);
         const float* taps = reinterpret_cast<const float*>(shared + tiles.filters_at) + plane * kKernel * kKernel;
-        float filter[kKernel][kKernel][1];
+        float filter[kKernel][kKernel];
 #pragma unroll
-        for (int i = 0; i < kKernel * kKernel; ++i) filter[i / kKernel][i % kKernel][0] = taps[i];
+        for (int i = 0; i < kKernel * kKernel; ++i) filter[i / kKernel][i % kKernel] = taps[i];
 
         const int in_row = plane * static_cast<int>(tiles.in_rows.divisor) + row * kStride;
         const Element* source = reinterpret_cast<const Element*>(shared + tiles.x_at) + kLead + tiles.shift -
@@ -337,18 +335,15 @@ private:
         constexpr int kAligned = Elements<Output, kCols>::kWidest;
         const bool whole = count == kCols && reinterpret_cast<uintptr_t>(staged) % kAligned == 0 &&
                            width * static_cast<int>(sizeof(Output)) % kAligned == 0;
-        detail::multiply_strip<Config, kCols, 1>(
+        detail::multiply_strip<Config, kCols>(
             filter,
-            [&](int i, float(&in)[kInCols][1]) {
+            [&](int i, float(&in)[kInCols]) {
                 Elements<Element, kRead> run;
                 run.template load_whole<16, false>(source + i * tiles.pitch);
 #pragma unroll
-                for (int j = 0; j < kInCols; ++j) in[j][0] = run[kSkipped + j];
+                for (int j = 0; j < kInCols; ++j) in[j] = run[kSkipped + j];
             },
-            [&](int i, float(&sum)[kCols][1]) {
-                float value[kCols];
-#pragma unroll
-                for (int j = 0; j < kCols; ++j) value[j] = sum[j][0];
+            [&](int i, float(&value)[kCols]) {
                 // Rows that do not exist are computed, too: without a branch, operands are read once for all rows.
                 const int64_t pixel = static_cast<int64_t>(top + min(row + i, rows - 1)) * width + col;
                 epilogue.template apply<kCols>(value, Position{image, channel, pixel}, count);
@@ -379,183 +374,6 @@ private:
                 if (begin + j >= 0 && begin + j < count) destination[begin + j] = staged[i + j];
             }
         }
-    }
-};
-
-// x and out NHWC with as many channels, 16 bytes of which are aligned in x. A tile has kChunk channels of a rectangle of
-// pixels. Neighbouring threads compute neighbouring channels.
-template <class Config_, class Output_, class Epilogue_>
-struct DepthwiseTileNhwc {
-    using Config = Config_;
-    using Output = Output_;
-    using Epilogue = Epilogue_;
-    using Element = typename Config::Element;
-    using Problem = Conv2dProblem;
-
-    static constexpr int kTensors = 3;  // x, w, out
-    static constexpr int kKernel = Config::kKernel, kStride = Config::kStride;
-    static constexpr int kRows = Config::kRows, kCols = 4;
-    static constexpr int kInCols = (kCols - 1) * kStride + kKernel;
-    static constexpr int kElement = static_cast<int>(sizeof(Element));
-    static constexpr int kRun = 16 / kElement;  // channels that a copy takes
-    // Copies of a pixel: 128 bytes where memory is the limit, else 64, which fewer numbers of channels leave unused.
-    static constexpr int kCopies = kKernel == 3 && kElement == 4 ? 8 : 4;
-    static constexpr int kChunk = kCopies * kRun;
-    static constexpr int kVector = kKernel == 3 ? 2 : 1;  // channels of a thread: their filters stay in registers
-    static constexpr int kLanes = kChunk / kVector;       // threads along a chunk
-    static constexpr int kTileBytes = 40 * 1024;          // of shared memory
-
-    struct Tiles {
-        FastDivisor chunks, tiles_x, tiles_y, in_cols, strips_y;
-        int in_rows, strips, strips_x;  // of a tile
-        int threads;          // of a block
-        int x_at, bytes;      // in shared memory, behind the filters
-        int64_t count;
-
-        explicit Tiles(const Problem& problem) {
-            const int all_x = detail::tiles_of(problem.out_width, kCols);
-            const int all_y = detail::tiles_of(problem.out_height, kRows);
-            const int chunk_count = detail::tiles_of(problem.channels, kChunk);
-            int along_x = all_x, along_y = all_y;
-            const auto shrinkable = [&] { return along_x > 1 || along_y > 1; };
-            place(along_x, along_y);
-            count = problem.images * chunk_count;
-            while (shrinkable() && (bytes > kTileBytes || count < detail::kEnoughTiles)) {
-                // The side that is longer in pixels: squares share the least of their surroundings.
-                int& longer = along_x * kCols > along_y * kRows ? along_x : along_y;
-                longer = (longer + 1) / 2;
-                place(along_x, along_y);
-                count = problem.images * chunk_count * detail::tiles_of(all_x, along_x) *
-                        detail::tiles_of(all_y, along_y);
-            }
-            strips = along_x * along_y;
-            strips_x = along_x;
-            threads = detail::threads_for(strips * kLanes, Config::kThreads);
-            chunks = FastDivisor(chunk_count);
-            tiles_x = FastDivisor(detail::tiles_of(all_x, along_x));
-            tiles_y = FastDivisor(detail::tiles_of(all_y, along_y));
-            in_cols = FastDivisor(cols_of_x(along_x));
-            strips_y = FastDivisor(along_y);
-        }
-
-    private:
-        static int cols_of_x(int along_x) { return (along_x * kCols - 1) * kStride + kKernel; }
-
-        void place(int along_x, int along_y) {
-            in_rows = (along_y * kRows - 1) * kStride + kKernel;
-            x_at = kKernel * kKernel * kChunk * static_cast<int>(sizeof(float));
-            bytes = x_at + in_rows * cols_of_x(along_x) * kChunk * kElement;
-        }
-    };
-
-    static __device__ __forceinline__ void run(const Problem& problem, const Tiles& tiles, unsigned char* shared,
-                                               const Element* x, const Element* w, Output* out,
-                                               const Epilogue& epilogue) {
-        uint32_t index = blockIdx.x;
-        const int first = static_cast<int>(tiles.chunks.take(index)) * kChunk;
-        const int left = static_cast<int>(tiles.tiles_x.take(index)) * tiles.strips_x * kCols;
-        const int top = static_cast<int>(tiles.tiles_y.take(index) * tiles.strips_y.divisor) * kRows;
-        const int64_t image = index;
-        float* filters = reinterpret_cast<float*>(shared);
-        Element* tile = reinterpret_cast<Element*>(shared + tiles.x_at);
-        copy_tile(problem, tiles, tile, x + image * problem.x_image, first, top, left);
-        copy_filters(problem, filters, w, first);
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(tiles.strips * kLanes); i += blockDim.x) {
-            uint32_t strip = i / kLanes;
-            const int lane = static_cast<int>(i % kLanes) * kVector;
-            const int row = static_cast<int>(tiles.strips_y.take(strip)) * kRows;
-            const int col = static_cast<int>(strip) * kCols;
-            multiply(problem, tiles, tile, filters, out, image, first, lane, row, col, top, left, epilogue);
-        }
-    }
-
-#ifndef __CUDACC_RTC__
-    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
-                              cudaStream_t stream) {
-        return launch_depthwise_tile<DepthwiseTileNhwc>(problem, pointers, epilogue, stream);
-    }
-#endif  // __CUDACC_RTC__
-
-private:
-    static __device__ __forceinline__ void copy_tile(const Problem& problem, const Tiles& tiles, Element* tile,
-                                                     const Element* x, int first, int out_top, int out_left) {
-        const int thread = static_cast<int>(threadIdx.x);
-        const int lane = thread % kCopies * kRun;
-        const int height = static_cast<int>(problem.height), width = static_cast<int>(problem.width);
-        const int top = out_top * kStride - static_cast<int>(problem.pad_h);
-        const int left = out_left * kStride - static_cast<int>(problem.pad_w);
-        const int in_cols = static_cast<int>(tiles.in_cols.divisor);
-        const bool channel_exists = first + lane < static_cast<int>(problem.channels);
-        x += first + lane;
-#pragma unroll 4
-        for (int pixel = thread / kCopies; pixel < tiles.in_rows * in_cols; pixel += blockDim.x / kCopies) {
-            const int row = static_cast<int>(tiles.in_cols.divide(pixel));
-            const int y = top + row, at = left + pixel - row * in_cols;
-            const bool exists = channel_exists && static_cast<uint32_t>(y) < static_cast<uint32_t>(height) &&
-                                static_cast<uint32_t>(at) < static_cast<uint32_t>(width);
-            const int offset = y * static_cast<int>(problem.x_row) + at * static_cast<int>(problem.x_col);
-            ptx::cp_async_16(ptx::shared_address(tile + pixel * kChunk + lane), x + offset, exists ? 16 : 0);
-        }
-        ptx::cp_async_commit();
-    }
-
-    static __device__ __forceinline__ void copy_filters(const Problem& problem, float* filters, const Element* w,
-                                                        int first) {
-        const int last = static_cast<int>(problem.out_channels) - 1;  // what lies behind it is not used
-        detail::fill(filters, kKernel * kKernel * kChunk, [&](int i) {
-            const int tap = i / kChunk, channel = min(first + i % kChunk, last);
-            return to_float(__ldg(w + channel * problem.w_filter + tap / kKernel * static_cast<int>(problem.w_row) +
-                                  tap % kKernel * static_cast<int>(problem.w_col)));
-        });
-    }
-
-    // (row, col): of the strip in the tile, which starts at (top, left); `lane`: its first channel in the chunk.
-    static __device__ __forceinline__ void multiply(const Problem& problem, const Tiles& tiles, const Element* tile,
-                                                    const float* filters, Output* out, int64_t image, int first,
-                                                    int lane, int row, int col, int top, int left,
-                                                    const Epilogue& epilogue) {
-        const int height = static_cast<int>(problem.out_height), width = static_cast<int>(problem.out_width);
-        const int64_t channels = problem.out_channels, channel = first + lane;
-        if (channel >= channels || top + row >= height || left + col >= width) return;
-        float filter[kKernel][kKernel][kVector];
-#pragma unroll
-        for (int i = 0; i < kKernel * kKernel; ++i) {
-            Elements<float, kVector> taps;
-            taps.template load_whole<16, false>(filters + i * kChunk + lane);
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) filter[i / kKernel][i % kKernel][v] = taps[v];
-        }
-        const int pitch = static_cast<int>(tiles.in_cols.divisor) * kChunk;
-        const Element* source = tile + row * kStride * pitch + col * kStride * kChunk + lane;
-        const int64_t corner = static_cast<int64_t>(top + row) * width + left + col;
-        out += (image * height * width + corner) * channels + channel;
-        const uint32_t col_step = static_cast<uint32_t>(channels), row_step = width * col_step;
-        detail::multiply_strip<Config, kCols, kVector>(
-            filter,
-            [&](int i, float(&in)[kInCols][kVector]) {
-#pragma unroll
-                for (int j = 0; j < kInCols; ++j) {
-                    Elements<Element, kVector> run;
-                    run.template load_whole<16, false>(source + i * pitch + j * kChunk);
-#pragma unroll
-                    for (int v = 0; v < kVector; ++v) in[j][v] = run[v];
-                }
-            },
-            [&](int i, float(&sum)[kCols][kVector]) {
-                const bool row_exists = top + row + i < height;
-#pragma unroll
-                for (int j = 0; j < kCols; ++j) {
-                    const bool exists = row_exists && left + col + j < width;
-                    const int64_t pixel = exists ? corner + i * width + j : corner;
-                    const auto operands =
-                        epilogue.template load<Runs::kWhole, kVector>(Position{image, pixel, channel}, kVector);
-                    epilogue.apply(sum[j], operands);
-                    if (!exists) continue;
-                    store_run<Output, kVector, Runs::kWhole>(out + (i * row_step + j * col_step), sum[j], kVector);
-                }
-            });
     }
 };
 

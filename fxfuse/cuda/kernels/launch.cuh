@@ -28,20 +28,33 @@ cudaError_t allow_shared_memory(int bytes) {
     return error;
 }
 
+// Of the current device: asked once per device.
+inline cudaError_t multiprocessors(int* count) {
+    constexpr int kRemembered = 64;
+    static std::atomic<int> known[kRemembered];
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    if (device < kRemembered) *count = known[device].load(std::memory_order_relaxed);
+    if (device < kRemembered && *count > 0) return cudaSuccess;
+    const cudaError_t error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && device < kRemembered) known[device].store(*count, std::memory_order_relaxed);
+    return error;
+}
+
 // How many blocks of kKernel the current device holds at once: asked once per device and kernel.
 template <auto kKernel>
 cudaError_t resident_blocks(int threads, int shared_bytes, unsigned* blocks) {
     constexpr int kRemembered = 64;
     static std::atomic<unsigned> known[kRemembered];
-    int device = 0, multiprocessors = 0, each = 0;
+    int device = 0, count = 0, each = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     if (device < kRemembered) *blocks = known[device].load(std::memory_order_relaxed);
     if (device < kRemembered && *blocks > 0) return cudaSuccess;
-    cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    cudaError_t error = multiprocessors(&count);
     if (error != cudaSuccess) return error;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, static_cast<size_t>(shared_bytes));
     if (error != cudaSuccess) return error;
-    *blocks = static_cast<unsigned>(multiprocessors * each);
+    *blocks = static_cast<unsigned>(count * each);
     if (device < kRemembered) known[device].store(*blocks, std::memory_order_relaxed);
     return *blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
 }

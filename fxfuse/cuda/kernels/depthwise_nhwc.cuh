@@ -1,0 +1,355 @@
+// Depthwise convolution on channels_last with a square filter whose size and stride are known at compile time.
+//
+// Memory is the limit, and close behind it the number of instructions. So x comes to a multiprocessor once, in copies
+// of 16 bytes into a ring of rows in shared memory, which are under way while earlier rows are multiplied. A thread
+// walks down kCols columns of one channel: it reads every row of its window once, and has the filter and the sums of
+// all output rows that a row contributes to in registers. A sum moves on to its next row of the filter by being the
+// addend of that row's first product, which costs no instruction. Neighbouring threads have neighbouring channels.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+#include "device_pass.cuh"
+#include "divisor.cuh"
+#include "launch.cuh"
+
+namespace fxfuse {
+
+template <class Element_, int kKernel_, int kStride_>
+struct DepthwiseNhwcConfig {
+    using Element = Element_;
+    static constexpr int kKernel = kKernel_, kStride = kStride_;
+    static constexpr int kCols = 7;  // of outputs, for a thread: sides of 7, 14, 28, 56 and 112 are common
+    // Of the ring, kStride rows of x each. Where memory is the only limit, three are better than four.
+    static constexpr int kStages = kStride == 2 || (kKernel == 3 && sizeof(Element) == 4) ? 3 : 4;
+    static constexpr int kThreads = 128;  // of a block, at most
+    // So many fit a multiprocessor: what filter, sums and a row take of registers allows no more without spills.
+    static constexpr int kBlocks = (kKernel == 7 ? 3 : kKernel == 5 ? 5 : 6) + (kKernel > 3 && kStride == 2);
+    static_assert(kKernel % 2 == 1, "filters of an odd size are read from shared memory without conflicts");
+};
+
+template <class Config_, class Output_, class Epilogue_>
+struct DepthwiseNhwc {
+    using Config = Config_;
+    using Output = Output_;
+    using Epilogue = Epilogue_;
+    using Element = typename Config::Element;
+    using Problem = Conv2dProblem;
+
+    static constexpr int kTensors = 3;  // x, w, out
+    static constexpr int kKernel = Config::kKernel, kStride = Config::kStride, kTaps = kKernel * kKernel;
+    static constexpr int kCols = Config::kCols, kStages = Config::kStages;
+    static constexpr int kChunk = 32;  // channels of a tile, and threads side by side on them
+    static constexpr int kElement = static_cast<int>(sizeof(Element));
+    static constexpr int kRun = 16 / kElement;     // channels that a copy takes
+    static constexpr int kCopies = kChunk / kRun;  // of a pixel
+    static constexpr int kInCols = (kCols - 1) * kStride + kKernel;
+    static constexpr int kOpen = (kKernel + kStride - 1) / kStride;  // output rows that a row of x contributes to
+    // Copies of a thread for a row: a tile of one strip has the most for each.
+    static constexpr int kPieces = (kInCols * kCopies + kChunk - 1) / kChunk;
+
+    // A tile is kChunk channels of a rectangle of outputs, a strip kCols columns of it.
+    struct Tiles {
+        FastDivisor chunks, tiles_x, bands;
+        int strips, rows;             // of a tile
+        int in_cols;                  // of x, that it reads
+        int x_at, row_bytes, bytes;   // in shared memory: the ring, behind the filters; a row of x
+        int piece_bytes, piece_step;  // from a thread's piece of a row to its next: in shared memory, elements of x
+        int64_t count;
+
+        Tiles(const Problem& problem, int multiprocessors) {
+            constexpr int kMost = Config::kThreads / kChunk;
+            const int all_x = ceil_div(problem.out_width, kCols), count_x = ceil_div(all_x, kMost);
+            strips = ceil_div(all_x, count_x);
+            in_cols = (strips * kCols - 1) * kStride + kKernel;
+            x_at = kTaps * kChunk * kElement;
+            piece_bytes = threads() * 16;
+            piece_step = threads() / kCopies * static_cast<int>(problem.x_col);
+            row_bytes = in_cols * kChunk * kElement;
+            bytes = x_at + kStages * kStride * row_bytes;
+            const int chunk_count = ceil_div(problem.channels, kChunk), height = static_cast<int>(problem.out_height);
+            const int64_t columns = problem.images * chunk_count * count_x;
+            int64_t least = cost(columns, height, multiprocessors);
+            rows = height;
+            for (int fewer = height; fewer > kFewestRows;) {
+                fewer = (fewer + 1) / 2;
+                const int64_t costs = cost(columns * ceil_div(height, fewer), fewer, multiprocessors);
+                if (costs < least) rows = fewer, least = costs;
+            }
+            count = columns * ceil_div(height, rows);
+            chunks = FastDivisor(chunk_count);
+            tiles_x = FastDivisor(count_x);
+            bands = FastDivisor(ceil_div(height, rows));
+        }
+
+        int threads() const { return strips * kChunk; }
+
+    private:
+        static constexpr int kFewestRows = 2;
+        static constexpr int kStart = 3;      // what a block does before and after its rows, in rows
+        static constexpr int kBusyWarps = 12;  // fewer in a multiprocessor take as long
+        static constexpr int kShared = 160 << 10;  // bytes of a multiprocessor: an A100's
+
+        static int ceil_div(int64_t value, int by) { return static_cast<int>((value + by - 1) / by); }
+
+        // Time of so many tiles of so many rows, one wave of blocks after another. On an H200 the tiles that it chose
+        // took on average 0.7 % longer than the best of all heights.
+        int64_t cost(int64_t tiles, int tile_rows, int multiprocessors) const {
+            const int64_t by_registers = Config::kBlocks * Config::kThreads / threads(), by_shared = kShared / bytes;
+            const int64_t resident = by_registers < by_shared ? by_registers : by_shared;
+            const auto wave = [&](int64_t blocks) {
+                const int64_t warps = blocks * strips;
+                return warps > kBusyWarps ? warps : kBusyWarps;
+            };
+            const int64_t full = tiles / (resident * multiprocessors), rest = tiles % (resident * multiprocessors);
+            const int64_t last = rest > 0 ? wave((rest + multiprocessors - 1) / multiprocessors) : 0;
+            return (full * wave(resident) + last) * (tile_rows + kOpen - 1 + kStart);
+        }
+    };
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Tiles& tiles, unsigned char* shared,
+                                               const Element* x, const Element* w, Output* out,
+                                               const Epilogue& epilogue) {
+        uint32_t index = blockIdx.x;
+        const int first = static_cast<int>(tiles.chunks.take(index)) * kChunk;
+        const int left = static_cast<int>(tiles.tiles_x.take(index)) * tiles.strips * kCols;
+        const int top = static_cast<int>(tiles.bands.take(index)) * tiles.rows;
+        const int64_t image = index;
+        const int height = static_cast<int>(problem.height), out_height = static_cast<int>(problem.out_height);
+
+        // A step reads kStride rows of x, begins an output row and completes another. Steps whose rows are above the
+        // image are left out, and those whose rows are below it only complete.
+        const int above = top * kStride - static_cast<int>(problem.pad_h);
+        const int steps = min(tiles.rows, out_height - top) + kOpen - 1;
+        const int begin = above < 0 ? -above / kStride : 0;
+        const int end = min(steps, (height - above + kStride - 1) / kStride);
+
+        Element* filters = reinterpret_cast<Element*>(shared);
+        copy_filters(problem, filters, w, first);
+        Copier copier(problem, tiles, shared + tiles.x_at, x + image * problem.x_image, first, left,
+                      above + begin * kStride);
+        int to_copy = end - begin;
+        const auto copy_next = [&] {
+            if (to_copy > 0) copier.copy_stage(problem, tiles);
+            --to_copy;
+            ptx::cp_async_commit();
+        };
+#pragma unroll 1
+        for (int i = 0; i < kStages - 1; ++i) copy_next();
+
+        // Threads whose outputs do not exist compute what they find, and store nothing.
+        const int lane = static_cast<int>(threadIdx.x) % kChunk, col = static_cast<int>(threadIdx.x) / kChunk * kCols;
+        Strip strip(problem, out, image, top, left + col, first + lane);
+        const auto columns = epilogue.template load_columns<Runs::kWhole, 1>(Position{0, 0, strip.channel}, 1);
+
+        ptx::cp_async_wait<kStages - 2>();
+        __syncthreads();
+        float filter[kTaps];
+#pragma unroll
+        for (int i = 0; i < kTaps; ++i) filter[i] = to_float(filters[lane * kTaps + i]);
+
+        float sum[kOpen][kCols] = {};  // of the output row that the step begins, the one above it, …
+        const unsigned char* source = shared + tiles.x_at + (col * kStride * kChunk + lane) * kElement;
+        int stage = 0;
+#pragma unroll 1
+        for (int step = begin; step < end; ++step) {
+            ptx::cp_async_wait<kStages - 2>();
+            __syncthreads();
+            copy_next();
+            const unsigned char* row = source + stage * kStride * tiles.row_bytes;
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+            begin_row(sum);
+#pragma unroll
+            for (int a = 0; a < kStride; ++a) {
+                multiply_row(a, filter, reinterpret_cast<const Element*>(row + a * tiles.row_bytes), sum);
+            }
+            if (step >= kOpen - 1) strip.store_row(problem, epilogue, columns, sum[kOpen - 1]);
+        }
+#pragma unroll 1
+        for (int step = max(begin, end); step < steps; ++step) {
+            begin_row(sum);
+            if (step >= kOpen - 1) strip.store_row(problem, epilogue, columns, sum[kOpen - 1]);
+        }
+    }
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream);
+#endif  // __CUDACC_RTC__
+
+private:
+    // What a thread copies of every row: pieces of 16 bytes, the same of all rows.
+    struct Copier {
+        const Element* from;  // the first piece, of the next row
+        bool exists[kPieces];
+        int pieces, y;        // how many; the next row
+        uint32_t to, stage;
+
+        __device__ __forceinline__ Copier(const Problem& problem, const Tiles& tiles, unsigned char* ring,
+                                          const Element* image, int first, int out_left, int top)
+            : pieces(0), y(top), to(ptx::shared_address(ring) + threadIdx.x * 16), stage(0) {
+            const int channel = first + static_cast<int>(threadIdx.x) % kCopies * kRun;
+            const int col = static_cast<int>(threadIdx.x) / kCopies, step = static_cast<int>(blockDim.x) / kCopies;
+            const int left = out_left * kStride - static_cast<int>(problem.pad_w);
+            from = image + (top * problem.x_row + (left + col) * problem.x_col + channel);
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                const int at = col + i * step;
+                if (at < tiles.in_cols) pieces = i + 1;
+                exists[i] = static_cast<uint32_t>(left + at) < static_cast<uint32_t>(problem.width) &&
+                            channel < static_cast<int>(problem.channels);
+            }
+        }
+
+        // The next kStride rows, with zeros for what is outside the image.
+        __device__ __forceinline__ void copy_stage(const Problem& problem, const Tiles& tiles) {
+#pragma unroll
+            for (int a = 0; a < kStride; ++a) {
+                const bool inside = kStride == 1 || static_cast<uint32_t>(y) < static_cast<uint32_t>(problem.height);
+                const uint32_t row = to + (stage * kStride + a) * tiles.row_bytes;
+#pragma unroll
+                for (int i = 0; i < kPieces; ++i) {
+                    if (i < pieces) {
+                        ptx::cp_async_16(row + i * tiles.piece_bytes, from + i * tiles.piece_step,
+                                         exists[i] && inside ? 16 : 0);
+                    }
+                }
+                from += problem.x_row;
+                ++y;
+            }
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+    };
+
+    // A thread's outputs, row after row.
+    struct Strip {
+        int64_t image, pixel;
+        int channel, count;  // of columns that exist
+        unsigned char* destination;
+        uint32_t col_bytes, row_bytes;  // from an output to its neighbours
+
+        __device__ __forceinline__ Strip(const Problem& problem, Output* out, int64_t image, int top, int left,
+                                         int channel)
+            : image(image), channel(min(channel, static_cast<int>(problem.channels) - 1)) {
+            const int width = static_cast<int>(problem.out_width);
+            count = channel < problem.channels ? min(kCols, width - left) : 0;
+            pixel = static_cast<int64_t>(top) * width + min(left, width - 1);
+            const int64_t pixels = problem.out_height * problem.out_width;
+            out += (image * pixels + pixel) * problem.channels + this->channel;
+            destination = reinterpret_cast<unsigned char*>(out);
+            col_bytes = static_cast<uint32_t>(problem.channels) * static_cast<uint32_t>(sizeof(Output));
+            row_bytes = static_cast<uint32_t>(width) * col_bytes;
+        }
+
+        __device__ __forceinline__ void store_row(const Problem& problem, const Epilogue& epilogue,
+                                                  const typename Epilogue::template ColumnValues<1, Position>& columns,
+                                                  const float (&sum)[kCols]) {
+            float value[kCols][1];
+#pragma unroll
+            for (int j = 0; j < kCols; ++j) {
+                value[j][0] = sum[j];
+                const auto of_row = epilogue.template load_rows<Runs::kWhole, 1>(
+                    Position{image, pixel + max(min(j, count - 1), 0), channel}, 1);
+                epilogue.apply(value[j], columns, of_row);
+            }
+            // Otherwise it is taken for a number that all threads share, and multiplied in several instructions.
+            ptx::forget(col_bytes);
+            if (count == kCols) {  // nearly always, and without comparing for each
+#pragma unroll
+                for (int j = 0; j < kCols; ++j) store(j, value[j][0]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < kCols - 1; ++j) {
+                    if (j < count) store(j, value[j][0]);
+                }
+            }
+            pixel += problem.out_width;
+            destination += row_bytes;
+        }
+
+        __device__ __forceinline__ void store(int col, float value) {
+            Output* to = reinterpret_cast<Output*>(destination + static_cast<uint64_t>(col_bytes) * col);
+            *to = from_float<Output>(value);
+        }
+    };
+
+    static __device__ __forceinline__ void begin_row(float (&sum)[kOpen][kCols]) {
+#pragma unroll
+        for (int q = kOpen - 1; q >= 0; --q) {
+#pragma unroll
+            for (int j = 0; j < kCols; ++j) sum[q][j] = q > 0 ? sum[q - 1][j] : 0.0f;
+        }
+    }
+
+    // Adds what a row of x, the a-th of a step's, contributes to the output rows that it is part of.
+    static __device__ __forceinline__ void multiply_row(int a, const float (&filter)[kTaps], const Element* row,
+                                                        float (&sum)[kOpen][kCols]) {
+        float in[kInCols];
+#pragma unroll
+        for (int j = 0; j < kInCols; ++j) in[j] = to_float(row[j * kChunk]);
+#pragma unroll
+        for (int q = kOpen - 1; q >= 0; --q) {
+            const int r = q * kStride + a;
+            if (r >= kKernel) continue;
+#pragma unroll
+            for (int s = 0; s < kKernel; ++s) {
+#pragma unroll
+                for (int j = 0; j < kCols; ++j) {
+                    sum[q][j] = fmaf(filter[r * kKernel + s], in[j * kStride + s], sum[q][j]);
+                }
+            }
+        }
+    }
+
+    // A filter's taps follow each other, of which it has an odd number: those of neighbouring channels are in different
+    // banks. Copies are waited for with those of the first stage.
+    static __device__ __forceinline__ void copy_filters(const Problem& problem, Element* filters, const Element* w,
+                                                        int first) {
+        const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+        const int count = min(kChunk, static_cast<int>(problem.channels) - first) * kTaps;
+        const bool adjacent = problem.w_filter == kTaps && problem.w_row == kKernel && problem.w_col == 1;
+        w += first * problem.w_filter;
+        if (adjacent && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
+            for (int i = thread * kRun; i < count; i += threads * kRun) {
+                ptx::cp_async_16(ptx::shared_address(filters + i), w + i);
+            }
+            return;
+        }
+        for (int i = thread; i < count; i += threads) {
+            const int tap = i % kTaps;
+            const int64_t at = tap / kKernel * problem.w_row + tap % kKernel * problem.w_col;
+            filters[i] = w[i / kTaps * problem.w_filter + at];
+        }
+    }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
+    depthwise_nhwc_kernel(const __grid_constant__ Conv2dProblem problem,
+                          const __grid_constant__ typename Kernel::Tiles tiles,
+                          const typename Kernel::Element* __restrict__ x,
+                          const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
+                          const typename Kernel::Epilogue epilogue) {
+    extern __shared__ __align__(16) unsigned char depthwise_shared[];
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, tiles, depthwise_shared, x, w, out, epilogue));
+}
+
+#ifndef __CUDACC_RTC__
+template <class Config, class Output, class Epilogue>
+cudaError_t DepthwiseNhwc<Config, Output, Epilogue>::launch(const Problem& problem, const uint64_t* pointers,
+                                                            const Epilogue& epilogue, cudaStream_t stream) {
+    int count = 0;
+    if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
+    const Tiles tiles(problem, count);
+    if (tiles.count > INT32_MAX) return cudaErrorInvalidConfiguration;
+    constexpr auto kKernel = depthwise_nhwc_kernel<DepthwiseNhwc>;
+    if (const cudaError_t error = allow_shared_memory<kKernel>(tiles.bytes); error != cudaSuccess) return error;
+    kKernel<<<static_cast<unsigned>(tiles.count), tiles.threads(), tiles.bytes, stream>>>(
+        problem, tiles, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+        reinterpret_cast<Output*>(pointers[2]), epilogue);
+    return cudaGetLastError();
+}
+#endif  // __CUDACC_RTC__
+
+}  // namespace fxfuse
