@@ -38,10 +38,11 @@ class Operand:
 
 def launch(
     kernel: Kernel, epilogue: str, tensors: Sequence[torch.Tensor], operands: Sequence[Operand] = (), tf32: bool = False
-) -> None:
+) -> bool:
     """Runs `kernel` with `epilogue` on its tensors (inputs, then the output), on the emulated GPU.
 
-    Operands are read element by element, as those whose addresses nothing is known of.
+    Operands are read element by element, as those whose addresses nothing is known of. Returns whether warps multiplied
+    alone (mma): warpgroups hand on to them what they find not finite.
     """
     output = tensors[-1].dtype
     kinds = tuple(
@@ -53,9 +54,11 @@ def launch(
     workspace = torch.full((max(kernel.workspace, 1),), 0xAB, dtype=torch.uint8)  # undefined contents
     addresses = [tensor.data_ptr() for tensor in (*tensors, *([workspace] if kernel.workspace else []))]
     addresses += [operand.tensor.data_ptr() for operand in operands]
+    before = library.emulated_warp_products()
     code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
     if code != 0:
         raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
+    return bool(library.emulated_warp_products() != before)
 
 
 def available() -> bool:
@@ -101,4 +104,5 @@ def compiled(source: str) -> ctypes.CDLL:
     assert done.returncode == 0, done.stderr[:4000]
     library = ctypes.CDLL(str(path.with_suffix(".so")))
     library.fxfuse_error.restype = ctypes.c_char_p
+    library.emulated_warp_products.restype = ctypes.c_int64
     return library

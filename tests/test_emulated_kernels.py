@@ -60,7 +60,8 @@ def check_convolution(kernel, x, weight, residual=False, **options):
         strides = (added.stride(0), added.stride(3) if nhwc else added.stride(1), 1)
     else:
         strides = (0, 0, 1) if nhwc else (0, 1, 0)
-    launch(kernel, EPILOGUE, (x, weight, out), (Operand(added, strides),), tf32=problem.precision == "tf32")
+    by_mma = launch(kernel, EPILOGUE, (x, weight, out), (Operand(added, strides),), tf32=problem.precision == "tf32")
+    assert not (by_mma and "wgmma" in kernel.name), kernel.name
     assert torch.equal(out, want), (kernel.name, x.shape, weight.shape, options)
     assert (memory[:guard] == 99).all() and (memory[-guard:] == 99).all(), (kernel.name, "writes outside its result")
 
@@ -249,6 +250,45 @@ def test_matrix_product_by_warpgroups(precision, tile, monkeypatch):
             assert torch.equal(out, want), kernel.name
 
 
+SPLITTING = [
+    (tile, splits, layout)
+    for tile in gemm.WGMMA_TF32X3_TILES
+    for splits, layout in ((1, "nk"), (3, "nk"), (1, "kn"), (3, "kn"))
+    if layout == "nk" or tile.n != 96
+]
+
+
+@pytest.mark.parametrize(("tile", "splits", "layout"), SPLITTING, ids=lambda value: getattr(value, "n", value))
+def test_float32_product_by_warpgroups(tile, splits, layout):
+    """Of numbers with more bits than TF32 has, in x or in the weight, and of infinities and NaN."""
+
+    def run(epilogue, x, weight):
+        out = torch.full((m, n), 99.0)
+        weight = weight if layout == "nk" else weight.T.contiguous()
+        return launch(kernel, epilogue, (x, weight, out), (Operand(bias, (0, 0, 1)),)), out
+
+    # part of a tile; several tiles with parts at the ends, fewer tiles of K than stages and more
+    for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 3 * 32), (tile.m + 6, tile.n + 12, 11 * 32 + 8)):
+        if k < 32 * splits:
+            continue
+        x, bias, weight = integers(m, k), integers(n), integers(n, k)
+        stride = k if layout == "nk" else n
+        problem = gemm.Problem(m, n, k, "tf32x3", layout, k, stride, n, multiprocessors=132, shared_memory=228 << 10)
+        kernel = gemm._kernel(tile, problem, splits)
+        for of_x, of_weight in ((4099, 1), (1, 4099))[0 if k > 96 else 1 :]:  # 13 bits
+            want = F.relu(F.linear(x.double() * of_x, weight.double() * of_weight, bias.double())).float()
+            by_mma, out = run(EPILOGUE, x * of_x, weight * of_weight)
+            assert torch.equal(out, want) and not by_mma, kernel.name
+    x[3, 5], x[10, 7], x[m - 1, k - 1] = float("nan"), float("inf"), -float("inf")
+    weight[6, 7], weight[n - 1, 0], weight[4, 7] = -float("inf"), float("inf"), 0
+    x[:, 0] += 4099
+    want = F.linear(x.double(), weight.double(), bias.double()).float()
+    assert want.isnan().any() and want.isposinf().any() and want.isneginf().any()
+    by_mma, out = run("acc + o0", x, weight)
+    assert by_mma
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["3x3", "1x1 with stride", "long sum"])
 def test_windows_by_warpgroups(name):
     shape, filters, options = GATHERED[name]
@@ -262,6 +302,16 @@ def test_windows_by_warpgroups(name):
     shared = [kernel for kernel in kernels if "split" in kernel.name]
     for kernel in dict.fromkeys((kernels[-1], goes_on[-1], *shared[:1])):
         check_convolution(kernel, x, weight, residual="split" in kernel.name, precision="bf16", **options)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_windows_in_float32_by_warpgroups(splits):
+    shape, filters, options = GATHERED["3x3"]
+    shape, filters = (shape[0], -(-shape[1] // 4) * 4, *shape[2:]), (filters[0], -(-filters[1] // 4) * 4, *filters[2:])
+    x, weight = (integers(*sizes).to(memory_format=torch.channels_last) for sizes in (shape, filters))
+    problem = conv2d._as_gemm(convolution(x, weight, "tf32x3", hopper=True, **options))
+    kernel = gemm._kernel(gemm.WGMMA_TF32X3_TILES[-1], problem, splits)
+    check_convolution(kernel, x * 4099, weight, residual=splits > 1, precision="tf32x3", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

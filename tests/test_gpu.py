@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, kernels_launched, linear
+from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, kernels_launched, linear, relative_error
 from torch import nn
 
 import fxfuse
@@ -556,6 +556,86 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
         assert expected in check(model, tensor(rows, depth, dtype=dtype), dtype)
     x = tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
     assert expected in in_channels_last(nn.Conv2d(24, 72, 3, padding=1, stride=2), x, dtype)
+
+
+@pytest.fixture
+def only_by_warpgroups(monkeypatch, forget):
+    """Float32 by these tiles alone, chosen by their model."""
+
+    def choose(*tiles):
+        monkeypatch.setattr(gemm, "WGMMA_TF32X3_TILES", tiles)
+        monkeypatch.setattr(gemm, "_TILES_TF32X3", ())
+        monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
+        monkeypatch.setenv("FXFUSE_TUNE", "0")
+
+    return choose
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("tile", gemm.WGMMA_TF32X3_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_every_tile_of_warpgroups_in_float32(tile, only_by_warpgroups):
+    only_by_warpgroups(tile)
+    expected = f"wgmma tf32x3 {tile.m}x{tile.n}x"
+    # parts of tiles; more than run at once; fewer and more tiles of K than stages; sums that thread blocks share
+    for rows, features, depth in ((1000, 200, 136), (5000, 1000, 132), (40000, 520, 648), (128, 8192, 8192)):
+        model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
+        assert expected in check(model, tensor(rows, depth))
+    x = tensor(8, 32, 47, 45).to(memory_format=torch.channels_last)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert expected in in_channels_last(nn.Conv2d(32, 200, 3, padding=1), x)
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    "tile", [gemm.WGMMA_TF32X3_TILES[0], gemm.WGMMA_TF32X3_TILES[-1]], ids=lambda tile: f"{tile.n}"
+)
+def test_warpgroups_in_float32_turn_weights_over(tile, only_by_warpgroups):
+    only_by_warpgroups(tile)
+    for rows, features, depth in ((1000, 200, 136), (40000, 520, 648), (128, 8192, 8192)):
+        model = Net(lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=tensor(depth, features), v=tensor(features))
+        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, tensor(rows, depth))
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("make", [torch.randn, torch.rand], ids=["normal", "uniform"])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    # short sums; sums that cuBLAS divides, long and short, and such as share thread blocks; long ones that it does not
+    [(8192, 384, 128), (2048, 768, 768), (3152, 768, 768), (4096, 768, 3072), (6304, 768, 3072), (128, 8192, 8192),
+     (1024, 1536, 4096), (1024, 8192, 8192)],
+)  # fmt: skip
+def test_warpgroups_in_float32_are_as_exact_as_eager(m, n, k, make, only_by_warpgroups):
+    only_by_warpgroups(*gemm.WGMMA_TF32X3_TILES)
+    torch.manual_seed(k)
+    x, weight = make(m, k, device="cuda"), make(n, k, device="cuda")
+    model = Net(lambda s, x: s.fc(x) * 1.0, fc=nn.Linear(k, n, bias=False)).cuda()
+    model.fc.weight.data = weight
+    fast = fxfuse.optimize(model, strict=True)
+    exact = x.double() @ weight.double().t()
+    with torch.no_grad():
+        assert relative_error(fast(x), exact) <= relative_error(model(x), exact)
+    assert "wgmma tf32x3" in fxfuse.explain(fast).regions[0].kernel
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("k", [192, 8192], ids=["", "shared"])
+@pytest.mark.parametrize("tile", gemm.WGMMA_TF32X3_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_warpgroups_in_float32_hand_on_nan_and_inf(tile, k, only_by_warpgroups):
+    only_by_warpgroups(tile)
+    m, n = (500, 600) if k == 192 else (128, 8192)
+    x, weight = tensor(m, k), tensor(n, k)
+    x[3, 5], x[10, 7], x[69, k - 1], x[30, :2] = float("nan"), float("inf"), -float("inf"), float("inf")
+    x[7, 0], x[7, k - 1], x[40, 1] = float("inf"), float("-inf"), 3.4e38
+    weight[5, 7], weight[6, :2], weight[7, 3], weight[9, 1], weight[n - 1, 1] = 0, 0, -float("inf"), 1e-30, float("nan")
+    model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(k, n, bias=False)).cuda()
+    model.fc.weight.data = weight
+    with torch.no_grad():
+        have = fxfuse.optimize(model, strict=True)(x)
+    want = 0.5 * (x.double() @ weight.double().t()).float()  # the anchor's result is a float32, too
+    assert torch.equal(want.isnan(), have.isnan())
+    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+    want[40] = have[40] = 0
+    assert relative_error(have, want) < 1e-6
 
 
 def test_windows_share_sums_over_k():

@@ -21,6 +21,7 @@ Layout = Literal["nk", "kn"]
 HEADER = "gemm.cuh"
 WINDOWS_HEADER = "windows.cuh"
 WGMMA_HEADER = "gemm_wgmma.cuh"
+WGMMA_TF32X3_HEADER = "gemm_wgmma_tf32x3.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
@@ -35,8 +36,11 @@ LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeli
 MAX_WORKSPACE = 256 << 20  # bytes
 SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
 MOST_SHARED_BY_WGMMA = 128 * 96  # elements of a tile: larger ones spill when they add up shares
+MOST_BLOCKWISE_BY_WGMMA = 64  # columns of a tile: wider ones have no registers for more sums
+STAGED_BY_WARPS = 8 * 16 * 64 * 4  # at most, behind the stages: WgmmaTf32x3Gemm
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
+LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see _wgmma_sums
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
@@ -143,6 +147,8 @@ class Tile:
     """Whether every tile of K has a stage of its own."""
     wgmma: bool = False
     """Whether warpgroups of 64 rows multiply, by Hopper's own instructions (mainloop_wgmma.cuh)."""
+    split_stages: int = 0
+    """Further stages of what the weight is split into (kSplitStages in mainloop_wgmma_tf32x3.cuh)."""
 
     @property
     def goes_on(self) -> bool:
@@ -150,7 +156,12 @@ class Tile:
 
         Two that share a multiprocessor hide each other's stores as well, with fewer registers.
         """
-        return self.wgmma and self.resident != 2
+        return self.wgmma and self.resident != 2 and not self.splits_weight
+
+    @property
+    def splits_weight(self) -> bool:
+        """Whether its thread blocks split the weight in shared memory (WgmmaTf32x3Gemm)."""
+        return self.split_stages > 0
 
     @property
     def small_warps(self) -> bool:
@@ -163,7 +174,9 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        loop = self.stages * (self.m + self.n) * TILE_BYTES_OF_K
+        loop = (self.stages * (self.m + self.n) + self.split_stages * 2 * self.n) * TILE_BYTES_OF_K
+        if self.splits_weight:
+            loop += STAGED_BY_WARPS + 128  # and barriers
         staging = self.m * (self.n + 8) * 4  # kStagingBytes in gemm.cuh
         return max(loop, staging)
 
@@ -202,6 +215,11 @@ WGMMA_TILES = (
     Tile(64, 128, 4, 1, stages=3, resident=3, alone=0.64, full=1.99, wgmma=True),
     Tile(64, 64, 4, 1, stages=4, resident=3, alone=0.76, full=1.02, wgmma=True),
 )
+WGMMA_TF32X3_TILES = (
+    Tile(128, 128, 8, 1, stages=4, resident=1, alone=1.58, full=1.58, wgmma=True, split_stages=2),
+    Tile(128, 96, 8, 1, stages=5, resident=1, alone=1.36, full=1.36, wgmma=True, split_stages=2),
+    Tile(128, 64, 8, 1, stages=6, resident=1, alone=1.25, full=1.25, wgmma=True, split_stages=2),
+)
 _TILES_FP16X3 = (
     Tile(128, 128, 2, 4, stages=4, resident=1, alone=1.00, full=1.00),
     Tile(128, 64, 4, 1, stages=3, resident=2, alone=0.83, full=0.94),
@@ -236,7 +254,9 @@ def _tiles(problem: Problem) -> list[Tile]:
     """Those that fit, with no more stages than K has tiles: more thread blocks then share a multiprocessor."""
     depth = problem.tiles_k
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
-    hoppers = WGMMA_TILES if _has_wgmma(problem) else ()
+    hoppers: tuple[Tile, ...] = ()
+    if _has_wgmma(problem):
+        hoppers = WGMMA_TF32X3_TILES if problem.precision == "tf32x3" else WGMMA_TILES
     return [tile for tile in hoppers if _fits(tile, problem)] + [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
@@ -248,12 +268,11 @@ def _tiles(problem: Problem) -> list[Tile]:
 
 def _has_wgmma(problem: Problem) -> bool:
     """Whether the kernels by warpgroup products can run it."""
-    return (
-        problem.hopper
-        and problem.precision in ("fp16", "bf16")
-        and problem.weight_layout == "nk"
-        and min(_accesses(problem)) == MAX_ACCESS
-    )
+    if problem.precision == "tf32x3":
+        offered = problem.k >= LEAST_WGMMA_TF32X3_K and _multiplier(problem) == "Tf32x3"
+    else:
+        offered = problem.precision in ("fp16", "bf16") and problem.weight_layout == "nk"
+    return problem.hopper and offered and min(_accesses(problem)) == MAX_ACCESS
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
@@ -281,7 +300,7 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
-    if tile.wgmma and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
+    if tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
         return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
@@ -313,6 +332,7 @@ def _blocks(tile: Tile, problem: Problem) -> int:
 # same. Fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16 (benchmarks/gemm_model.py): the
 # model's first choice is within 10 % of the best on 146 of 147. Fitted to half of them, it is on 97 % of the others.
 # The speeds of WGMMA_TILES were fitted alone, to 36 problems of networks: the best is among the first three on 35.
+# Those of WGMMA_TF32X3_TILES are what large problems reach.
 _PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
     "tf32x3": 84e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
 }  # fmt: skip
@@ -328,6 +348,7 @@ _FIRST_BYTES = 2.3  # before device memory is at speed
 _LATENCY = 0.39  # from asking for a tile of K to having it
 _MEETING = 1.6  # for the last thread block of a tile to know that it is
 _HANDING_IN = 1.1  # of the parts of a wave
+_SLOWER_SUMS: Final = {False: "kStepwise", True: "kBlockwise"}  # by splits_weight
 _NOT_HIDDEN = 0.075  # of what goes on beside something slower
 
 
@@ -347,7 +368,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     share = math.ceil(problem.tiles_k / splits)  # tiles of K
     rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
     speed = _PRODUCTS[problem.precision]
-    if problem.precision == "tf32x3" and _sums(tile, problem)[0] == "kStepwise":
+    if problem.precision == "tf32x3" and _sums(tile, problem, splits)[0] == _SLOWER_SUMS[tile.splits_weight]:
         speed *= 0.84  # measured as the tiles' speeds
     if problem.precision == "tf32x3" and _multiplier(problem) == "Bf16x6":
         speed /= 1.5
@@ -375,6 +396,8 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
 def _fits(tile: Tile, problem: Problem) -> bool:
     if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
         return False
+    if tile.splits_weight and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
+        return False  # a warpgroup copies whole rows of the weight, and turns over whole columns
     if tile.wgmma and tile.shared_bytes + RESERVED_SHARED > problem.shared_memory:
         return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
@@ -435,6 +458,8 @@ def _is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
     """
     if problem.precision != "tf32x3" or tile.small_warps:
         return True
+    if tile.splits_weight:
+        return _wgmma_sums(tile, problem, splits) is not None
     if _multiplier(problem) == "Bf16x6":
         return False  # it needs registers for three sets of sums
     tiles = -(-problem.m // 128) * -(-problem.n // 128)
@@ -447,7 +472,7 @@ def _is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
     return fills / math.ceil(fills) >= 0.9 and problem.k <= 4096
 
 
-def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
+def _sums(tile: Tile, problem: Problem, splits: int = 1) -> tuple[str, int]:
     """How the kernel adds up along K: `Sums` of mainloop.cuh, and its blocks' length in tiles of K.
 
     Error of tf32x3 on an H200 as a multiple of cuBLAS's fp32 error, for normal and uniform data (2048x8192 outputs;
@@ -462,6 +487,8 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     """
     if problem.precision != "tf32x3":
         return "kRunning", 1
+    if tile.splits_weight:
+        return _wgmma_sums(tile, problem, splits) or ("kPromoted", 1)
     if _multiplier(problem) == "Bf16x6":
         return "kBlockwise", 2
     if tile.small_warps:  # as many blocks as steps (of 8 k, four to a tile) in a block
@@ -472,6 +499,48 @@ def _sums(tile: Tile, problem: Problem) -> tuple[str, int]:
     if problem.k < 2048 or -(-problem.m // 128) * -(-problem.n // 128) < 3 * problem.multiprocessors:
         return "kPromoted", 1
     return "kPromoted", 2 if problem.k <= 8192 else 4
+
+
+def _wgmma_sums(tile: Tile, problem: Problem, splits: int) -> tuple[str, int] | None:
+    """The same for 3xTF32 by warpgroup products; None where its error would be beyond eager's.
+
+    Tensor cores truncate four times in a tile of K (Tf32x3Consumer), or once or twice where parts of it have sums of
+    their own (kBlockwise: it needs registers that larger tiles have not got). Errors in 1e-8 on an H200 for normal and
+    uniform data, whatever M and N are, and eager's by the number of 128x128 tiles of its result:
+
+        K                   96     128     256     512     768    1024    2048    3072    4096    8192   16384
+        kPromoted        18/13   18/13   19/13   19/14   20/14   21/14   23/16   25/19   27/19   34/24   44/32
+        kBlockwise        16/7    16/7    17/7    17/7    17/7    17/7    18/7    18/8    18/8    19/8    21/9
+        512 and more     18/15   20/16   29/22   41/31   50/42   57/43   81/60   99/83  114/84 162/119 229/168
+        384                                              50/42   57/43   81/60   45/17   51/19   81/30  114/42
+        288, 300                                 41/31   50/42   57/43   37/14   45/17   51/19   41/10   58/12
+        256                                                      57/43   81/60   99/83  115/85   93/47  133/66
+        192                              29/22   41/31   50/42   26/10    29/9   36/11   41/12   58/16   81/22
+        150                              29/22    19/8    23/9   26/10   31/11   38/12   44/14   62/20   87/28
+        128                                      41/31   50/41   57/43   57/30   70/42   81/43   66/24   94/33
+        64, 96                                   41/31   50/42    21/7    29/9   36/11   35/10   49/13   57/11
+        64 of one row                            41/31   50/42   57/43   41/16   50/21   57/22   81/30  162/84
+        36                       20/16   21/12   24/12    20/7    22/8   31/11   38/12   44/14   61/20   87/28
+    """
+    tiles = -(-problem.m // 128) * -(-problem.n // 128)
+    fills = tiles / problem.multiprocessors
+    if problem.k <= 192 or fills >= 3.8 or 1.9 <= fills <= 2:
+        promoted = True
+    elif fills / math.ceil(fills) >= 0.95:
+        promoted = problem.k <= (4096 if fills <= 1 else 2048)
+    elif fills >= 2 and 3072 <= problem.k <= 4096:
+        promoted = problem.k <= 1024 * splits
+    elif 64 < problem.m <= 128 and tiles >= 64 and problem.k >= 4096:
+        promoted = True
+    elif fills >= 1.4:
+        promoted = problem.k < 1024
+    else:
+        promoted = 64 <= tiles <= problem.multiprocessors and problem.k <= 768
+    if promoted:
+        return "kPromoted", 1
+    if tile.n > MOST_BLOCKWISE_BY_WGMMA:
+        return None
+    return "kBlockwise", max(1, round(math.sqrt(problem.tiles_k / splits)))  # as many tiles in a block as blocks
 
 
 def _fp16x3_chain(tile: Tile, problem: Problem) -> int | None:
@@ -519,11 +588,19 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
 
 
 def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
-    sums, block = _sums(tile, problem)
+    sums, block = _sums(tile, problem, splits)
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
-    if tile.wgmma:
+    struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
+    if tile.splits_weight:
+        family, header = f"{family} wgmma", WGMMA_TF32X3_HEADER
+        struct_name = "SplitWgmmaTf32x3Gemm" if splits > 1 else "WgmmaTf32x3Gemm"
+        config = (
+            f"WgmmaTf32x3Config<{tile.m}, {tile.n}, {tile.stages}, Sums::{sums}, "
+            f"Major::{_MAJOR[problem.weight_layout]}, {rows}>"
+        )
+    elif tile.wgmma:
         family, header = f"{family} wgmma", WGMMA_HEADER
         config = (
             f"WgmmaGemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_n}, {tile.stages}, "
@@ -537,7 +614,6 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
             f", {rows}, {str(tile.holds_k).lower()}>"
         )
     name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
-    struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
         header=header,

@@ -102,12 +102,14 @@ struct Meeting {
     uint64_t generation = 0;
     void* offered[1024];
 
+    std::function<void()> finish;  // for those that have arrived
+
     template <class Item, class Complete>
     void attend(int index, int expected, Item& mine, Complete complete);
 };
 
 inline std::vector<Fiber> fibers;
-inline int current, running;  // the thread that runs, and how many the block has
+inline int current, running;  // the thread that runs, and how many of the block have not ended
 inline ucontext_t scheduler;
 inline Meeting block_meeting, warp_meetings[32];
 inline unsigned char* shared;
@@ -126,13 +128,13 @@ template <class Item, class Complete>
 void Meeting::attend(int index, int expected, Item& mine, Complete complete) {
     const uint64_t mine_is = generation;
     offered[index] = &mine;
-    if (++arrived == expected) {
+    finish = [this, complete] {
         complete(reinterpret_cast<Item**>(offered));
         arrived = 0;
         ++generation;
         for (Fiber& fiber : fibers) fiber.waits = false;
-        return;
-    }
+    };
+    if (++arrived == expected) return finish();
     while (generation == mine_is) {
         fibers[current].waits = this == &block_meeting;
         yield();
@@ -145,9 +147,11 @@ void with_warp(Item& mine, Complete complete) {
     warp_meetings[current / kWarp].attend(current % kWarp, kWarp, mine, complete);
 }
 
+// Barriers of the block do not wait for threads that have ended.
 inline void enter() {
     body();
     fibers[current].done = true;
+    if (--running == block_meeting.arrived && running > 0) block_meeting.finish();
     yield();
 }
 
@@ -231,7 +235,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Arguments.
 
 inline void __syncthreads() {
     int nothing = 0;
-    emulation::block_meeting.attend(emulation::current, emulation::running, nothing, [](int**) {});
+    emulation::block_meeting.attend(emulation::block_meeting.arrived, emulation::running, nothing, [](int**) {});
 }
 
 inline void __syncwarp() {
@@ -241,7 +245,7 @@ inline void __syncwarp() {
 
 inline int __syncthreads_or(int predicate) {
     int mine = predicate;
-    emulation::block_meeting.attend(emulation::current, emulation::running, mine, [](int** all) {
+    emulation::block_meeting.attend(emulation::block_meeting.arrived, emulation::running, mine, [](int** all) {
         int any = 0;
         for (int i = 0; i < emulation::running; ++i) any |= *all[i] != 0;
         for (int i = 0; i < emulation::running; ++i) *all[i] = any;

@@ -115,6 +115,10 @@ inline uint32_t cvt_rn_bf16x2(float first, float second) {
     return cvt_rn_bf16(first) | uint32_t{cvt_rn_bf16(second)} << 16;
 }
 
+// Products that warps have started since the process began, in all libraries of this kind.
+inline int64_t warp_products = 0;
+extern "C" __attribute__((used)) inline int64_t emulated_warp_products() { return warp_products; }
+
 // d += a * b for a warp; Element gives the i-th value of a register, of kPerRegister.
 template <int kPerRegister, int kARegisters, int kBRegisters, class Element>
 void multiply_add(float (&d)[4], const uint32_t (&a)[kARegisters], const uint32_t (&b)[kBRegisters], Element element) {
@@ -124,6 +128,7 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[kARegisters], const uint32_
     } mine = {&d, {}, {}};
     std::copy(a, a + kARegisters, mine.a);
     std::copy(b, b + kBRegisters, mine.b);
+    ++warp_products;
     emulation::with_warp(mine, [element](Item** all) {
         constexpr int kK = 4 * kPerRegister * kBRegisters;
         float left[16][kK], right[kK][8];

@@ -122,6 +122,8 @@ struct Products {
 inline Products products[1024];
 
 inline void wgmma_fence() {}
+template <size_t kSums>
+void sums_fence(float (&)[kSums]) {}
 inline void wgmma_commit() {
     Products& mine = products[emulation::current];
     mine.groups.push_back(std::move(mine.open));
@@ -136,18 +138,16 @@ void wgmma_wait() {
     __syncwarp();  // a warp waits as one
 }
 
-template <int kPerWord, size_t kSums, class Matrix, class Element>
-void start_product(float (&d)[kSums], Matrix a, Matrix b, bool adds, Element element) {
-    const int warp = emulation::current / emulation::kWarp % 4, lane = emulation::current % emulation::kWarp;
+// `read_a` and `read_b` fill a row of 32 bytes: of a, half 0 or 1 of the rows of the calling thread's sums.
+template <int kPerWord, size_t kSums, class ReadA, class ReadB>
+void start_product(float (&d)[kSums], ReadA read_a, ReadB read_b, bool adds) {
     products[emulation::current].open.push_back([=, &d] {
         float left[2][8 * kPerWord];  // the rows of this thread's sums
-        const auto read = [element](float* row, Matrix matrix, int index) {
-            for (int i = 0; i < 8 * kPerWord; ++i) row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
-        };
-        for (int half = 0; half < 2; ++half) read(left[half], a, warp * 16 + lane / 4 + half * 8);
+        for (int half = 0; half < 2; ++half) read_a(left[half], half);
+        const int lane = emulation::current % emulation::kWarp;
         for (int i = 0; i < static_cast<int>(kSums); i += i % 2 == 0 ? 1 : 3) {  // sums i and i + 2 are of one column
             float right[8 * kPerWord];
-            read(right, b, i / 4 * 8 + lane % 4 * 2 + i % 2);
+            read_b(right, i / 4 * 8 + lane % 4 * 2 + i % 2);
             for (int half = 0; half < 2; ++half) {
                 double sum = adds ? d[i + half * 2] : 0.0;
                 for (int k = 0; k < 8 * kPerWord; ++k) sum += double{left[half][k]} * right[k];
@@ -155,6 +155,43 @@ void start_product(float (&d)[kSums], Matrix a, Matrix b, bool adds, Element ele
             }
         }
     });
+}
+
+template <int kPerWord, class Matrix, class Element>
+auto row_reader(Matrix matrix, Element element) {
+    return [=](float* row, int index) {
+        for (int i = 0; i < 8 * kPerWord; ++i) row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
+    };
+}
+
+template <int kPerWord, size_t kSums, class Matrix, class Element>
+void start_product(float (&d)[kSums], Matrix a, Matrix b, bool adds, Element element) {
+    const int row = emulation::current / emulation::kWarp % 4 * 16 + emulation::current % emulation::kWarp / 4;
+    const auto row_of_a = row_reader<kPerWord>(a, element);
+    start_product<kPerWord>(d, [=](float* to, int half) { row_of_a(to, row + half * 8); },
+                            row_reader<kPerWord>(b, element), adds);
+}
+
+// Registers are read when the product is waited for: as late as the hardware may read them.
+template <size_t kSums, class Matrix>
+void wgmma_tf32(float (&d)[kSums], const uint32_t (&a)[4], Matrix b, bool adds) {
+    struct Lanes {
+        const uint32_t* fragments[emulation::kWarp];
+    } all{};
+    all.fragments[emulation::current % emulation::kWarp] = a;
+    emulation::with_warp(all, [](Lanes** lanes) {
+        for (int i = 0; i < emulation::kWarp; ++i) {
+            lanes[0]->fragments[i] = lanes[i]->fragments[i];
+        }
+        for (int i = 1; i < emulation::kWarp; ++i) *lanes[i] = *lanes[0];
+    });
+    const int first = emulation::current % emulation::kWarp / 4 * 4;  // of the lanes that have the same rows
+    start_product<1>(
+        d,
+        [=](float* row, int half) {
+            for (int k = 0; k < 8; ++k) row[k] = tf32_of(all.fragments[first + k % 4][half + k / 4 * 2], 0);
+        },
+        row_reader<1>(b, tf32_of), adds);
 }
 template <size_t kSums, class Matrix>
 void wgmma_tf32(float (&d)[kSums], Matrix a, Matrix b, bool adds) {

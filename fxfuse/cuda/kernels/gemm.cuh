@@ -27,7 +27,7 @@ struct MatrixRows {
     using Host = MatrixRows;                // as the host packs them
     static MatrixRows make(const Host& rows, int) { return rows; }
 
-    template <class Tile, int kThreads, int kAccess>
+    template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     using Copy = TileCopy<Tile, kThreads, kAccess>;
 
     // Of `extent` rows from `row` on, and of `k` elements of K from `first` on.
@@ -114,17 +114,17 @@ struct Gemm {
         extern __shared__ __align__(1024) unsigned char shared[];
         if (tile_origin(problem).row >= problem.m) return;
         typename Loop::Sum sum;
-        multiply<Config>(sum, problem, rows, x, weight, shared);
+        multiply<Config>(sum, problem, tile_origin(problem), rows, x, weight, shared);
         if constexpr (Config::kGuarded) {
             // A barrier too: everyone has read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
-                multiply<typename Config::Guarded>(sum, problem, rows, x, weight, shared);
+                multiply<typename Config::Guarded>(sum, problem, tile_origin(problem), rows, x, weight, shared);
             }
         }
         if constexpr (kSplits) {
             if (!collect(sum, problem, workspace)) return;
         }
-        store(problem, sum, reinterpret_cast<float*>(shared), out, epilogue);
+        store(problem, tile_origin(problem), sum, reinterpret_cast<float*>(shared), out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__
@@ -139,13 +139,21 @@ struct Gemm {
 
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
-        constexpr auto kKernel = &gemm_kernel<Gemm>;
-        if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        return launch_kernel<&gemm_kernel<Gemm>>(problem, pointers, epilogue, stream, kThreads, kSharedBytes);
+    }
+#endif  // __CUDACC_RTC__
+
+protected:
+#ifndef __CUDACC_RTC__
+    template <auto kKernel>
+    static cudaError_t launch_kernel(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                                     cudaStream_t stream, int threads, int shared_bytes) {
+        if (const cudaError_t error = allow_shared_memory<kKernel>(shared_bytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
         if constexpr (kSplits) {
             workspace = SplitWorkspace::make(pointers[3], tiles_m(problem) * tiles_n(problem));
         }
-        kKernel<<<grid(problem), kThreads, kSharedBytes, stream>>>(
+        kKernel<<<grid(problem), threads, shared_bytes, stream>>>(
             problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
             reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
             epilogue);
@@ -153,10 +161,15 @@ struct Gemm {
     }
 #endif  // __CUDACC_RTC__
 
-protected:
     struct Origin {
         int64_t row, col;
         int split;  // which of the blocks that share the tile
+    };
+
+    // Of K.
+    struct Share {
+        int64_t first;
+        int k;  // from there on
     };
 
     static constexpr int kBand = 8;  // rows of tiles whose blocks run together
@@ -181,6 +194,12 @@ protected:
         return static_cast<int>(problem.m - origin.row);
     }
 
+    static __device__ __forceinline__ Share share_of(const Problem& problem, const Origin& origin) {
+        if constexpr (!kSplits) return {0, static_cast<int>(problem.k)};
+        const int64_t share = problem.split_tiles * Config::kTileK, first = origin.split * share;
+        return {first, static_cast<int>(min(share, problem.k - first))};
+    }
+
     // Hands the block's part of the sums in. True for one of the blocks that share a tile, which then has all of it.
     static __device__ __forceinline__ bool collect(typename Loop::Sum& sum, const Problem& problem,
                                                    const SplitWorkspace& workspace) {
@@ -192,18 +211,12 @@ protected:
     }
 
     template <class Shape>
-    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem, const Rows& rows,
-                                                    const Element* x, const Element* weight, unsigned char* shared) {
+    static __device__ __forceinline__ void multiply(typename Loop::Sum& sum, const Problem& problem,
+                                                    const Origin& origin, const Rows& rows, const Element* x,
+                                                    const Element* weight, unsigned char* shared) {
         const uint32_t thread = ptx::read_thread_index();
-        const Origin origin = tile_origin(problem);
         const int cols = static_cast<int>(problem.n - origin.col);
-        int64_t first = 0;
-        int k = static_cast<int>(problem.k);  // from there on
-        if constexpr (kSplits) {
-            const int64_t share = problem.split_tiles * Shape::kTileK;
-            first = origin.split * share;
-            k = static_cast<int>(min(share, problem.k - first));
-        }
+        const auto [first, k] = share_of(problem, origin);
         const Element* weight_tile = Config::kWeightMajor == Major::kK
                                          ? weight + origin.col * problem.weight_stride + first
                                          : weight + first * problem.weight_stride + origin.col;
@@ -237,8 +250,9 @@ protected:
     // first turns before the accumulators are staged. What is the same in all rows is read once, and what follows from
     // it alone computed once: without that a batch normalisation's scale took more time than all the rest of a
     // pointwise convolution.
-    static __device__ __forceinline__ void store(const Problem& problem, const typename Loop::Sum& sum, float* staging,
-                                                 Output* out, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void store(const Problem& problem, const Origin& origin,
+                                                 const typename Loop::Sum& sum, float* staging, Output* out,
+                                                 const Epilogue& epilogue) {
         constexpr int kRunsPerRow = kTileN / kVector, kRowStep = kThreads / kRunsPerRow;
         constexpr int kSteps = (kTileM + kRowStep - 1) / kRowStep;
         constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
@@ -249,7 +263,6 @@ protected:
         static_assert(kEven || (kTurns * kTogether + 1) * kRowStep * kStagingStride * 4 <= kSharedBytes);
         using Values = typename Epilogue::template RowValues<kVector, Position>;
         constexpr int kAhead = turns_ahead(kTurns, kTogether * kRunBytes);
-        const Origin origin = tile_origin(problem);
         const uint32_t thread = ptx::read_thread_index();
         const int run = static_cast<int>(thread % kRunsPerRow * kVector), first = static_cast<int>(thread / kRunsPerRow);
         const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), problem.m - origin.row));

@@ -204,7 +204,7 @@ struct HalvesGemm : Gemm<Config, Output, Epilogue> {
         float* staging = reinterpret_cast<float*>(shared);
         // A barrier too: everyone has read the last tile.
         if (__syncthreads_or(!finite)) multiply_not_finite(sum, staging, problem, origin);
-        Base::store(problem, sum, staging, out, epilogue);
+        Base::store(problem, Base::tile_origin(problem), sum, staging, out, epilogue);
     }
 
 #ifndef __CUDACC_RTC__

@@ -10,6 +10,7 @@
 #include "launch.cuh"
 #include "mainloop_wgmma.cuh"
 #include "ptx.cuh"
+#include "tile_after_tile.cuh"
 #include "windows.cuh"
 
 namespace fxfuse {
@@ -34,26 +35,22 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
 // Gemm by as many thread blocks as the device holds, each of which computes one tile after another: while it stores one,
 // copies for the next are under way. Results go out through a stage that is free meanwhile, each warp's by itself.
 template <class Config_, class Output_, class Epilogue_>
-struct WgmmaGemm : Gemm<Config_, Output_, Epilogue_> {
-    using Base = Gemm<Config_, Output_, Epilogue_>;
+struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
+    using Base = TileAfterTile<Config_, Output_, Epilogue_>;
     using Config = Config_;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using typename Base::CopyW, typename Base::CopyX, typename Base::Element, typename Base::Problem, typename Base::Rows;
-    using Base::kTileM, Base::kTileN, Base::kThreads, Base::kBand, Base::kVector, Base::kWhole, Base::kRuns;
-    using Base::position, Base::tiles_m, Base::tiles_n;
+    using typename Base::Columns, typename Base::Origin, typename Base::RowsOfTurn, typename Base::Store, typename Base::Sum;
+    using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::tile_count;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
-    using Sum = typename Stages::Sum;
 
     static constexpr int kSharedBytes = Stages::kStageBytes * Config::kStages;
-    // A warp stores its 16 rows in slices of so many columns.
-    static constexpr int kSlice = 64, kSlices = Config::kGroupColumns / kSlice, kStagedBytes = kMmaM * kSlice * 4;
-    static_assert(Config::kGroupColumns % kSlice == 0);
-    static_assert(kThreads / 32 * kStagedBytes <= static_cast<int>(Stages::kStageBytes));
 
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows, const Element* x,
                                                const Element* weight, Output* out, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
+        static_assert(kThreads / 32 * kStagedBytes <= static_cast<int>(Stages::kStageBytes));
         const uint32_t thread = ptx::read_thread_index();
         const unsigned tiles = tile_count(problem);
         const int tiles_k = static_cast<int>((problem.k + Config::kTileK - 1) / Config::kTileK);
@@ -110,169 +107,9 @@ struct WgmmaGemm : Gemm<Config_, Output_, Epilogue_> {
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
         constexpr auto kKernel = &wgmma_gemm_kernel<WgmmaGemm>;
-        unsigned blocks = 0;
-        cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes);
-        if (error == cudaSuccess) error = resident_blocks<kKernel>(kThreads, kSharedBytes, &blocks);
-        if (error != cudaSuccess) return error;
-        const unsigned tiles = tile_count(problem);
-        kKernel<<<blocks < tiles ? blocks : tiles, kThreads, kSharedBytes, stream>>>(
-            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), epilogue);
-        return cudaGetLastError();
+        return Base::template launch_kernel<kKernel>(problem, pointers, epilogue, stream, kThreads, kSharedBytes);
     }
 #endif  // __CUDACC_RTC__
-
-private:
-    static __host__ __device__ __forceinline__ unsigned tile_count(const Problem& problem) {
-        return static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
-    }
-
-    // Of a tile. They run in bands of kBand rows of tiles, column by column: those that run together share their rows of
-    // x and of the weight through L2.
-    struct Origin {
-        int64_t row, col;
-
-        __device__ __forceinline__ Origin(const Problem& problem, unsigned index) {
-            const unsigned high = static_cast<unsigned>(tiles_m(problem)), wide = static_cast<unsigned>(tiles_n(problem));
-            const unsigned band = index / (kBand * wide), in_band = index - band * kBand * wide;
-            const unsigned rows = min(static_cast<unsigned>(kBand), high - band * kBand);
-            row = static_cast<int64_t>(band * kBand + in_band % rows) * kTileM;
-            col = static_cast<int64_t>(in_band / rows) * kTileN;
-        }
-    };
-
-    // How a warp stores its rows of a tile: slice by slice through shared memory, where a lane has one run of columns in
-    // every kRowStep-th row. What is the same in all rows is read once for a slice.
-    static constexpr int kRunsPerRow = kSlice / kVector, kRowStep = 32 / kRunsPerRow;
-    static constexpr int kTogether = 2, kTurns = kMmaM / kRowStep / kTogether;
-    using Columns = typename Epilogue::template ColumnValues<kVector, Position>;
-    using Values = typename Epilogue::template RowValues<kVector, Position>;
-
-    struct RowsOfTurn {
-        Values values[kTogether];
-    };
-    // Whether what the rows of a slice's first turn read from memory is asked for a slice earlier.
-    static constexpr bool kFetchesAhead = kTogether * kVector * Epilogue::kElementBytes <= 32;
-
-    struct Store {
-        const Problem& problem;
-        const Epilogue& epilogue;
-        Output* out;
-        int64_t top, left;
-        int rows, lane;
-
-        __device__ __forceinline__ Store(const Problem& problem, const Origin& origin, Output* out,
-                                         const Epilogue& epilogue)
-            : problem(problem), epilogue(epilogue), out(out) {
-            const uint32_t thread = ptx::read_thread_index();
-            lane = static_cast<int>(thread % 32);
-            top = origin.row + Config::warp_m(thread);
-            left = origin.col + Config::warp_n(thread) + run();
-            rows = static_cast<int>(min(static_cast<int64_t>(kMmaM), problem.m - top));
-        }
-
-        __device__ __forceinline__ int run() const { return lane % kRunsPerRow * kVector; }
-        __device__ __forceinline__ int row(int turn, int i) const {
-            return lane / kRunsPerRow + (turn * kTogether + i) * kRowStep;
-        }
-        __device__ __forceinline__ int count(int slice) const {  // of columns that exist
-            return static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - left - slice * kSlice));
-        }
-        // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
-        __device__ __forceinline__ int64_t column(int slice) const {
-            return count(slice) > 0 || !kWhole ? left + slice * kSlice : problem.n - kVector;
-        }
-
-        // What the operands hold for a lane in the columns of a slice, and in the rows of a turn.
-        __device__ __forceinline__ Columns fetch_columns(int slice) const {
-            return epilogue.template load_columns<kRuns, kVector>(Position{0, 0, column(slice)}, count(slice));
-        }
-        __device__ __forceinline__ void fetch(RowsOfTurn& rows_of_turn, int slice, int turn) const {
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const Position at = position(problem, top + min(row(turn, i), rows - 1), column(slice));
-                rows_of_turn.values[i] = epilogue.template load_rows<kRuns, kVector>(at, count(slice));
-            }
-        }
-
-        // `free_stage`: shared memory for kStagedBytes of each warp.
-        __device__ __forceinline__ void all(const Sum& sum, Columns columns, RowsOfTurn rows_ahead,
-                                            unsigned char* free_stage) const {
-            float* staged = reinterpret_cast<float*>(free_stage + ptx::read_thread_index() / 32 * kStagedBytes);
-#pragma unroll
-            for (int slice = 0; slice < kSlices; ++slice) {  // in a row: sums that have been staged take no registers
-                RowsOfTurn next = rows_ahead;
-                if (slice > 0) {
-                    columns = fetch_columns(slice);
-                    if constexpr (!kFetchesAhead) fetch(next, slice, 0);
-                }
-                if constexpr (kFetchesAhead) {
-                    if (slice + 1 < kSlices) fetch(rows_ahead, slice + 1, 0);
-                }
-                stage(sum, slice, staged);
-                __syncwarp();
-#pragma unroll 1
-                for (int turn = 0; turn < kTurns; ++turn) {
-                    const RowsOfTurn operands = next;
-                    if (turn + 1 < kTurns) fetch(next, slice, turn + 1);
-#pragma unroll
-                    for (int i = 0; i < kTogether; ++i) {
-                        float value[kVector];
-                        load_staged(value, staged, row(turn, i), run());
-                        epilogue.apply(value, columns, operands.values[i]);
-                        if (count(slice) <= 0 || row(turn, i) >= rows) continue;
-                        store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
-                            out + (top + row(turn, i)) * problem.out_stride + column(slice), value, count(slice));
-                    }
-                }
-                __syncwarp();  // before the next slice is written over this one
-            }
-        }
-
-    private:
-        // Where four floats of a slice are. Rows are permuted so that both ways of going through them, the writes of
-        // fragments and the reads of runs of 8, find different banks.
-        static __device__ __forceinline__ int place(int row, int col) {
-            return row * kSlice + ((col / 4 ^ row % 4 * 2) * 4 + col % 4);
-        }
-
-        __device__ __forceinline__ void stage(const Sum& sum, int slice, float* staged) const {
-            constexpr int kMmas = kSlice / kMmaN;
-#pragma unroll
-            for (int n = 0; n < kMmas; ++n) {
-                const float(&d)[4] = sum.value[0][slice * kMmas + n];
-                const int row = lane / 4, col = n * kMmaN + lane % 4 * 2;
-                *reinterpret_cast<float2*>(staged + place(row, col)) = make_float2(d[0], d[1]);
-                *reinterpret_cast<float2*>(staged + place(row + 8, col)) = make_float2(d[2], d[3]);
-            }
-        }
-
-        // Half of the lanes read the second half of their run first: eight at a time find theirs in different banks.
-        static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged, int row,
-                                                           int run) {
-            if constexpr (kVector == 4) {
-                read_four(value, staged + place(row, run));
-            } else {
-                static_assert(kVector == 8);
-                const int swapped = run >= kSlice / 2 ? 4 : 0;
-                float one[4], other[4];
-                read_four(one, staged + place(row, run + swapped));
-                read_four(other, staged + place(row, run + 4 - swapped));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    value[i] = swapped != 0 ? other[i] : one[i];
-                    value[i + 4] = swapped != 0 ? one[i] : other[i];
-                }
-            }
-        }
-        static __device__ __forceinline__ void read_four(float (&to)[4], const float* from) {
-            const float4 four = *reinterpret_cast<const float4*>(from);
-            to[0] = four.x;
-            to[1] = four.y;
-            to[2] = four.z;
-            to[3] = four.w;
-        }
-    };
 };
 
 }  // namespace fxfuse

@@ -68,6 +68,14 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
+// No instruction, but the compiler reads sums no earlier than here: it does not know that products write them until they
+// have been waited for.
+template <int kSums>
+__device__ __forceinline__ void sums_fence(float (&d)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // Matrices in shared memory, as products take them: descriptors, of which `low` is what differs. Adding n to it moves a
 // matrix by n times 16 bytes. All matrices of a product are of one kind.
 
@@ -143,6 +151,23 @@ FXFUSE_WGMMAS(wgmma_tf32, "k8.f32.tf32.tf32", "")
 FXFUSE_WGMMAS(wgmma_f16, "k16.f32.f16.f16", ", 0, 0")
 FXFUSE_WGMMAS(wgmma_bf16, "k16.f32.bf16.bf16", ", 0, 0")
 #undef FXFUSE_WGMMAS
+#undef FXFUSE_WGMMA
+
+// The same with a in registers: of each warp's 16 rows the A fragment of mma.cuh. They may not change before the product
+// has been waited for.
+#define FXFUSE_WGMMA(name, sums, columns, kind, at_a, at_b, at_high, at_adds) \
+    template <class Matrix> \
+    __device__ __forceinline__ void name(float (&d)[sums], const uint32_t (&a)[4], Matrix b, bool adds) { \
+        asm volatile( \
+            "{\n.reg .pred adds;\n.reg .b64 b;\nmov.b64 b, {" at_b ", " at_high "};\nsetp.ne.b32 adds, " at_adds ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" columns kind " {" FXFUSE_NAMES_##sums "}, {" at_a "}, b, adds, 1, 1;\n}\n" \
+            : FXFUSE_SUMS_##sums \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "n"(Matrix::kHigh), \
+              "r"(static_cast<uint32_t>(adds))); \
+    }
+FXFUSE_WGMMA(wgmma_tf32, 32, "64", "k8.f32.tf32.tf32", "%32, %33, %34, %35", "%36", "%37", "%38")
+FXFUSE_WGMMA(wgmma_tf32, 48, "96", "k8.f32.tf32.tf32", "%48, %49, %50, %51", "%52", "%53", "%54")
+FXFUSE_WGMMA(wgmma_tf32, 64, "128", "k8.f32.tf32.tf32", "%64, %65, %66, %67", "%68", "%69", "%70")
 #undef FXFUSE_WGMMA
 #undef FXFUSE_SUMS_64
 #undef FXFUSE_SUMS_48

@@ -68,8 +68,8 @@ struct WindowRows {
 
     // A thread's share of filling tile after tile along K, as TileCopy has it. Which taps of a pixel's window are inside
     // the image is the same for every channel: one bit per row and column of the filter, looked at instead of
-    // coordinates. Beyond the end of K no tap is inside.
-    template <class Tile, int kThreads, int kAccess>
+    // coordinates. Beyond the end of K no tap is inside. Of the block's threads, those from kFirstThread on copy.
+    template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     class Copy {
         using T = typename Tile::Element;
         static constexpr int kLanes = 32;
@@ -113,7 +113,7 @@ struct WindowRows {
 
         // Starts to fill the tile at `shared` and goes on to the next one.
         __device__ __forceinline__ void start(uint32_t shared) {
-            const int thread = static_cast<int>(ptx::read_thread_index()), lane = thread % kLanes;
+            const int thread = static_cast<int>(ptx::read_thread_index()) - kFirstThread, lane = thread % kLanes;
             const char* tap[kTogether];
             uint32_t needed[kTogether];
 #pragma unroll
