@@ -56,6 +56,12 @@ def batch_norm(channels=8):
     return module.eval()
 
 
+def gpu_tensor(*shape, dtype=torch.float32):
+    """Normally distributed numbers, the same for the same shape."""
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+
 def randn(*shape, seed=0, **options):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **options)
 

@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import gpu_tensor, relative_error
 
 from fxfuse import build, layout
 from fxfuse.cuda import codegen, pointwise
@@ -113,11 +113,6 @@ def apply(text, acc, *operands, output=None):
     return out
 
 
-def tensor(*shape, dtype=torch.float32):
-    generator = torch.Generator("cuda").manual_seed(sum(shape))
-    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
-
-
 def check(text, acc, *operands, output=None):
     exact = evaluate(parse(text), acc.double(), [o.double() if o.is_floating_point() else o for o in operands])
     have = apply(text, acc, *operands, output=output)
@@ -137,8 +132,8 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_in_place(shape, dtype):
-    check("relu(acc) * o0", tensor(*shape, dtype=dtype), tensor(shape[-1], dtype=dtype))
-    check("relu(acc) + o0", tensor(*shape, dtype=dtype), tensor(*shape, dtype=dtype))
+    check("relu(acc) * o0", gpu_tensor(*shape, dtype=dtype), gpu_tensor(shape[-1], dtype=dtype))
+    check("relu(acc) + o0", gpu_tensor(*shape, dtype=dtype), gpu_tensor(*shape, dtype=dtype))
 
 
 @on_gpu
@@ -146,7 +141,7 @@ def test_shapes_in_place(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype, output):
     if dtype != output:
-        check("silu(acc + o0)", tensor(50, 71, dtype=dtype), tensor(71, dtype=dtype), output=output)
+        check("silu(acc + o0)", gpu_tensor(50, 71, dtype=dtype), gpu_tensor(71, dtype=dtype), output=output)
 
 
 @on_gpu
@@ -155,9 +150,9 @@ def test_dtypes(dtype, output):
     "operand", [(24, 1, 1), (1, 24, 1, 1), (2, 24, 7, 9), (1, 1, 7, 9), (2, 1, 1, 1), (2, 24, 1, 1), (1, 24, 7, 9), ()]
 )
 def test_operands_broadcast(operand, channels_last):
-    acc = tensor(2, 24, 7, 9)
+    acc = gpu_tensor(2, 24, 7, 9)
     acc = acc.to(memory_format=torch.channels_last) if channels_last else acc
-    check("relu(acc + o0) * o1", acc, tensor(*operand), tensor(24, 1, 1))
+    check("relu(acc + o0) * o1", acc, gpu_tensor(*operand), gpu_tensor(24, 1, 1))
 
 
 @on_gpu
@@ -165,7 +160,7 @@ def test_operands_broadcast(operand, channels_last):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_alignment(start, dtype):
     def view(shape):
-        return tensor(math.prod(shape) + start, dtype=dtype)[start:].view(shape)
+        return gpu_tensor(math.prod(shape) + start, dtype=dtype)[start:].view(shape)
 
     check("acc * o0 + o1", view((9, 123)), view((9, 123)), view((123,)))
 
@@ -173,9 +168,9 @@ def test_any_alignment(start, dtype):
 @on_gpu
 @pytest.mark.parametrize("width", [40, 41, 42, 44, 48])
 def test_padded_rows_keep_their_padding(width):
-    whole = tensor(9, width)
+    whole = gpu_tensor(9, width)
     before = whole.clone()
-    check("acc + o0 * 2.0", whole[:, :39], tensor(9, 39))
+    check("acc + o0 * 2.0", whole[:, :39], gpu_tensor(9, 39))
     assert torch.equal(whole[:, 39:], before[:, 39:])
 
 

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, kernels_launched, linear, relative_error
+from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, gpu_tensor, kernels_launched, linear, relative_error
 from torch import nn
 
 import fxfuse
@@ -36,11 +36,6 @@ def check(model, x, dtype=torch.float32, kernel=True):
     return region.kernel
 
 
-def tensor(*shape, dtype=torch.float32):
-    generator = torch.Generator("cuda").manual_seed(sum(shape))
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
-
-
 # --------------------------------------------------------------------------------------- reference models
 
 
@@ -59,7 +54,7 @@ def reference_models():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_models_are_one_launch(name, dtype):
     model, shape = reference_models()[name]
-    x = tensor(*shape, dtype=dtype)
+    x = gpu_tensor(*shape, dtype=dtype)
     check(model, x, dtype)
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
@@ -73,7 +68,7 @@ def test_reference_models_are_one_launch(name, dtype):
 
 def test_one_allocation_and_no_more_memory():
     model, _ = reference_models()["d"]
-    model, x = model.cuda().eval(), tensor(8192, 512)  # enough tiles: no thread blocks share one
+    model, x = model.cuda().eval(), gpu_tensor(8192, 512)  # enough tiles: no thread blocks share one
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         fast(x)
@@ -98,7 +93,7 @@ GEMM_SIZES = [
 @pytest.mark.parametrize(("m", "n", "k"), GEMM_SIZES)
 def test_linear_of_any_size(m, n, k, dtype):
     model = Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(k, n), v=torch.randn(n))
-    check(model, tensor(m, k, dtype=dtype), dtype)
+    check(model, gpu_tensor(m, k, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,10 +101,10 @@ def test_linear_of_any_size(m, n, k, dtype):
 def test_matmul_with_weight_k_by_n(m, n, k, dtype):
     check(
         Net(lambda s, x: torch.addmm(s.b, x, s.w).relu(), w=torch.randn(k, n), b=torch.randn(n)),
-        tensor(m, k, dtype=dtype),
+        gpu_tensor(m, k, dtype=dtype),
         dtype,
     )
-    check(Net(lambda s, x: (x @ s.w.t()).relu(), w=torch.randn(n, k)), tensor(m, k, dtype=dtype), dtype)
+    check(Net(lambda s, x: (x @ s.w.t()).relu(), w=torch.randn(n, k)), gpu_tensor(m, k, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(0, 1), (0, 2.5), (0.5, 1), (-1, 0.5)])
@@ -117,12 +112,12 @@ def test_addmm_scales_product_and_bias(beta, alpha):
     model = Net(
         lambda s, x: torch.addmm(s.b, x, s.w, beta=beta, alpha=alpha).relu(), w=torch.randn(40, 33), b=torch.randn(33)
     )
-    check(model, tensor(17, 40))
+    check(model, gpu_tensor(17, 40))
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (2, 3, 5, 64), (1, 1, 1, 64)])
 def test_linear_with_any_leading_dimensions(shape):
-    check(Net(lambda s, x: s.fc(x).tanh(), fc=nn.Linear(64, 40)), tensor(*shape))
+    check(Net(lambda s, x: s.fc(x).tanh(), fc=nn.Linear(64, 40)), gpu_tensor(*shape))
 
 
 LAYOUTS = {
@@ -138,7 +133,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear_on_any_layout_of_x(layout, dtype):
-    x = LAYOUTS[layout](tensor(50, 72, dtype=dtype))
+    x = LAYOUTS[layout](gpu_tensor(50, 72, dtype=dtype))
     check(Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(72, 40)), x, dtype)
 
 
@@ -159,7 +154,7 @@ def test_linear_operands_broadcast(operand, dtype):
     value = OPERANDS[operand](50, 41)
     check(
         Net(lambda s, x: torch.relu(s.fc(x) * s.v + s.v), fc=nn.Linear(72, 41), v=value),
-        tensor(50, 72, dtype=dtype),
+        gpu_tensor(50, 72, dtype=dtype),
         dtype,
     )
 
@@ -167,7 +162,7 @@ def test_linear_operands_broadcast(operand, dtype):
 @pytest.mark.parametrize("shape", [(7, 41), (3, 1, 41), (1, 7, 1), (3, 7, 41), (3, 1, 1), (3, 7, 1)])
 def test_linear_operands_over_batches(shape):
     model = Net(lambda s, x: torch.relu(s.fc(x) + s.v), fc=nn.Linear(24, 41), v=torch.randn(shape))
-    check(model, tensor(3, 7, 24))
+    check(model, gpu_tensor(3, 7, 24))
 
 
 def test_operands_of_other_dtypes():
@@ -175,7 +170,7 @@ def test_operands_of_other_dtypes():
     half = torch.randn(41, device="cuda", dtype=torch.float16)
     double = torch.tensor(0.1, dtype=torch.float64, device="cuda")
     model = Net(lambda s, x: torch.where(mask, s.fc(x), 0.0) * index + half * double, fc=nn.Linear(24, 41)).cuda()
-    x = tensor(9, 24)
+    x = gpu_tensor(9, 24)
     fast = fxfuse.optimize(model)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
@@ -185,7 +180,7 @@ def test_a_number_that_lives_on_the_cpu():
     scale = torch.tensor(0.3)
     model = Net(lambda s, x: s.fc(x) * scale, fc=nn.Linear(24, 41)).cuda()
     fast = fxfuse.optimize(model, strict=True)
-    x = tensor(9, 24)
+    x = gpu_tensor(9, 24)
     with torch.no_grad():
         for value in (0.3, -2.0, float("inf")):
             scale.fill_(value)
@@ -195,7 +190,7 @@ def test_a_number_that_lives_on_the_cpu():
 @pytest.mark.parametrize("tf32", [False, True])
 def test_precision_follows_torchs_switch(tf32):
     features = 504 if tf32 else 512  # the report lists every kernel that ran for a region of this shape
-    model, x = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(512, features)).cuda(), tensor(256, 512)
+    model, x = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(512, features)).cuda(), gpu_tensor(256, 512)
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
@@ -289,7 +284,7 @@ def test_float32_hands_on_nan_and_inf_through_every_split(m, n, k):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_hands_on_nan_and_inf(dtype):
-    x = tensor(70, 96, dtype=dtype)
+    x = gpu_tensor(70, 96, dtype=dtype)
     x[3, 5], x[10, 7], x[69, 95], x[30, :2] = float("nan"), float("inf"), -float("inf"), float("inf")
     model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(96, 130)).to("cuda", dtype)
     with torch.no_grad():
@@ -300,7 +295,7 @@ def test_linear_hands_on_nan_and_inf(dtype):
 
 def test_the_output_of_another_dtype():
     model = Net(lambda s, x: s.fc(x).float() * 1.5, fc=nn.Linear(96, 130)).to("cuda", torch.bfloat16)
-    x = tensor(33, 96, dtype=torch.bfloat16)
+    x = gpu_tensor(33, 96, dtype=torch.bfloat16)
     with torch.no_grad():
         have = fxfuse.optimize(model, strict=True)(x)
         want = F.linear(x.double(), model.fc.weight.double(), model.fc.bias.double()) * 1.5
@@ -317,8 +312,10 @@ SHARED_SIZES = [(1, 640, 4096), (16, 300, 8200), (5, 257, 7001), (33, 136, 8200)
 @pytest.mark.parametrize(("m", "n", "k"), SHARED_SIZES)
 def test_thread_blocks_share_sums_over_k(m, n, k, dtype):
     model = Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(k, n), v=torch.randn(n))
-    assert "split" in check(model, tensor(m, k, dtype=dtype), dtype)
-    assert "split" in check(Net(lambda s, x: (x @ s.w).relu(), w=torch.randn(k, n)), tensor(m, k, dtype=dtype), dtype)
+    assert "split" in check(model, gpu_tensor(m, k, dtype=dtype), dtype)
+    assert "split" in check(
+        Net(lambda s, x: (x @ s.w).relu(), w=torch.randn(k, n)), gpu_tensor(m, k, dtype=dtype), dtype
+    )
 
 
 @pytest.fixture(params=[2, 3, 7])
@@ -331,7 +328,7 @@ def splits(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n"), [(9, 130), (200, 333)])
 def test_shared_sums_do_not_depend_on_timing(m, n, dtype, splits):
-    model, x = Net(lambda s, x: s.fc(x) * 1.5, fc=nn.Linear(2240, n)), tensor(m, 2240, dtype=dtype)
+    model, x = Net(lambda s, x: s.fc(x) * 1.5, fc=nn.Linear(2240, n)), gpu_tensor(m, 2240, dtype=dtype)
     assert f"split {splits}" in check(model, x, dtype)
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
@@ -342,7 +339,7 @@ def test_shared_sums_do_not_depend_on_timing(m, n, dtype, splits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_sums_hand_on_nan_and_inf(dtype, splits):
-    x = tensor(20, 2240, dtype=dtype)
+    x = gpu_tensor(20, 2240, dtype=dtype)
     x[3, 5], x[10, 7], x[19, 2239], x[15, 100:2200:300] = float("nan"), float("inf"), -float("inf"), float("inf")
     x[7, 0], x[7, 2239] = float("inf"), float("-inf")  # the sum of parts that are infinite each
     model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(2240, 130)).to("cuda", dtype)
@@ -354,7 +351,7 @@ def test_shared_sums_hand_on_nan_and_inf(dtype, splits):
 
 def test_shared_sums_in_graphs_and_on_streams(splits):
     model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(2048, 520)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(16, 2048)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(16, 2048)
     with torch.no_grad():
         want = fast(x)
         graph = torch.cuda.CUDAGraph()
@@ -377,7 +374,7 @@ def test_shared_sums_in_graphs_and_on_streams(splits):
 
 def test_the_workspace_of_shared_sums_is_reported():
     model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(4096, 512)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(64, 4096)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(64, 4096)
     with torch.no_grad():
         assert len(kernels_launched(lambda: fast(x))) == 1
     region = fxfuse.explain(fast).regions[0]
@@ -411,7 +408,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_conv2d(name, channels_last, dtype):
     conv, shape = CONVOLUTIONS[name]
-    x = tensor(*shape, dtype=dtype)
+    x = gpu_tensor(*shape, dtype=dtype)
     if channels_last:
         if x.dim() == 3:
             pytest.skip("channels_last needs four dimensions")
@@ -426,7 +423,7 @@ def test_conv2d_in_float32_accuracy(channels_last):
     torch.backends.cudnn.allow_tf32 = False
     try:
         layout = torch.channels_last if channels_last else torch.contiguous_format
-        x = tensor(2, 32, 20, 21).to(memory_format=layout)
+        x = gpu_tensor(2, 32, 20, 21).to(memory_format=layout)
         model = Net(lambda s, x: F.mish(s.conv(x)), conv=nn.Conv2d(32, 40, 3)).to(memory_format=layout)
         assert "tf32x3" in check(model, x)
         assert fxfuse.verify(model, fxfuse.optimize(model), (x,)).error < 1e-6
@@ -441,7 +438,7 @@ def test_conv2d_in_float32_accuracy(channels_last):
 def test_conv2d_operands_broadcast(operand, channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = Net(lambda s, x: F.relu(s.conv(x) + s.v), conv=nn.Conv2d(16, 24, 3), v=torch.randn(operand))
-    check(model.to(memory_format=layout), tensor(2, 16, 20, 21).to(memory_format=layout))
+    check(model.to(memory_format=layout), gpu_tensor(2, 16, 20, 21).to(memory_format=layout))
 
 
 def test_conv2d_with_batch_norm_and_residual():
@@ -449,7 +446,7 @@ def test_conv2d_with_batch_norm_and_residual():
     nn.init.uniform_(bn.running_mean, -1, 1)
     nn.init.uniform_(bn.running_var, 0.5, 2)
     model = Net(lambda s, x: F.relu(s.bn(s.conv(x)) + x), conv=nn.Conv2d(24, 24, 3, padding=1, bias=False), bn=bn)
-    check(model, tensor(2, 24, 15, 15))
+    check(model, gpu_tensor(2, 24, 15, 15))
 
 
 @pytest.mark.parametrize(
@@ -457,7 +454,7 @@ def test_conv2d_with_batch_norm_and_residual():
     [lambda x: x[:, ::2], lambda x: x[..., 1:-1], lambda x: x.transpose(2, 3), lambda x: x.expand(3, -1, -1, -1)],
 )
 def test_conv2d_on_slices_and_views(layout):
-    x = layout(tensor(1, 32, 22, 22))
+    x = layout(gpu_tensor(1, 32, 22, 22))
     check(Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(x.shape[1], 24, 3)), x)
 
 
@@ -477,8 +474,8 @@ def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, f
     monkeypatch.setattr(conv2d, "_POINTWISE_TILES", (tile,))
     shape, filters, stride, groups = POINTWISE[name]
     conv = nn.Conv2d(shape[1], filters, 1, stride=stride, groups=groups)
-    x = tensor(*shape, dtype=dtype)
-    residual = tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    x = gpu_tensor(*shape, dtype=dtype)
+    residual = gpu_tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
     check(Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual), x, dtype)
 
 
@@ -491,7 +488,7 @@ def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, mo
     monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     monkeypatch.setattr(conv2d, "_as_gemm", lambda problem: None)
     conv, shape = CONVOLUTIONS[name]
-    x = tensor(*shape, dtype=dtype)
+    x = gpu_tensor(*shape, dtype=dtype)
     x = x.to(memory_format=torch.channels_last) if channels_last else x
     model = Net(lambda s, x: F.relu(s.conv(x)) * s.scale, conv=conv, scale=torch.randn(conv.out_channels, 1, 1))
     assert "split 3" in check(model, x, dtype)
@@ -502,7 +499,7 @@ def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and
     monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
     monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(2, 64, 14, 14)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 64, 14, 14)
     with torch.no_grad():
         first = fast(x)
         assert all(torch.equal(fast(x), first) for _ in range(20))
@@ -524,7 +521,7 @@ def in_channels_last(conv, x, dtype=torch.float32):
 )
 def test_channels_last_is_a_matrix_product(name, dtype):
     conv, shape = CONVOLUTIONS[name]
-    x = tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+    x = gpu_tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
     kernel = in_channels_last(conv, x, dtype)
     gathered = conv.kernel_size != (1, 1) or conv.stride != (1, 1)
     assert kernel.startswith("conv2d as gemm" if gathered else "gemm"), kernel
@@ -537,7 +534,7 @@ def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
     monkeypatch.setattr(gemm, "_TILES", (tile,))
     # pieces of 16 bytes, and single elements; more pixels than in a tile, and an image's last ones alone in theirs
     for channels, kernel in ((24, 3), (3, 5)):
-        x = tensor(3, channels, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
+        x = gpu_tensor(3, channels, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
         assert f"{tile.m}x{tile.n}x" in in_channels_last(nn.Conv2d(channels, 72, kernel, padding=1, stride=2), x, dtype)
 
 
@@ -553,8 +550,8 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
     # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages
     for rows, features, depth in ((1, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
         model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
-        assert expected in check(model, tensor(rows, depth, dtype=dtype), dtype)
-    x = tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
+        assert expected in check(model, gpu_tensor(rows, depth, dtype=dtype), dtype)
+    x = gpu_tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
     assert expected in in_channels_last(nn.Conv2d(24, 72, 3, padding=1, stride=2), x, dtype)
 
 
@@ -579,8 +576,8 @@ def test_every_tile_of_warpgroups_in_float32(tile, only_by_warpgroups):
     # parts of tiles; more than run at once; fewer and more tiles of K than stages; sums that thread blocks share
     for rows, features, depth in ((1000, 200, 136), (5000, 1000, 132), (40000, 520, 648), (128, 8192, 8192)):
         model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
-        assert expected in check(model, tensor(rows, depth))
-    x = tensor(8, 32, 47, 45).to(memory_format=torch.channels_last)
+        assert expected in check(model, gpu_tensor(rows, depth))
+    x = gpu_tensor(8, 32, 47, 45).to(memory_format=torch.channels_last)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         assert expected in in_channels_last(nn.Conv2d(32, 200, 3, padding=1), x)
 
@@ -592,8 +589,10 @@ def test_every_tile_of_warpgroups_in_float32(tile, only_by_warpgroups):
 def test_warpgroups_in_float32_turn_weights_over(tile, only_by_warpgroups):
     only_by_warpgroups(tile)
     for rows, features, depth in ((1000, 200, 136), (40000, 520, 648), (128, 8192, 8192)):
-        model = Net(lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=tensor(depth, features), v=tensor(features))
-        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, tensor(rows, depth))
+        model = Net(
+            lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=gpu_tensor(depth, features), v=gpu_tensor(features)
+        )
+        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, gpu_tensor(rows, depth))
 
 
 @NEEDS_HOPPER
@@ -623,7 +622,7 @@ def test_warpgroups_in_float32_are_as_exact_as_eager(m, n, k, make, only_by_warp
 def test_warpgroups_in_float32_hand_on_nan_and_inf(tile, k, only_by_warpgroups):
     only_by_warpgroups(tile)
     m, n = (500, 600) if k == 192 else (128, 8192)
-    x, weight = tensor(m, k), tensor(n, k)
+    x, weight = gpu_tensor(m, k), gpu_tensor(n, k)
     x[3, 5], x[10, 7], x[69, k - 1], x[30, :2] = float("nan"), float("inf"), -float("inf"), float("inf")
     x[7, 0], x[7, k - 1], x[40, 1] = float("inf"), float("-inf"), 3.4e38
     weight[5, 7], weight[6, :2], weight[7, 3], weight[9, 1], weight[n - 1, 1] = 0, 0, -float("inf"), 1e-30, float("nan")
@@ -639,7 +638,7 @@ def test_warpgroups_in_float32_hand_on_nan_and_inf(tile, k, only_by_warpgroups):
 
 
 def test_windows_share_sums_over_k():
-    x = tensor(1, 512, 7, 7).to(memory_format=torch.channels_last)
+    x = gpu_tensor(1, 512, 7, 7).to(memory_format=torch.channels_last)
     assert "split" in in_channels_last(nn.Conv2d(512, 64, 3, padding=1), x)
 
 
@@ -648,14 +647,14 @@ def test_windows_share_sums_over_k():
     "layout", [lambda x: x[:, :16], lambda x: x[:, 3:19], lambda x: x[..., 1:-1], lambda x: x[::2], lambda x: x[:, ::2]]
 )
 def test_slices_in_channels_last(layout, kernel):
-    x = layout(tensor(4, 32, 12, 13).to(memory_format=torch.channels_last))
+    x = layout(gpu_tensor(4, 32, 12, 13).to(memory_format=torch.channels_last))
     assert "gemm" in in_channels_last(nn.Conv2d(x.shape[1], 24, kernel), x)
 
 
 def test_windows_keep_infinities_and_nan_where_they_belong():
     conv = nn.Conv2d(24, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).cuda().eval().to(memory_format=torch.channels_last)
-    x = tensor(2, 24, 30, 60).to(memory_format=torch.channels_last)
+    x = gpu_tensor(2, 24, 30, 60).to(memory_format=torch.channels_last)
     x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, 59] = float("inf"), float("nan"), float("-inf")
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
@@ -702,7 +701,7 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
         if tile.resident:
             channels, groups = min(channels, 2 * in_16_bytes), 1
         conv = nn.Conv2d(channels, filters, 3, padding=padding, groups=groups, bias=False)
-        x = tensor(images, channels, height, width, dtype=dtype)
+        x = gpu_tensor(images, channels, height, width, dtype=dtype)
         kernel = check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x, dtype)
         assert tile.name in kernel, (kernel, x.shape, conv)
 
@@ -718,7 +717,7 @@ def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monk
     kernels = []
     for images, channels, filters, height, width, padding, groups in direct_configurations(2, 12, 0):
         conv = nn.Conv2d(channels, filters, 3, stride, padding, groups=groups, bias=False)
-        x = tensor(images, channels, height, width, dtype=dtype)
+        x = gpu_tensor(images, channels, height, width, dtype=dtype)
         kernels.append(check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x, dtype))
     fits = ["wgmma" in kernel for kernel in kernels]  # with strides patches are larger: not all do
     assert all(fits) if stride == 1 else sum(fits) > 3, kernels
@@ -743,7 +742,7 @@ def depthwise_configurations(seed, count):
 def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     for conv, shape, part in depthwise_configurations(3, 24):
-        x = tensor(*shape, dtype=dtype)
+        x = gpu_tensor(*shape, dtype=dtype)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
         bn = nn.BatchNorm2d(conv.out_channels)
         kernel = check(Net(lambda s, x: F.relu6(s.bn(s.conv(x))), conv=conv, bn=bn), x, dtype)
@@ -756,7 +755,7 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     for size in (7, 14, 30):
         conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
-        model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), tensor(3, 24, size, size)
+        model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), gpu_tensor(3, 24, size, size)
         x[0, 3, 4, 5], x[1, 20, 0, 0], x[2, 0, -1, -1] = float("inf"), float("nan"), float("-inf")
         x = x.to(dtype, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         fast = fxfuse.optimize(model, strict=True)
@@ -773,7 +772,7 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
     monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     conv = nn.Conv2d(17, 70, 3, padding=padding)
-    assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), tensor(3, 17, 9, 132))
+    assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), gpu_tensor(3, 17, 9, 132))
 
 
 @pytest.mark.parametrize("width", [60, 61, 64])
@@ -784,7 +783,7 @@ def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, d
     monkeypatch.setattr(conv2d, "_wgmma" if family == "direct" else "_direct", lambda problem: [])
     conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
-    x = tensor(2, 23, 30, width, dtype=dtype)
+    x = gpu_tensor(2, 23, 30, width, dtype=dtype)
     x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 0, 29, width - 1] = float("inf"), float("nan"), float("-inf")
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
@@ -797,7 +796,7 @@ def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, d
 def test_packed_filters_follow_the_weight(monkeypatch):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(24, 40, 3, padding=1)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(2, 24, 30, 60)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 24, 30, 60)
     with torch.no_grad():
         fast(x)
         model.conv.weight.data.mul_(-2)  # behind the version counter's back
@@ -842,9 +841,9 @@ LIBRARY_REGIONS = {
 @pytest.mark.parametrize("name", LIBRARY_REGIONS)
 def test_the_library_and_one_pass(library_only, name, dtype):
     model, shape = LIBRARY_REGIONS[name]
-    assert "library" in check(model, tensor(*shape, dtype=dtype), dtype)
+    assert "library" in check(model, gpu_tensor(*shape, dtype=dtype), dtype)
     if len(shape) == 4:
-        x = tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+        x = gpu_tensor(*shape, dtype=dtype).to(memory_format=torch.channels_last)
         assert "library" in check(model, x, dtype)
 
 
@@ -868,9 +867,9 @@ def test_the_library_by_way_of_channels_last(name, dtype, monkeypatch):
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
     v = torch.randn(conv.out_channels, 1, 1)
-    x = tensor(*shape, dtype=dtype)
+    x = gpu_tensor(*shape, dtype=dtype)
     assert check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), x, dtype) == plan.CHANNELS_LAST_LIBRARY
-    residual = tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    residual = gpu_tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
     model = Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual)
     assert check(model, x, dtype) == plan.CHANNELS_LAST_LIBRARY
 
@@ -886,7 +885,7 @@ def test_kernels_of_ours_by_way_of_channels_last(name, monkeypatch):
     conv, shape = CONVOLUTIONS_BY_CHANNELS_LAST[name]
     v = torch.randn(conv.out_channels, 1, 1)
     with torch.backends.cudnn.flags(allow_tf32=False):
-        used = check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), tensor(*shape))
+        used = check(Net(lambda s, x: F.silu(s.conv(x) + s.v), conv=conv, v=v), gpu_tensor(*shape))
     assert used.startswith("conv2d as gemm tf32x3") and used.endswith("in channels_last + passes")
 
 
@@ -896,14 +895,14 @@ def test_the_library_by_way_of_channels_last_reports_its_copies(monkeypatch):
     monkeypatch.setattr(plan, "_ranked", plan._channels_last_candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(16, 24, 3, padding=1)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(4, 16, 20, 20)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(4, 16, 20, 20)
     with torch.no_grad():
         fast(x)
     assert fxfuse.explain(fast).regions[0].workspace == 4 * (4 * 16 * 400 + 4 * 24 * 400 + 24 * 16 * 9)
 
 
 def test_the_library_writes_in_place(library_only):
-    model, x = LIBRARY_REGIONS["linear"][0].cuda().eval(), tensor(50, 72)
+    model, x = LIBRARY_REGIONS["linear"][0].cuda().eval(), gpu_tensor(50, 72)
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         fast(x)
@@ -924,7 +923,7 @@ def tuning(new_cache, monkeypatch):
 
 def test_a_measured_choice_is_used_by_the_next_process(tuning, forget, sources):
     model = Net(lambda s, x: torch.sin(s.fc(x)) * 2, fc=nn.Linear(256, 320)).cuda().eval()
-    x = tensor(200, 256)
+    x = gpu_tensor(200, 256)
     before = torch.cuda.get_rng_state()
     fast = fxfuse.optimize(model, (x,), strict=True)
     assert torch.equal(torch.cuda.get_rng_state(), before)
@@ -943,12 +942,12 @@ def test_a_measured_choice_is_used_by_the_next_process(tuning, forget, sources):
 
 def test_tuning_at_the_first_call_and_in_a_graph(tuning):
     model = Net(lambda s, x: torch.cos(s.fc(x)) * 2, fc=nn.Linear(64, 96)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(33, 64)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(33, 64)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
         assert fxfuse.explain(fast).regions[0].measured
         unmeasured = fxfuse.optimize(model, strict=True)
-        x = tensor(1000, 64)
+        x = gpu_tensor(1000, 64)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -965,13 +964,13 @@ def test_tuning_at_the_first_call_and_in_a_graph(tuning):
 
 def test_streams_and_graphs():
     model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(64, 64)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(32, 64)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(32, 64)
     with torch.no_grad():
         fast(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = fast(x)
-        x.copy_(tensor(33, 64)[:32])
+        x.copy_(gpu_tensor(33, 64)[:32])
         graph.replay()
         torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -986,16 +985,16 @@ def test_new_shapes_do_not_compile():
     model = Net(lambda s, x: torch.sin(s.fc(x)), fc=nn.Linear(64, 64)).cuda().eval()
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
-        fast(tensor(256, 64))
+        fast(gpu_tensor(256, 64))
         compiled = len(build._loaded)
         for rows in (255, 250, 200):
-            fast(tensor(rows, 64))
+            fast(gpu_tensor(rows, 64))
     assert len(build._loaded) == compiled
 
 
 def test_gradients_are_eagers():
     model = Net(lambda s, x: F.gelu(s.fc(x) + s.v), fc=nn.Linear(24, 24), v=torch.randn(24)).cuda()
-    fast, x = fxfuse.optimize(model), tensor(9, 24)
+    fast, x = fxfuse.optimize(model), gpu_tensor(9, 24)
     want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     have = torch.autograd.grad(fast(x).square().sum(), list(fast.parameters()))
     for a, b in zip(want, have, strict=True):
@@ -1004,7 +1003,7 @@ def test_gradients_are_eagers():
 
 def test_float64_runs_in_torch():
     model = Net(lambda s, x: s.fc(x).relu(), fc=nn.Linear(24, 24)).to("cuda", torch.float64)
-    fast, x = fxfuse.optimize(model), tensor(9, 24).double()
+    fast, x = fxfuse.optimize(model), gpu_tensor(9, 24).double()
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert "float64" in fxfuse.explain(fast).regions[0].fallback
@@ -1021,7 +1020,7 @@ def test_a_run_of_convolutions_is_converted_once_each_way():
 
     convs = nn.ModuleList(nn.Conv2d(32, 32, size, padding=size // 2) for size in (3, 1, 5, 3))
     model = Net(forward, convs=convs, bn=nn.BatchNorm2d(32)).cuda().eval()
-    fast, x = fxfuse.optimize(model, strict=True), tensor(3, 32, 30, 28)
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(3, 32, 30, 28)
     assert fxfuse.verify(model, fast, (x,))
     with torch.no_grad():
         wants, haves = model(x), fast(x)
@@ -1035,13 +1034,13 @@ def test_a_run_of_convolutions_is_converted_once_each_way():
 def test_convolutions_alone_are_regions_if_they_have_a_bias(memory_format):
     for groups in (1, 16):
         conv = nn.Conv2d(16, 32, 3, groups=groups).to(memory_format=memory_format)
-        x = tensor(2, 16, 15, 13, dtype=torch.bfloat16).to(memory_format=memory_format)
+        x = gpu_tensor(2, 16, 15, 13, dtype=torch.bfloat16).to(memory_format=memory_format)
         check(Net(lambda s, x: s.conv(x).mean(1), conv=conv), x, torch.bfloat16)
 
 
 def test_float32_anchors_alone_are_regions():
-    check(Net(lambda s, x: s.fc(x).sum(0), fc=nn.Linear(129, 65)), tensor(37, 129))
-    check(Net(lambda s, x: s.conv(x).mean(1), conv=nn.Conv2d(9, 17, 3)), tensor(2, 9, 15, 13))
+    check(Net(lambda s, x: s.fc(x).sum(0), fc=nn.Linear(129, 65)), gpu_tensor(37, 129))
+    check(Net(lambda s, x: s.conv(x).mean(1), conv=nn.Conv2d(9, 17, 3)), gpu_tensor(2, 9, 15, 13))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -1052,7 +1051,7 @@ def test_autocast_gives_eagers_dtypes(dtype):
         lambda s, x: F.softplus(s.fc(x)),  # which autocast computes in float32
     ):
         model = Net(forward, fc=nn.Linear(64, 64), v=torch.randn(64)).cuda().eval()
-        fast, x = fxfuse.optimize(model), tensor(33, 64)
+        fast, x = fxfuse.optimize(model), gpu_tensor(33, 64)
         with torch.no_grad(), torch.autocast("cuda", dtype):
             want, have = model(x), fast(x)
         assert have.dtype == want.dtype
@@ -1061,7 +1060,7 @@ def test_autocast_gives_eagers_dtypes(dtype):
 
 def test_torch_compile_with_this_backend():
     model = Net(lambda s, x: F.silu(s.fc(x)) * s.v, fc=nn.Linear(64, 48), v=torch.randn(48)).cuda().eval()
-    fast, x = torch.compile(model, backend="fxfuse"), tensor(33, 64)
+    fast, x = torch.compile(model, backend="fxfuse"), gpu_tensor(33, 64)
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
@@ -1116,7 +1115,7 @@ def test_max_pooling_after_a_convolution(pool, channels_last, dtype, tuned, monk
             lambda s, x: s.pool(torch.relu(s.conv(x) * s.v)), conv=nn.Conv2d(channels, filters, 3, padding=1),
             v=torch.randn(filters, 1, 1), pool=POOLS[pool],
         )  # fmt: skip
-        x = tensor(3, channels, *size, dtype=dtype)
+        x = gpu_tensor(3, channels, *size, dtype=dtype)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         check(model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format), dtype)
 
@@ -1128,7 +1127,7 @@ def test_the_pass_after_the_library_pools(monkeypatch):
     monkeypatch.setattr(plan, "_fused_candidates", lambda region: [])
     model = Net(lambda s, x: s.pool(torch.relu(s.conv(x) * s.v)), conv=nn.Conv2d(16, 64, 3), v=torch.randn(64, 1, 1),
                 pool=nn.MaxPool2d(3, 2, 1)).cuda().eval()  # fmt: skip
-    for x in (tensor(3, 16, 25, 30), tensor(3, 16, 25, 30).to(memory_format=torch.channels_last)):
+    for x in (gpu_tensor(3, 16, 25, 30), gpu_tensor(3, 16, 25, 30).to(memory_format=torch.channels_last)):
         fast = fxfuse.optimize(model, strict=True)
         result = fast(x)
         assert fxfuse.explain(fast).regions[0].kernel == plan.LIBRARY_POOLED

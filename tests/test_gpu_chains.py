@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, kernels_launched
+from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, gpu_tensor, kernels_launched
 from torch import nn
 
 import fxfuse
@@ -17,11 +17,6 @@ pytestmark = ON_GPU
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IN_PLACE = "library + one pass in place"
-
-
-def tensor(*shape, dtype=torch.float32):
-    generator = torch.Generator("cuda").manual_seed(sum(shape))
-    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
 @torch.no_grad()
@@ -62,21 +57,21 @@ LIBRARY = {
 @pytest.mark.parametrize("name", LIBRARY)
 def test_the_pass_overwrites_what_a_library_computed(name, dtype):
     model, shape = LIBRARY[name]
-    region = check(model, tensor(*shape, dtype=dtype), dtype=dtype)
+    region = check(model, gpu_tensor(*shape, dtype=dtype), dtype=dtype)
     assert (region.anchor, region.kernel) == (name, IN_PLACE)
 
 
 @pytest.mark.parametrize("name", ["conv_transpose2d", "group_norm"])
 def test_results_in_channels_last(name):
     model, shape = LIBRARY[name]
-    assert check(model, tensor(*shape).to(memory_format=torch.channels_last)).anchor == name
+    assert check(model, gpu_tensor(*shape).to(memory_format=torch.channels_last)).anchor == name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [(77, 77), (4, 1, 1, 77), (4, 1, 77, 77), (1, 1, 77, 77), ()], ids=str)
 def test_attention_scores(mask, dtype):
-    model = Net2(lambda m, q, k: q @ k.mT / math.sqrt(40) + m.mask, mask=tensor(*mask).cpu())
-    q, k = tensor(4, 3, 77, 40, dtype=dtype), tensor(4, 3, 77, 40, dtype=dtype)
+    model = Net2(lambda m, q, k: q @ k.mT / math.sqrt(40) + m.mask, mask=gpu_tensor(*mask).cpu())
+    q, k = gpu_tensor(4, 3, 77, 40, dtype=dtype), gpu_tensor(4, 3, 77, 40, dtype=dtype)
     region = check(model, q, k, dtype=dtype)
     assert (region.anchor, region.kernel) == ("matmul", IN_PLACE)
 
@@ -101,33 +96,33 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name, dtype):
     model, shape = CHAINS[name]
-    region = check(model, tensor(*shape, dtype=dtype), dtype=dtype)
+    region = check(model, gpu_tensor(*shape, dtype=dtype), dtype=dtype)
     assert (region.anchor, region.kernel) == ("pointwise chain", "one pass")
 
 
 def test_unaligned_tensors():
     for offset in (1, 2, 3):
-        check(Net(lambda m, x: torch.exp(x) * 2), tensor(1000)[offset:])
-        check(Net(lambda m, x: torch.exp(x) * 2), tensor(1000, dtype=torch.bfloat16)[offset:], dtype=torch.bfloat16)
+        check(Net(lambda m, x: torch.exp(x) * 2), gpu_tensor(1000)[offset:])
+        check(Net(lambda m, x: torch.exp(x) * 2), gpu_tensor(1000, dtype=torch.bfloat16)[offset:], dtype=torch.bfloat16)
 
 
 def test_cuda_graphs():
     model = LIBRARY["conv1d"][0].to("cuda", torch.float32).eval()
-    x = tensor(3, 16, 51)
+    x = gpu_tensor(3, 16, 51)
     fast = fxfuse.optimize(model, (x,), strict=True)
     with torch.no_grad():
         fast(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = fast(x)
-        x.copy_(tensor(3, 16, 51).flip(0))
+        x.copy_(gpu_tensor(3, 16, 51).flip(0))
         graph.replay()
         torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_autocast():
     model = Net(lambda m, x: F.silu(m.c(x)) * 0.5 + 1, c=nn.Conv1d(16, 24, 3)).cuda().eval()
-    fast, x = fxfuse.optimize(model), tensor(3, 16, 51)
+    fast, x = fxfuse.optimize(model), gpu_tensor(3, 16, 51)
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         have, want = fast(x), model(x)
     assert have.dtype == want.dtype
