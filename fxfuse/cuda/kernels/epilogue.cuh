@@ -232,11 +232,11 @@ __device__ __forceinline__ void store_run(T* destination, const float (&value)[k
         Packed packed;
         packed.set(value);
         packed.store_whole(destination);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        if (i < count) destination[i] = from_float<T>(value[i]);
+        for (int i = 0; i < kVector; ++i) {
+            if (i < count) destination[i] = from_float<T>(value[i]);
+        }
     }
 }
 
