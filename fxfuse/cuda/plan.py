@@ -279,10 +279,10 @@ def _library_runner(
 def _channels_last_candidates(region: Region, pooling: Pooling | None = None) -> list[tune.Candidate]:
     """A convolution of NCHW tensors by kernels for channels_last, if that makes sense.
 
-    One pass brings x there, another applies the epilogue on the way back. On Hopper the library's kernels there use
-    instructions (wgmma) that its own for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in TF32 instead of 1.75.
-    Where TF32 is not allowed the library has none, and kernels of ours are faster than on NCHW, whose rows of any
-    length they gather four bytes at a time.
+    One pass brings x and the filters there, another applies the epilogue on the way back. On Hopper the library's
+    kernels there use instructions (wgmma) that its own for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in TF32
+    instead of 1.75. Where TF32 is not allowed the library has none, and kernels of ours are faster than on NCHW, whose
+    rows of any length they gather four bytes at a time.
     """
     problem, prepared = region.problem, region.prepared
     x, shape = problem.x, prepared.result_shape
@@ -346,18 +346,21 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
         return []
 
 
-def _to_channels_last(region: Region, *metas: TensorMeta) -> Callable[..., list[torch.Tensor]]:
-    """What copies tensors like these to channels_last: one generated pass for all with contiguous planes, or torch."""
+def _to_channels_last(region: Region, x: TensorMeta, weight: TensorMeta) -> Callable[..., list[torch.Tensor]]:
+    """What copies tensors like these to channels_last: a generated pass for those with contiguous planes, or torch."""
+    metas = (x, weight)
     passes = [_copy_to_channels_last(meta) for meta in metas]
     generated = [found for found in passes if found is not None]
     if generated:
-        kernel, operands = functools.reduce(lambda a, b: (pointwise.transposed_pair(a[0], b[0]), a[1]), generated)
+        kernel, operands = generated[0]
+        if len(generated) == 2:
+            kernel = pointwise.transposed_pair(kernel, generated[1][0])
         queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
 
-    def convert(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def convert(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         copies: list[torch.Tensor] = []
         addresses: list[int] = []
-        for tensor, meta, found in zip(tensors, metas, passes, strict=True):
+        for tensor, meta, found in zip((x, weight), metas, passes, strict=True):
             if found is None:
                 copies.append(tensor.contiguous(memory_format=torch.channels_last))
                 continue
