@@ -1,8 +1,16 @@
 """Fixtures: a kernel cache of the session's own, and a process that has forgotten what it compiled."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from fxfuse import build, ops, plans
+from fxfuse.cuda import plan, tune
+from fxfuse.problem import anchor_meta
+
+GPUS = {(8, 0): (108, 163 << 10), (9, 0): (132, 228 << 10)}
+"""Multiprocessors, and shared memory of each, by compute capability: an A100, an H200."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,3 +68,23 @@ def sources(monkeypatch):
 
     monkeypatch.setattr(build, "load", recording)
     return seen
+
+
+@pytest.fixture
+def ranked(monkeypatch):
+    """A function from a problem and a GPU's compute capability to the candidates, best first. Needs no GPU."""
+    monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
+        monkeypatch.setattr(torch._C, name, None, raising=False)
+
+    def candidates(problem, capability=(8, 0)):
+        (major, minor), (multiprocessors, shared_memory) = capability, GPUS[capability]
+        properties = SimpleNamespace(
+            major=major, minor=minor, multi_processor_count=multiprocessors,
+            shared_memory_per_multiprocessor=shared_memory,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return plan.draft(problem, anchor_meta(problem))
+
+    return candidates

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from torch import nn
 
 import fxfuse
 from fxfuse import functional
-from fxfuse.cuda import layer_norm, plan, tune
+from fxfuse.cuda import layer_norm, plan
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.patterns import anchors
-from fxfuse.problem import Problem, TensorMeta, anchor_meta, in_order
+from fxfuse.problem import Problem, TensorMeta, in_order
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CUDA = torch.device("cuda:0")
@@ -262,17 +261,6 @@ def problem(*shape, strides=None, normalized=1, dtype=torch.float32, parameters=
     x = x if strides is None else dataclasses.replace(x, strides=strides)
     options = (("normalized_shape", tuple(shape_of_parameters)), ("eps", 1e-5))
     return Problem("layer_norm", options, epilogue, x, affine, affine, tuple(meta(*sizes) for sizes in operands))
-
-
-@pytest.fixture
-def ranked(monkeypatch):
-    monkeypatch.setattr(tune, "draft", lambda posed, candidates: candidates)
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return lambda posed: plan.draft(posed, anchor_meta(posed))
 
 
 def test_torchs_own_is_a_candidate(ranked):
