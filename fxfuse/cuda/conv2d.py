@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, Literal
 
@@ -269,6 +269,9 @@ _POINTWISE_TILES: Final = (
 )
 """For 1x1 filters in NCHW, but not in 3xTF32. Short sums want many blocks at a time: while one stores, others load."""
 
+_SCATTERED: Final = 2.4
+"""How much longer they take where less than 16 bytes of x are copied at a time: sharing sums pays sooner."""
+
 _MULTIPROCESSORS: Final = 108
 """A100. An H200 has 132: close enough for an order."""
 
@@ -298,28 +301,22 @@ def _slower(together: int) -> float:
     return (1 - 0.6 * 0.59**2) / (1 - 0.6 * 0.59 ** (min(together, 3) - 1))
 
 
-_SCATTERED: Final = 2.4
-"""How much longer a block takes that copies x by less than 16 bytes at a time, where no others hide it."""
-
-
-def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1, scattered: bool = False) -> float:
-    """Waves of blocks times a block's time. `scattered`: whether x is copied by less than 16 bytes at a time."""
+def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
+    """Waves of blocks times a block's time."""
     together = ceil(_blocks(problem, tile) * splits / _MULTIPROCESSORS)
     tiles_k = _tiles_k(problem)
     outputs = tile.filters * tile.pixels
     cost = together * outputs * tile.cost * _slower(together) * ceil(tiles_k / splits) / tiles_k
-    if scattered:
-        cost *= _SCATTERED
     if splits > 1:
         cost += (_MEETING + splits * outputs * 4 / _PART_BYTES) * _PRODUCTS / problem.reduction
     return cost
 
 
-def _split_counts(problem: Conv2dProblem, tile: _Tile, scattered: bool) -> list[int]:
+def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
     """1, and the best number of thread blocks to share each tile's sums if sharing pays."""
     blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
     costs = {
-        splits: _tile_cost(problem, tile, splits, scattered)
+        splits: _tile_cost(problem, tile, splits)
         for splits in (1, *gemm.share_counts(_tiles_k(problem)))
         if splits == 1 or gemm.shared_sums_bytes(blocks, outputs, splits) <= gemm.MAX_WORKSPACE
     }
@@ -355,9 +352,10 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         tiles = _NARROW_TILES
     else:
         tiles = _TILES
+    if pointwise and x_access < 16:
+        tiles = tuple(replace(tile, cost=_SCATTERED * tile.cost) for tile in tiles)
     filters = "kContiguous" if contiguous else "kStrided"
     sums, block_tiles = _sums(problem)
-    scattered = pointwise and x_access < 16
     kernels = []
     for tile in tiles:
         config = (
@@ -367,7 +365,7 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         )
         name = f"conv2d {problem.precision} {tile.filters}x{tile.pixels}, {tile.stages} stages, {layout}"
         blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
-        for splits in _split_counts(problem, tile, scattered):
+        for splits in _split_counts(problem, tile):
             shared = splits > 1
             kernel = Kernel(
                 f"{name}, split {splits}" if shared else name,
@@ -376,7 +374,7 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
                 pack(problem, block_tiles, splits, ceil(_tiles_k(problem) / splits)),
                 gemm.shared_sums_bytes(blocks, outputs, splits) if shared else 0,
             )
-            kernels.append((_tile_cost(problem, tile, splits, scattered), kernel))
+            kernels.append((_tile_cost(problem, tile, splits), kernel))
     return kernels
 
 
