@@ -170,6 +170,16 @@ def test_depthwise_convolution(size, stride, precision, channels_last):
         check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
 
 
+def test_a_kernel_may_have_more_shared_memory_than_its_last_launch():
+    types = set()
+    for width in (960, 2400, 1600):  # whose rows of seven outputs take 64, 160 and 107 KB
+        x, weight = integers(1, 2, 9, width), integers(2, 1, 3, 3)
+        (kernel,) = conv2d._depthwise(convolution(x, weight, padding=1, groups=2))
+        types.add(kernel.type)
+        check_convolution(kernel, x, weight, padding=1, groups=2)
+    assert len(types) == 1
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "precision"),
     [(3, 1, "tf32"), (3, 2, "fp16"), (5, 1, "tf32"), (5, 2, "bf16"), (7, 1, "tf32"), (7, 2, "bf16")],

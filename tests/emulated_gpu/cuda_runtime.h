@@ -6,6 +6,7 @@
 // happen to be right, as it often is on a GPU.
 #pragma once
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -17,6 +18,8 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -69,6 +72,16 @@ constexpr int kWarp = 32;
 constexpr int kMultiprocessors = 2;
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096;
 inline size_t most_shared = 163 << 10;  // bytes that a block may have: an A100's limit
+constexpr size_t kSharedUnasked = 48 << 10;           // the same of kernels that were allowed no more
+
+// The same of a kernel, by its name: libraries share their variables, and so what launches remember of kernels.
+template <class Kernel>
+size_t& shared_of(Kernel kernel) {
+    static std::map<std::string, size_t> of_names;
+    Dl_info found{};
+    dladdr(reinterpret_cast<const void*>(kernel), &found);
+    return of_names.try_emplace(found.dli_sname == nullptr ? "" : found.dli_sname, kSharedUnasked).first->second;
+}
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "emulated GPU: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
@@ -206,7 +219,7 @@ inline void run_block(unsigned threads) {
 // kernel<<<grid, threads, bytes>>>(arguments…)
 template <class Kernel, class... Arguments>
 void launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Arguments... arguments) {
-    if (threads == 0 || threads > 1024 || bytes > most_shared) fail("a launch that the GPU refuses");
+    if (threads == 0 || threads > 1024 || bytes > std::min(shared_of(kernel), most_shared)) fail("a launch that the GPU refuses");
     const size_t room = (bytes + kPage - 1) / kPage * kPage;
     auto* base = static_cast<unsigned char*>(
         mmap(nullptr, room + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -348,7 +361,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
     return *value = emulation::kMultiprocessors, cudaSuccess;
 }
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
+cudaError_t cudaFuncSetAttribute(Kernel kernel, int, int bytes) {
+    emulation::shared_of(kernel) = static_cast<size_t>(bytes);
     return cudaSuccess;
 }
 template <class Kernel>

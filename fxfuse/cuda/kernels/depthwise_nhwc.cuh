@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
-#include "device_pass.cuh"
+#include "depthwise_launch.cuh"
 #include "divisor.cuh"
 #include "launch.cuh"
 
@@ -175,7 +175,12 @@ struct DepthwiseNhwc {
 
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
-                              cudaStream_t stream);
+                              cudaStream_t stream) {
+        unsigned count = 0;
+        if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
+        const Tiles tiles(problem, static_cast<int>(count));
+        return launch_depthwise_tiles<DepthwiseNhwc>(problem, tiles, tiles.threads(), pointers, epilogue, stream);
+    }
 #endif  // __CUDACC_RTC__
 
 private:
@@ -323,33 +328,5 @@ private:
         }
     }
 };
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
-    depthwise_nhwc_kernel(const __grid_constant__ Conv2dProblem problem,
-                          const __grid_constant__ typename Kernel::Tiles tiles,
-                          const typename Kernel::Element* __restrict__ x,
-                          const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
-                          const typename Kernel::Epilogue epilogue) {
-    extern __shared__ __align__(16) unsigned char depthwise_shared[];
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, tiles, depthwise_shared, x, w, out, epilogue));
-}
-
-#ifndef __CUDACC_RTC__
-template <class Config, class Output, class Epilogue>
-cudaError_t DepthwiseNhwc<Config, Output, Epilogue>::launch(const Problem& problem, const uint64_t* pointers,
-                                                            const Epilogue& epilogue, cudaStream_t stream) {
-    int count = 0;
-    if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
-    const Tiles tiles(problem, count);
-    if (tiles.count > INT32_MAX) return cudaErrorInvalidConfiguration;
-    constexpr auto kKernel = depthwise_nhwc_kernel<DepthwiseNhwc>;
-    if (const cudaError_t error = allow_shared_memory<kKernel>(tiles.bytes); error != cudaSuccess) return error;
-    kKernel<<<static_cast<unsigned>(tiles.count), tiles.threads(), tiles.bytes, stream>>>(
-        problem, tiles, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-        reinterpret_cast<Output*>(pointers[2]), epilogue);
-    return cudaGetLastError();
-}
-#endif  // __CUDACC_RTC__
 
 }  // namespace fxfuse

@@ -11,9 +11,8 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
-#include "device_pass.cuh"
+#include "depthwise_launch.cuh"
 #include "divisor.cuh"
-#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -23,7 +22,7 @@ struct DepthwiseTileConfig {
     using Element = Element_;
     static constexpr int kKernel = kKernel_, kStride = kStride_, kAccess = kAccess_;
     // Of a block, at most. Two must fit a multiprocessor, of which the 49 elements of a filter take more registers.
-    static constexpr int kThreads = kKernel == 7 ? 128 : 256;
+    static constexpr int kThreads = kKernel == 7 ? 128 : 256, kBlocks = 2;
     static constexpr int kRows = 7;  // of a strip: sides of 7, 14, 28, 56 and 112 are common
     static constexpr int kInRows = (kRows - 1) * kStride + kKernel;
     static_assert(kKernel % 2 == 1 && kKernel <= 7, "filters are at most 7 wide");
@@ -95,33 +94,6 @@ __device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKe
 }
 
 }  // namespace detail
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Config::kThreads, 2)
-    depthwise_tile_kernel(const __grid_constant__ Conv2dProblem problem,
-                          const __grid_constant__ typename Kernel::Tiles tiles,
-                          const typename Kernel::Element* __restrict__ x,
-                          const typename Kernel::Element* __restrict__ w, typename Kernel::Output* __restrict__ out,
-                          const typename Kernel::Epilogue epilogue) {
-    extern __shared__ __align__(16) unsigned char depthwise_shared[];
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, tiles, depthwise_shared, x, w, out, epilogue));
-}
-
-#ifndef __CUDACC_RTC__
-template <class Kernel>
-cudaError_t launch_depthwise_tile(const Conv2dProblem& problem, const uint64_t* pointers,
-                                  const typename Kernel::Epilogue& epilogue, cudaStream_t stream) {
-    using Element = typename Kernel::Element;
-    const typename Kernel::Tiles tiles(problem);
-    if (tiles.count > INT32_MAX) return cudaErrorInvalidConfiguration;
-    constexpr auto kKernel = depthwise_tile_kernel<Kernel>;
-    if (const cudaError_t error = allow_shared_memory<kKernel>(tiles.bytes); error != cudaSuccess) return error;
-    kKernel<<<static_cast<unsigned>(tiles.count), tiles.threads, tiles.bytes, stream>>>(
-        problem, tiles, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-        reinterpret_cast<typename Kernel::Output*>(pointers[2]), epilogue);
-    return cudaGetLastError();
-}
-#endif  // __CUDACC_RTC__
 
 // x with adjacent columns; out NCHW. A plane is one channel of one image. A tile is a band of rows of a plane, or several
 // whole planes: its outputs are one piece of memory, written through shared memory in runs of 16 bytes, whatever a row's
@@ -239,7 +211,8 @@ struct DepthwiseTileNchw {
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
-        return launch_depthwise_tile<DepthwiseTileNchw>(problem, pointers, epilogue, stream);
+        const Tiles tiles(problem);
+        return launch_depthwise_tiles<DepthwiseTileNchw>(problem, tiles, tiles.threads, pointers, epilogue, stream);
     }
 #endif  // __CUDACC_RTC__
 

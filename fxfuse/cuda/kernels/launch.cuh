@@ -6,57 +6,70 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <cstdint>
 
 namespace fxfuse {
 
+constexpr int kRememberedDevices = 64;  // more than any host has; beyond, calls are repeated, which does no harm
+
 // Lets kKernel use `bytes` of dynamic shared memory on the current device: above 48 KB that takes an attribute, which
-// is set once per device and kernel.
+// is set again only for more than any launch there has asked for.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
     constexpr int kWithoutAttribute = 48 * 1024;
-    constexpr int kRemembered = 64;  // devices; more than any host has, and a repeated call does no harm
-    static std::atomic<uint64_t> done{0};
+    static std::atomic<int> allowed[kRememberedDevices];
+    static std::atomic<bool> setting{false};
     if (bytes <= kWithoutAttribute) return cudaSuccess;
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    const uint64_t bit = device < kRemembered ? uint64_t{1} << device : 0;
-    if ((done.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+    const bool remembered = device < kRememberedDevices;
+    if (remembered && allowed[device].load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
+    while (setting.exchange(true, std::memory_order_acquire)) {}  // another thread's smaller number must not come last
+    cudaError_t error = cudaSuccess;
+    if (!remembered || allowed[device].load(std::memory_order_relaxed) < bytes) {
+        error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error == cudaSuccess && remembered) allowed[device].store(bytes, std::memory_order_relaxed);
+    }
+    setting.store(false, std::memory_order_release);
     return error;
 }
 
-// Of the current device: asked once per device.
-inline cudaError_t multiprocessors(int* count) {
-    constexpr int kRemembered = 64;
-    static std::atomic<int> known[kRemembered];
+// What `ask` finds for the current device, a positive number: asked once per device.
+template <class Ask>
+cudaError_t ask_once(std::atomic<unsigned> (&known)[kRememberedDevices], unsigned* found, Ask ask) {
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    if (device < kRemembered) *count = known[device].load(std::memory_order_relaxed);
-    if (device < kRemembered && *count > 0) return cudaSuccess;
-    const cudaError_t error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess && device < kRemembered) known[device].store(*count, std::memory_order_relaxed);
+    const bool remembered = device < kRememberedDevices;
+    if (remembered) *found = known[device].load(std::memory_order_relaxed);
+    if (remembered && *found > 0) return cudaSuccess;
+    const cudaError_t error = ask(found, device);
+    if (error == cudaSuccess && remembered) known[device].store(*found, std::memory_order_relaxed);
     return error;
 }
 
-// How many blocks of kKernel the current device holds at once: asked once per device and kernel.
+// Of the current device.
+inline cudaError_t multiprocessors(unsigned* count) {
+    static std::atomic<unsigned> known[kRememberedDevices];
+    return ask_once(known, count, [](unsigned* found, int device) {
+        int value = 0;
+        const cudaError_t error = cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
+        *found = static_cast<unsigned>(value);
+        return error;
+    });
+}
+
+// How many blocks of kKernel the current device holds at once.
 template <auto kKernel>
 cudaError_t resident_blocks(int threads, int shared_bytes, unsigned* blocks) {
-    constexpr int kRemembered = 64;
-    static std::atomic<unsigned> known[kRemembered];
-    int device = 0, count = 0, each = 0;
-    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    if (device < kRemembered) *blocks = known[device].load(std::memory_order_relaxed);
-    if (device < kRemembered && *blocks > 0) return cudaSuccess;
-    cudaError_t error = multiprocessors(&count);
-    if (error != cudaSuccess) return error;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, static_cast<size_t>(shared_bytes));
-    if (error != cudaSuccess) return error;
-    *blocks = static_cast<unsigned>(count * each);
-    if (device < kRemembered) known[device].store(*blocks, std::memory_order_relaxed);
-    return *blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
+    static std::atomic<unsigned> known[kRememberedDevices];
+    return ask_once(known, blocks, [&](unsigned* found, int) {
+        unsigned count = 0;
+        int each = 0;
+        cudaError_t error = multiprocessors(&count);
+        if (error != cudaSuccess) return error;
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, threads, static_cast<size_t>(shared_bytes));
+        *found = count * static_cast<unsigned>(each);
+        return error == cudaSuccess && *found == 0 ? cudaErrorInvalidConfiguration : error;
+    });
 }
 
 }  // namespace fxfuse
