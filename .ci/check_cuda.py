@@ -127,6 +127,8 @@ def passes(output: torch.dtype) -> Iterator[Kernel]:
         layout = Layout((8, 64, row_length), ((64 * row_length, row_length, 1),))
         yield pointwise.kernel(layout, output, output)
         yield pointwise.transposed_kernel(layout, (64 * row_length, 64), output, output)
+        if (planes := pointwise.planes_kernel(layout, (64 * row_length, 64), output, output)) is not None:
+            yield planes
     for channels_last, window in ((True, (2, 2)), (True, (3, 3)), (True, (5, 5)), (False, (2, 2)), (False, (3, 3))):
         pool = MaxPool(*window, 2, 2, 0, 0, False)
         yield pointwise.max_pool_kernel((8, 64, 56, 56), channels_last, pool, (27, 27), output, output)
@@ -151,9 +153,11 @@ def sources() -> dict[str, str]:
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for kernel in kernels:
+            by_channel = kernel.header == "pointwise_planes.cuh"
             found[kernel.type] = codegen.generate(
-                EPILOGUE, output, OPERANDS, kernel, columns=8, tf32=precision == "tf32"
-            )
+                CHANNEL_EPILOGUE if by_channel else EPILOGUE, output, CHANNEL_OPERANDS if by_channel else OPERANDS,
+                kernel, columns=8, tf32=precision == "tf32",
+            )  # fmt: skip
             if kernel.header == "conv2d_wgmma.cuh" or (kernel.header == "conv2d_direct.cuh" and output.itemsize == 2):
                 found[f"{kernel.type}, operands by channel"] = codegen.generate(
                     CHANNEL_EPILOGUE, output, CHANNEL_OPERANDS, kernel, columns=8

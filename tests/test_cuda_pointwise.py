@@ -93,6 +93,20 @@ def test_transposed_runs_are_as_long_as_alignment_allows(seen, strides, dtype, a
     assert struct.unpack("<7q", kernel.params) == (batch, row, col, *strides, row * col, col)
 
 
+def test_whole_planes_are_turned_where_nothing_varies_within_and_all_is_aligned():
+    def fits(batch, row, col, dtype=torch.float32, acc=None, strides=None, operands=(), output=None):
+        layout = Layout((batch, row, col), (strides or (row * col, col, 1), *operands))
+        kernel = pointwise.planes_kernel(layout, acc or (row * col, row), dtype, output or dtype)
+        return kernel is not None
+
+    assert fits(8, 512, 49) and fits(8, 512, 196, torch.bfloat16) and fits(8, 64, 256, operands=[(0, 1, 0), (64, 1, 0)])
+    assert not fits(8, 64, 257) and not fits(8, 64, 129, torch.bfloat16, output=torch.float32)
+    assert not fits(8, 64, 49, operands=[(64 * 49, 49, 1)])  # a residual
+    assert not fits(8, 64, 49, strides=(64 * 50, 50, 1))  # gaps
+    assert not fits(8, 66, 49) and not fits(8, 68, 49, torch.bfloat16)  # rows of acc that are not aligned
+    assert not fits(8, 64, 49, acc=(64 * 49, 66))
+
+
 # ----------------------------------------------------------------------------------------------- on a GPU
 
 

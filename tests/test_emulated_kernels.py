@@ -365,6 +365,22 @@ def test_the_pass_back_from_channels_last(channels, pixels, dtype, output):
     assert torch.equal(out, (F.relu(acc + bias).transpose(1, 2) - residual).to(output))
 
 
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "pixels"), [(8, 1), (40, 49), (136, 100), (72, 128), (64, 15)])
+def test_the_pass_back_by_whole_planes(channels, pixels, dtype, output):
+    images, guard = 3, 8
+    acc, bias = integers(images, pixels, channels, dtype=dtype), integers(channels, dtype=dtype)
+    gate = integers(images, channels)
+    layout = Layout((images, channels, pixels), ((channels * pixels, pixels, 1), (0, 1, 0), (channels, 1, 0)))
+    kernel = pointwise.planes_kernel(layout, (channels * pixels, channels), dtype, output)
+    memory = torch.full((images * channels * pixels + guard,), 99, dtype=output)
+    out = memory[:-guard].view(images, channels, pixels)
+    launch(kernel, "relu(acc + o0) * o1", (acc, out), (Operand(bias, (0, 1, 0)), Operand(gate, (channels, 1, 0))))
+    assert torch.equal(out, (F.relu(acc + bias).mT * gate.unsqueeze(-1)).to(output))
+    assert (memory[-guard:] == 99).all(), "writes outside its result"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_passes_by_one_launch(dtype):
     x, filters = integers(2, 36, 100, dtype=dtype), integers(5, 36, 9, dtype=dtype)

@@ -301,7 +301,8 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     image, _, _, pixel = channels_last_strides(shape)
-    back = pointwise.transposed_kernel(operands.layout, (image, pixel), x.dtype, region.output)
+    there = operands.layout, (image, pixel), x.dtype, region.output
+    back = pointwise.planes_kernel(*there) or pointwise.transposed_kernel(*there)
     copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
     workspace = copies * x.dtype.itemsize
 

@@ -1,8 +1,8 @@
 """The kernel that applies an epilogue to a result which a library computed: one pass, in place if dtypes are equal.
 
 `kernel` turns the result's layout into the instantiation of kernels/pointwise.cuh that moves as many bytes at a time as
-the layout allows; `transposed_kernel` is for a library's result that lies in another order, `max_pool_kernel` for one
-that is pooled. Nothing here needs a GPU.
+the layout allows; `transposed_kernel` and `planes_kernel` are for a library's result that lies in another order,
+`max_pool_kernel` for one that is pooled. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from fxfuse.pooling import MaxPool
 
 HEADER = "pointwise.cuh"
 TRANSPOSED_HEADER = "pointwise_transposed.cuh"
+PLANES_HEADER = "pointwise_planes.cuh"
 MAX_POOL_HEADER = "max_pool.cuh"
 ACCESS = 16  # bytes that one instruction reads or writes
+PLANES_ROW_BYTES, PLANES_BYTES = 128, 32 << 10  # that a block reads of a pixel, and that it writes at most
 MAX_SLICE = 2**30  # kMost in pointwise.cuh: elements that one launch writes
 
 
@@ -67,6 +69,28 @@ def transposed_kernel(
         name=f"transposed {rows}x{cols} {str(acc).removeprefix('torch.')}",
         header=TRANSPOSED_HEADER,
         type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {rows}, {cols}>",
+        params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
+    )
+
+
+def planes_kernel(layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype, output: torch.dtype) -> Kernel | None:
+    """`transposed_kernel` for small planes without gaps between them; None if it does not fit.
+
+    Args:
+        layout: of the result and of all operands.
+    """
+    (batch, row, col), (acc_batch, acc_col) = layout.sizes, acc_strides
+    (batch_stride, row_stride, _), *operands = layout.strides
+    starts = math.gcd(row, acc_batch if batch > 1 else 0, acc_col) * acc.itemsize
+    results = math.gcd(row * col, batch_stride if batch > 1 else 0) * output.itemsize
+    written = PLANES_ROW_BYTES // acc.itemsize * col * output.itemsize
+    along_cols = any(strides[2] for strides in operands)
+    if starts % ACCESS or results % ACCESS or row_stride != col or written > PLANES_BYTES or along_cols:
+        return None
+    return Kernel(
+        name=f"planes {str(acc).removeprefix('torch.')}",
+        header=PLANES_HEADER,
+        type=f"PointwisePlanes<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}>",
         params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
     )
 
