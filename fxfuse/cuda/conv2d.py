@@ -617,6 +617,8 @@ _MOST_WGMMA_STAGES: Final = 8
 
 _WGMMA_PRODUCTS: Final = 0.27
 """Time per product, in units of the implicit GEMM's."""
+_WGMMA_START: Final = 8.0
+"""Microseconds more than the implicit GEMM before products begin and after they end, packing the filters included."""
 
 
 @dataclass(frozen=True)
@@ -682,7 +684,8 @@ def _wgmma_cost(problem: Conv2dProblem, tile: WgmmaTile, patch: _Patch) -> float
     """As `_tile_cost`, in the same unit."""
     outputs = tile.filters * tile.segments * _SEGMENT
     padding = _steps(problem) * _STEP_BYTES / (problem.group_channels * problem.element_bytes)
-    return ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * _WGMMA_PRODUCTS * padding
+    products = ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * _WGMMA_PRODUCTS * padding
+    return products + _WGMMA_START * _PRODUCTS / problem.reduction
 
 
 def _wgmma(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
