@@ -45,6 +45,8 @@ OPERANDS = (
     OperandKind(torch.float32, (False, True, True), 16),
     OperandKind(torch.float32, (False, False, True), 16),
 )
+GATED_EPILOGUE = parse("gelu(tanh(clamp(mish(acc + o0 + o1) * sigmoid(o2 + o1), -1.0, 1.0)))")
+"""With a second product, o2."""
 CHANNEL_EPILOGUE = parse("gelu(mish(acc + o0))")
 CHANNEL_OPERANDS = (OperandKind(torch.float32, (False, True, False), 0),)
 """For kernels that store in another way where no operand varies along the columns."""
@@ -75,6 +77,12 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
             stride = k if layout == "nk" else n
             problem = gemm.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
             yield from gemm.candidates(replace(problem, hopper=True, shared_memory=HOPPER_SHARED))[:first]
+
+
+def gated(precision: Precision) -> tuple[Kernel, ...]:
+    """The kernels that multiply with two weights."""
+    problem = gemm.Problem(1024, 8192, 8192, precision, "nk", 8192, 8192, 8192, hopper=True, weights=2)
+    return gemm.candidates(replace(problem, shared_memory=HOPPER_SHARED))
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
@@ -152,6 +160,8 @@ def sources() -> dict[str, str]:
         kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
+        for kernel in gated(precision)[:first]:
+            found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
         for kernel in kernels:
             by_channel = kernel.header == "pointwise_planes.cuh"
             found[kernel.type] = codegen.generate(

@@ -1,8 +1,12 @@
-"""The fused operators: functional.linear, matmul, mm, addmm, conv2d, layer_norm, pointwise, in torch.ops.fxfuse, too.
+"""The fused operators: functional.linear, gated_linear, matmul, mm, addmm, conv2d, layer_norm, pointwise, in
+torch.ops.fxfuse, too.
 
 Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
 
     fxfuse.functional.linear(x, weight, bias, [operands], "relu(acc + o0)")
+
+gated_linear has two linears of one x: the epilogue calls the second one's result o0. Its weight is the first of the
+operands, its bias, if it has one, the last: gated_linear(x, v, None, [w], "silu(o0) * acc").
 
 pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is told that nobody else reads it. With
 pool, a MaxPool's fields, the result is what max_pool2d makes of the epilogue's.
@@ -25,13 +29,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
-from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, in_order, parsed, run_reference
+from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
 _COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
 _CALLER: Final = 'bool strict=False, int region=0, str fp32="exact", int[] pool=[]'
 _OPTIONS: Final = {
     "linear": "",
+    "gated_linear": "",
     "matmul": "",
     "mm": "",
     "addmm": ", float beta, float alpha",
@@ -252,6 +257,9 @@ def _implement(kind: str) -> None:
             if kind != "pointwise":
                 cast = _casting(device, torch.float32 if normalises else autocast_dtype(device))
                 tensors = (cast(x), cast(weight), cast(bias))
+                if kind == "gated_linear":
+                    gate, gate_bias, others = gate_of(parsed(epilogue), operands)
+                    operands = [cast(gate), *others, *([] if gate_bias is None else [cast(gate_bias)])]
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*tensors, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
 
@@ -271,6 +279,7 @@ for _kind in ANCHORS:
     _implement(_kind)
 
 linear = _function("linear")
+gated_linear = _function("gated_linear")
 matmul = _function("matmul")
 mm = _function("mm")
 addmm = _function("addmm")

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fxfuse import build, split
+from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.pooling import Separate, pooled
@@ -346,6 +346,8 @@ def _draft(problem: Problem, strict: bool) -> Draft:
     try:
         acc = anchor_meta(problem)  # torch's own objections come first
         _check_tensors(problem)
+        if problem.kind == "gated_linear":
+            return _draft_gated(problem, acc, strict)
         parts = None if problem.is_chain else split.split(problem, acc)
         if parts is not None:
             if problem.pool:
@@ -372,6 +374,21 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
     else:
         from fxfuse.cpu.plan import draft
     return draft(problem, acc)
+
+
+def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
+    if problem.pool:
+        raise Separate("only convolutions and max-pooling share a pass")
+    parts = gated.split(problem)
+
+    def apart() -> Draft:
+        return gated.draft(problem, parts, _draft(parts.first, strict), _draft(parts.second, strict))
+
+    if problem.x.device.type != "cuda":
+        return apart()
+    from fxfuse.cuda.plan import draft_gated
+
+    return draft_gated(problem, acc, apart)
 
 
 def _then_pooled(draft: Draft, pool: tuple[Any, ...]) -> Draft:

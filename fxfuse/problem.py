@@ -6,14 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from fxfuse import ops
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Call, Const, Expr, Operand, parse, postorder
+from fxfuse.expression import Call, Const, Expr, Operand, operand_count, parse, postorder
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 from fxfuse.pooling import MaxPool, pooled
 from fxfuse.reference import evaluate
@@ -214,6 +214,7 @@ def _pointwise(
 
 ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "linear": _linear,
+    "gated_linear": _linear,
     "matmul": _matmul,
     "mm": _mm,
     "addmm": _addmm,
@@ -223,7 +224,7 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 }
 """What each fused operator computes before its epilogue, in torch."""
 
-PRODUCTS: Final = frozenset({"linear", "matmul", "mm", "addmm", "conv2d"})
+PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "conv2d"})
 """Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
 
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -245,7 +246,22 @@ def run_reference(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """A region's result by torch, operation by operation."""
+    if kind == "gated_linear":
+        gate, gate_bias, others = gate_of(parsed(epilogue), operands)
+        operands = (F.linear(x, gate, gate_bias), *others)
     return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
+
+
+_T = TypeVar("_T")
+
+
+def gate_of(epilogue: Expr, operands: Sequence[_T]) -> tuple[_T, _T | None, tuple[_T, ...]]:
+    """Of the operands of a gated linear: its second weight, that one's bias, and those called o1, o2, ...
+
+    What the epilogue calls o0 is x's product with that weight, bias included. The bias comes last, if there is one.
+    """
+    named = operand_count(epilogue)
+    return operands[0], operands[named] if len(operands) > named else None, tuple(operands[1:named])
 
 
 def anchor_alone(problem: Problem) -> Run:

@@ -52,8 +52,8 @@ def split(problem: Problem, acc: torch.Tensor) -> Split | None:
         if rest is not None:
             meta = value[node]
             x = TensorMeta.of(meta, problem.x.device)
-            first, first_operands = _renumbered(node)
-            second, second_operands = _renumbered(rest)
+            first, first_operands = renumbered(node)
+            second, second_operands = renumbered(rest)
             return Split(
                 dataclasses.replace(problem, epilogue=str(first), operands=_chosen(problem, first_operands)),
                 Problem(
@@ -72,7 +72,7 @@ def _without(whole: Expr, part: Expr) -> Expr | None:
     return None if depends_on_acc(rest) else rewrite(rest, lambda node: Acc() if node is stand_in else node)
 
 
-def _renumbered(expression: Expr) -> tuple[Expr, tuple[int, ...]]:
+def renumbered(expression: Expr) -> tuple[Expr, tuple[int, ...]]:
     """The expression with its operands numbered from 0, and which they were."""
     used = [node.index for node in postorder(expression) if isinstance(node, Operand)]
     numbers = {old: new for new, old in enumerate(used)}

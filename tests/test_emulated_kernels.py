@@ -260,6 +260,34 @@ def test_matrix_product_by_warpgroups(precision, tile, monkeypatch):
             assert torch.equal(out, want), kernel.name
 
 
+GATED = [*(("bf16", tile) for tile in gemm.WGMMA_TILES if tile.goes_on), ("fp16", gemm.WGMMA_TILES[0])]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tile"), GATED, ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}"
+)
+@pytest.mark.parametrize("output", [None, torch.float32])
+def test_products_with_two_weights_by_warpgroups(output, precision, tile, monkeypatch):
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    dtype = PRECISIONS[precision]
+    # part of a tile; columns that end within a slice; several tiles, rows and runs of columns that end within them
+    for m, n, k in ((17, 8, 40), (tile.m + 6, tile.n // 2 + 24, 5 * 64 + 8), (tile.m, tile.n + 9, 64)):
+        x, weights = integers(m, k, dtype=dtype), [integers(n, k, dtype=dtype, seed=seed) for seed in (0, 1)]
+        residual, bias = integers(m, n, dtype=dtype), integers(n, dtype=dtype)
+        problem = gemm.Problem(
+            m, n, k, precision, "nk", k, k, n, multiprocessors=2, shared_memory=228 << 10, hopper=True, weights=2
+        )
+        one, other = (x.double() @ weight.double().T for weight in weights)
+        want = (one * torch.relu(other + bias) + residual).to(output or dtype)
+        (kernel,) = gemm.candidates(problem)
+        memory = torch.full((m * n + 128,), 99, dtype=output or dtype)
+        out = memory[64:-64].view(m, n)
+        operands = (Operand(residual, (0, n, 1)), Operand(bias, (0, 0, 1)))
+        launch(kernel, "acc * relu(o2 + o1) + o0", (x, *weights, out), operands)
+        assert torch.equal(out, want), kernel.name
+        assert (memory[:64] == 99).all() and (memory[-64:] == 99).all(), (kernel.name, "writes outside its result")
+
+
 SPLITTING = [
     (tile, splits, layout)
     for tile in gemm.WGMMA_TF32X3_TILES

@@ -68,7 +68,7 @@ def drafted(gpu, monkeypatch):
     for module in (plan, pooling):
         monkeypatch.setattr(module, "empty_strided", empty_strided)
     monkeypatch.setattr(build, "load", load)
-    monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
+    monkeypatch.setattr(tune, "draft", lambda problem, candidates, apart=None: candidates)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (properties.major, properties.minor))
@@ -78,7 +78,10 @@ def drafted(gpu, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
     def candidates(problem):
-        found = plan.draft(problem, anchor_meta(problem))
+        acc = anchor_meta(problem)
+        if problem.kind == "gated_linear":
+            return plan.draft_gated(problem, acc, list)[:1]
+        found = plan.draft(problem, acc)
         if callable(found):
             made = found()
             return [tune.Candidate(made.kernel, made.kernel, lambda: made.run, always=True)]
@@ -138,6 +141,23 @@ def test_linear(dtype, drafted):
     full, column = integers(5, 24, dtype=dtype, seed=1), integers(5, 1, dtype=dtype)
     names = check(drafted, "linear", (), "relu(acc * o1 + o0)", x, weight, bias, (full, column))
     assert len(names) == 2 and names[-1] == plan.LIBRARY
+
+
+@pytest.mark.parametrize("biases", ["", "gate", "other", "both"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gated_linear(dtype, biases, drafted):
+    drafted.properties.major = 9
+    x, weight, gate = (integers(*shape, dtype=dtype) for shape in ((4, 5, 40), (24, 40), (24, 40)))
+    bias, gate_bias = (integers(24, dtype=dtype, seed=seed) if biases in (name, "both") else None
+                       for seed, name in enumerate(("other", "gate")))  # fmt: skip
+    full, column = integers(4, 5, 24, dtype=dtype, seed=1), integers(5, 1, dtype=dtype)
+    for others in ((full, column), (full, torch.ones(()))):  # what is read by its address, and a number
+        operands = (gate, *others, *([] if gate_bias is None else [gate_bias]))
+        epilogue = "relu(o0 + o2) * acc + o1"
+        names = check(drafted, "gated_linear", (), epilogue, x, weight, bias, operands)
+        assert len(names) == 1 and "gated" in names[0]
+    spread = integers(4, 5, 80, dtype=dtype)[..., ::2]  # which is copied
+    check(drafted, "gated_linear", (), "relu(o0) * acc", spread, weight, None, (gate,))
 
 
 def test_addmm_does_not_read_a_bias_that_counts_nothing(drafted):

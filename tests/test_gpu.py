@@ -555,6 +555,33 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
     assert expected in in_channels_last(nn.Conv2d(24, 72, 3, padding=1, stride=2), x, dtype)
 
 
+@NEEDS_HOPPER
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "tile", [tile for tile in gemm.WGMMA_TILES if tile.goes_on], ids=lambda tile: f"{tile.m}x{tile.n}"
+)
+def test_gated_units_by_every_tile(tile, dtype, monkeypatch, forget):
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    expected = f"gated gemm wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+    for rows, features, depth in ((16, 8, 8), (77, 200, 136), (5000, 1003, 72), (9000, 520, 648)):
+        unit = {"f": nn.Linear(depth, features), "g": nn.Linear(depth, features, bias=features != 200)}
+        model = Net(lambda s, x: F.silu(s.f(x)) * s.g(x) + x[:, :1], **unit)
+        assert expected in check(model, gpu_tensor(rows, depth, dtype=dtype), dtype)
+
+
+@NEEDS_HOPPER
+def test_gated_units_are_one_launch_or_what_is_faster():
+    model = Net(lambda s, x: F.gelu(s.f(x)) * s.g(x), f=nn.Linear(512, 1408), g=nn.Linear(512, 1408))
+    kernel = check(model, gpu_tensor(8192, 512, dtype=torch.bfloat16), torch.bfloat16)
+    fast, x = fxfuse.optimize(model), gpu_tensor(8192, 512, dtype=torch.bfloat16)
+    (region,) = fxfuse.explain(fast).regions
+    assert region.anchor == "gated_linear"
+    with torch.no_grad():
+        launched = kernels_launched(lambda: fast(x))
+    assert (len(launched) == 1) == kernel.startswith("gated gemm"), launched
+
+
 @pytest.fixture
 def only_by_warpgroups(monkeypatch, forget):
     """Float32 by these tiles alone, chosen by their model."""

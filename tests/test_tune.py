@@ -8,7 +8,7 @@ import torch
 
 from fxfuse.cuda import tune
 from fxfuse.errors import BuildError, ToolchainError
-from fxfuse.problem import Problem, TensorMeta
+from fxfuse.problem import Plan, Problem, TensorMeta
 
 CPU = torch.device("cpu")
 
@@ -101,6 +101,28 @@ def test_what_a_model_expects_to_lose_is_not_compiled(gpu):
     gpu.new_process()
     gpu(problem(rows=1000), [library, *kernels])  # those that are always measured count among the first
     assert gpu.measured == [["library", "a", "b"]]
+
+
+@pytest.mark.parametrize(("single", "chosen"), [(2.0, "p + q"), (1.0, "a")])
+def test_a_plan_made_of_others_is_measured_beside_the_candidates(single, chosen, gpu, monkeypatch):
+    drafted = []
+
+    def apart():
+        drafted.append(True)
+        return lambda: Plan(lambda *tensors: "p + q", "p + q", workspace=7)
+
+    gpu.times = {"a": single, "p + q": 1.5}
+    for first in (True, False):  # a new process finds what the first has stored, and makes nothing else
+        made = tune.draft(problem(), gpu.candidates("a"), apart)()
+        assert made.kernel == made.run(None, None, None, ()) == chosen and dict(made.measured) == gpu.times
+        assert made.workspace == (7 if chosen == "p + q" else 0)
+        assert gpu.built == (["a"] if first or chosen == "a" else [])
+        assert bool(drafted) == (first or chosen == "p + q")
+        gpu.new_process()
+        gpu.built.clear()
+        drafted.clear()
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    assert tune.draft(problem(), gpu.candidates("a"), apart)().kernel == "a" and not drafted
 
 
 def test_switched_off_the_first_is_taken(gpu, monkeypatch):

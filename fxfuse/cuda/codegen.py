@@ -9,7 +9,7 @@ import torch
 
 from fxfuse.codegen import INTEGER_TYPES, OperandKind, function, operand_type
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.expression import Call, Expr, postorder
+from fxfuse.expression import Call, Expr, operand_count, postorder
 
 CPP_TYPES: Final = {
     torch.float32: "float",
@@ -67,7 +67,7 @@ struct Epilogue {{
 
     // Accumulators in, results out.
     template <int kVector, class At>
-    __device__ __forceinline__ void apply(float (&value)[kVector], const ColumnValues<kVector, At>& {columns_name},
+    __device__ __forceinline__ void apply({sums}, const ColumnValues<kVector, At>& {columns_name},
                                           const RowValues<kVector, At>& {rows_name}) const {{
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value[i] = expression({arguments});
@@ -134,11 +134,12 @@ def generate(
     """The complete source for `expression` in `kernel`, writing `output`.
 
     Operand i of the expression is read as `operands[i]` says. The kernel's arguments are its Problem struct followed
-    by three int64 strides per operand, its tensors' pointers followed by the operands'. `uses_batch`: whether operands
-    tell rows of one batch from the same rows of another; if not, a GEMM numbers rows through all batches. `columns`:
-    a power of two that divides the result's number of columns and the distances between its rows
-    (OperandPlan.columns); runs of so many columns, if aligned, are whole. `tf32`: whether the anchor rounds to TF32, so
-    that faster functions are exact enough.
+    by three int64 strides per operand, its tensors' pointers followed by the operands'. An operand beyond them is what
+    the kernel sums up beside acc (kWeights in tile_after_tile.cuh). `uses_batch`: whether operands tell rows of one
+    batch from the same rows of another; if not, a GEMM numbers rows through all batches. `columns`: a power of two that
+    divides the result's number of columns and the distances between its rows (OperandPlan.columns); runs of so many
+    columns, if aligned, are whole. `tf32`: whether the anchor rounds to TF32, so that faster functions are exact
+    enough.
     """
     members = "\n".join(f"    {operand_type(kind, CPP_TYPES, True)} operand{i};" for i, kind in enumerate(operands))
     made = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))
@@ -159,6 +160,11 @@ def generate(
     def loads(which: Sequence[int]) -> str:
         return ", ".join(f"operand{i}.template load<kRuns, kVector>(at, count)" for i in which)
 
+    sums = "float (&value)[kVector]"
+    arguments = ["value[i]", *(f"{'rows' if i in in_rows else 'columns'}.o{i}[i]" for i in range(len(operands)))]
+    if operand_count(expression) > len(operands):
+        sums += ", const float (&other)[kVector]"
+        arguments.append("other[i]")
     source = _TEMPLATE.format(
         header=kernel.header,
         functions=_functions(expression, output, tf32),
@@ -170,7 +176,7 @@ def generate(
         ),
         varies_along_cols="true" if any(kind.dtype and kind.varies[2] for kind in operands) else "false",
         make=make,
-        function=function(expression, len(operands), "static __device__ __forceinline__"),
+        function=function(expression, len(arguments) - 1, "static __device__ __forceinline__"),
         column_values=values(in_columns),
         row_values=values(in_rows),
         column_at="const At& at" if in_columns else "const At&",
@@ -181,9 +187,8 @@ def generate(
         row_loads=loads(in_rows),
         columns_name="columns" if in_columns else "",
         rows_name="rows" if in_rows else "",
-        arguments=", ".join(
-            ["value[i]", *(f"{'rows' if i in in_rows else 'columns'}.o{i}[i]" for i in range(len(operands)))]
-        ),
+        sums=sums,
+        arguments=", ".join(arguments),
         kernel=kernel.type.format(output=CPP_TYPES[output], epilogue="Epilogue"),
     )
     return source + _LAUNCH

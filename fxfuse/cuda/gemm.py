@@ -41,6 +41,7 @@ STAGED_BY_WARPS = 8 * 16 * 64 * 4  # at most, behind the stages: WgmmaTf32x3Gemm
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
 LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see _wgmma_sums
+LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
@@ -98,6 +99,8 @@ class Problem:
     """Bytes per multiprocessor."""
     hopper: bool = False
     """Whether the device has the instructions that only Hopper has."""
+    weights: int = 1
+    """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
 
     @property
     def element_bytes(self) -> int:
@@ -237,7 +240,10 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
     """
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
-    timed = _timed(problem) if problem.precision != "fp16x3" else _timed_fp16x3(problem)
+    if problem.weights == 2:
+        timed = _timed_pair(problem)
+    else:
+        timed = _timed(problem) if problem.precision != "fp16x3" else _timed_fp16x3(problem)
     return tuple(replace(kernel, estimate=time) for time, kernel in sorted(timed, key=lambda choice: choice[0]))
 
 
@@ -273,6 +279,15 @@ def _has_wgmma(problem: Problem) -> bool:
     else:
         offered = problem.precision in ("fp16", "bf16") and problem.weight_layout == "nk"
     return problem.hopper and offered and min(_accesses(problem)) == MAX_ACCESS
+
+
+def _timed_pair(problem: Problem) -> list[tuple[float, Kernel]]:
+    """WgmmaGemm with two weights: takes about as long as with one of twice the columns."""
+    if problem.element_bytes != 2 or problem.m < LEAST_GATED_ROWS or not _has_wgmma(problem):
+        return []
+    joined = replace(problem, n=2 * problem.n)
+    tiles = [tile for tile in WGMMA_TILES if tile.goes_on and _fits(tile, joined)]
+    return [(estimated_time(tile, joined), _kernel(tile, problem)) for tile in tiles]
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
@@ -592,6 +607,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
+    if problem.weights == 2:
+        family = f"gated {family}"
     struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
     if tile.splits_weight:
         family, header = f"{family} wgmma", WGMMA_TF32X3_HEADER
@@ -604,7 +621,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         family, header = f"{family} wgmma", WGMMA_HEADER
         config = (
             f"WgmmaGemmConfig<{_multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_n}, {tile.stages}, "
-            f"{tile.resident}, {rows}>"
+            f"{tile.resident}, {rows}{', 2' if problem.weights == 2 else ''}>"
         )
     else:
         access_x, access_weight = _accesses(problem)

@@ -27,7 +27,7 @@ from fxfuse.cuda.pooling import Pooling
 from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import prepare
 from fxfuse.cuda.region import Region, with_bias, with_parameters
-from fxfuse.errors import UnsupportedError
+from fxfuse.errors import BuildError, UnsupportedError
 from fxfuse.expression import Acc, Call, postorder
 from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
@@ -44,6 +44,7 @@ from fxfuse.problem import (
     anchor_meta,
     anchor_weight,
     channel_operands,
+    gate_of,
     in_order,
     typed,
 )
@@ -88,6 +89,31 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     expression, output = typed(problem, torch.empty_strided(shape, strides, dtype=problem.x.dtype, device="meta"))
     region = Region(problem, capability, prepared, expression, output, channel_operands(expression))
     return tune.draft(problem, _ranked(region))
+
+
+def draft_gated(problem: Problem, acc: torch.Tensor, apart: Callable[[], Draft]) -> Draft:
+    """The same for a gated linear, whose linears `apart` drafts one after the other."""
+    try:
+        return tune.draft(problem, _gated_candidates(problem, acc), apart)
+    except (UnsupportedError, BuildError) as error:
+        logger.info("fxfuse: %s runs as two linears: %s", problem.label, error)
+        return apart()
+
+
+def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidate]:
+    """One kernel for both products. Raises UnsupportedError if no template fits."""
+    gate, _, others = gate_of(problem.expression, problem.operands)
+    if gate != dataclasses.replace(anchor_weight(problem), is_parameter=gate.is_parameter):
+        raise UnsupportedError("its weights do not lie in the same way")
+    like = torch.empty_strided(acc.shape, contiguous_strides(acc.shape), dtype=acc.dtype, device="meta")
+    # for all but the kernel the other product is an operand like the first
+    seen = dataclasses.replace(problem, operands=(TensorMeta.of(like, problem.x.device), *others))
+    prepared = prepare(seen, like)
+    if prepared.weight is None or prepared.weight.convert is not None:
+        raise UnsupportedError("its weights would have to be copied")
+    expression, output = typed(seen, like)
+    capability = torch.cuda.get_device_capability(problem.x.device)
+    return _fused_candidates(Region(problem, capability, prepared, expression, output, channel_operands(expression)))
 
 
 def _ranked(region: Region) -> list[tune.Candidate]:
@@ -160,10 +186,11 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     index, output = region.problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, None if prepared.weight is None else prepared.weight.convert
-    inputs = 1 if prepared.weight is None else 2  # the kernel's own: x, weight
-    reads_bias = len(operands.kinds) > len(region.problem.operands)  # addmm with beta = 0 has one and does not
+    inputs, problem = region.inputs, region.problem
+    tensors = 1 + (problem.weight is not None) + len(problem.operands) + (problem.bias is not None)
+    all_read = len(operands.kinds) == tensors - inputs  # addmm with beta = 0 has a bias and does not read it
     workspace_size = kernel.workspace
-    queue = queue_by_address(region.problem, operands, kernel, launch)
+    queue = queue_by_address(problem, operands, kernel, launch)
 
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
         out = empty_strided(shape, strides, output)
@@ -175,7 +202,7 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
             queue(others, *own, out.data_ptr())
         return out
 
-    all_read, direct = reads_bias or region.problem.bias is None, by_address_on_device(index, by_address)
+    direct = by_address_on_device(index, by_address)
     if operands.are_addresses and convert_x is None and convert_weight is None and all_read:
         return direct
 
@@ -187,7 +214,7 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
         x = x if convert_x is None else convert_x(x)
         if convert_weight is not None and weight is not None:
             weight = convert_weight(weight)
-        tensors = in_order(x, weight, bias if reads_bias else None, others)
+        tensors = in_order(x, weight, bias if all_read else None, others)
         pointers, _kept = arguments(tensors[inputs:])
         return direct.launch(tensors, [*(tensor.data_ptr() for tensor in tensors[:inputs]), *pointers])
 

@@ -77,6 +77,10 @@ def _is_hopper(device: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- linear
 
 
+_BY_ROWS = ("linear", "gated_linear")
+"""Kinds whose weight is (N, K)."""
+
+
 def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
     """x as a matrix whose rows, of its last dimensions, are contiguous, and the distance between them."""
     first = len(meta.shape) - dimensions
@@ -91,7 +95,7 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm.Layout, int]:
     """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
     layouts: tuple[gemm.Layout, gemm.Layout] = ("nk", "kn")
-    first, second = layouts if kind == "linear" else layouts[::-1]
+    first, second = layouts if kind in _BY_ROWS else layouts[::-1]
     (rows, cols), (row_stride, col_stride) = meta.shape, meta.strides
     if col_stride == 1 or cols == 1:
         return Input(meta), first, row_stride if rows > 1 else cols
@@ -130,7 +134,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
     matrix = anchor_weight(problem)
     if len(matrix.shape) != 2 or not problem.x.shape:
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
-    features_in, features_out = matrix.shape[::-1] if problem.kind == "linear" else matrix.shape
+    features_in, features_out = matrix.shape[::-1] if problem.kind in _BY_ROWS else matrix.shape
     x, x_stride = _rows(problem.x)
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
     shape = tuple(acc.shape)
@@ -152,6 +156,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
             hopper=_is_hopper(device),
+            weights=2 if problem.kind == "gated_linear" else 1,
         )
         return gemm.candidates(described)
 

@@ -13,7 +13,7 @@ from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import Prepared
 from fxfuse.expression import Acc, Expr, Operand, call, rewrite
 from fxfuse.operands import OperandPlan
-from fxfuse.problem import Problem, TensorMeta
+from fxfuse.problem import Problem, TensorMeta, gate_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class Region:
     output: torch.dtype
     channel: frozenset[int]
     """Operands that are read along dimension 1 of the result."""
+
+    @property
+    def inputs(self) -> int:
+        """How many of a call's tensors (problem.in_order) a kernel of its family reads itself: x, and weights."""
+        if self.prepared.weight is None:
+            return 1
+        return 3 if self.problem.kind == "gated_linear" else 2
 
     def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
         tf32 = precision(self.problem.kind, self.problem.x.dtype) == "tf32"
@@ -46,6 +53,8 @@ def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[Ten
     Of a normalisation the weight is the first operand, the bias the last: operands are in the order of a call's
     tensors (problem.in_order).
     """
+    if problem.kind == "gated_linear":
+        return _with_product(problem, expression)
     if problem.kind != "layer_norm":
         return with_bias(problem, expression)
     metas, acc, first = problem.operands, Acc(), 0
@@ -57,6 +66,29 @@ def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[Ten
 
     def replaced(node: Expr) -> Expr:
         return scaled if isinstance(node, Acc) else Operand(node.index + first) if isinstance(node, Operand) else node
+
+    return rewrite(expression, replaced), metas
+
+
+def _with_product(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
+    """The epilogue on both products of a gated linear, the second of which is an operand after the last."""
+    _, gate_bias, metas = gate_of(problem.expression, problem.operands)
+    biases: list[Expr] = []
+    for bias in (gate_bias, problem.bias):
+        if bias is not None:
+            biases.append(Operand(len(metas)))
+            metas = (*metas, bias)
+    product: Expr = Operand(len(metas))
+    acc: Expr = Acc()
+    if problem.bias is not None:
+        acc = call("add", acc, biases[-1])
+    if gate_bias is not None:
+        product = call("add", product, biases[0])
+
+    def replaced(node: Expr) -> Expr:
+        if isinstance(node, Operand):
+            return product if node.index == 0 else Operand(node.index - 1)
+        return acc if isinstance(node, Acc) else node
 
     return rewrite(expression, replaced), metas
 

@@ -56,6 +56,8 @@ ISSUE_SHARE: Final = 0.125
 """How much of it counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
 CALLS, ISSUE_ROUNDS = 10, 5
 """Calls in a row whose time on the CPU is taken, so many times."""
+APART: Final = "one after the other"
+"""The identity of a plan that is made of others'."""
 NOISE: Final = 0.02
 """A candidate must be faster than those ranked before it by more than this to be preferred."""
 
@@ -98,29 +100,36 @@ def is_undecided(problem: Problem) -> bool:
     return enabled() and _recall(problem) is None
 
 
-def draft(problem: Problem, candidates: Sequence[Candidate]) -> Draft:
+def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[], Draft] | None = None) -> Draft:
     """Compiles what may be chosen; calling the result measures, if nobody has yet, and gives the plan.
 
     Args:
         candidates: at least one, best first.
+        apart: drafts a plan that is made of others', and measured beside the candidates once those are made.
 
     Raises BuildError or ToolchainError if nothing compiles.
     """
     stored = _recall(problem) if enabled() else None
     if stored is not None:
+        if apart is not None and stored.identity == APART:
+            others = apart()
+            return lambda: dataclasses.replace(others(), measured=stored.measured)
         chosen = _find(candidates, stored)
         if chosen is not None:
             with contextlib.suppress(BuildError):  # then the others are tried, as if nothing were stored
                 plan = _plan(chosen, chosen.build(), stored.measured)
                 return lambda: plan
-    decided = not enabled() or len(candidates) == 1
+    decided = not enabled() or (len(candidates) == 1 and apart is None)
     if decided or torch.cuda.is_current_stream_capturing():
         # a call that is captured before any other measures nothing; the next one does
         plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
         return lambda: plan
     build.check_may_build()  # here, and not in the threads that compile
     ready = _compile(_contestants(candidates))
-    return lambda: _decide(problem, ready)
+    if apart is None:
+        return lambda: _decide(problem, ready)
+    other = apart()
+    return lambda: _decide_beside(problem, ready, other())
 
 
 def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -168,6 +177,12 @@ def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
 
 _measuring = threading.Lock()
 """One contest at a time: the GPU is shared."""
+
+
+def _decide_beside(problem: Problem, ready: Sequence[tuple[Candidate, Run]], apart: Plan) -> Plan:
+    candidate = Candidate(apart.kernel or APART, APART, lambda: apart.run, apart.workspace)
+    plan = _decide(problem, [*ready, (candidate, apart.run)])
+    return dataclasses.replace(apart, measured=plan.measured) if plan.kernel == candidate.name else plan
 
 
 def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> Plan:

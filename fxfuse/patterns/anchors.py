@@ -37,8 +37,8 @@ class Anchor:
     """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)), "conv2d",
-    "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
+    """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)),
+    "conv2d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None

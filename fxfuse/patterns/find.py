@@ -7,6 +7,7 @@ from torch import fx, nn
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import find_anchor
 from fxfuse.patterns.chain import Chains
+from fxfuse.patterns.gated import join_gated
 from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.region import Region, Skipped, close, grow
 
@@ -37,6 +38,8 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
             regions.append(closed)
             taken.update(closed.nodes)
             skipped.update((refused, reason) for refused, reason in growth.refused.items() if refused not in taken)
+    regions = join_gated(root, regions, mutations)
+    taken.update(node for region in regions for node in region.nodes)
     chains = Chains(root, graph, mutations)
     for node in reversed(graph.nodes):
         chain = None if node in taken else chains.ending_at(node, taken)

@@ -15,21 +15,23 @@
 
 namespace fxfuse {
 
-// See WgmmaShape.
-template <class Mma, int kTileM, int kTileN, int kGroupsN, int kStages, int kBlocksPerSm, class Rows_ = MatrixRows>
+// See WgmmaShape, and TileAfterTile for kWeights.
+template <class Mma, int kTileM, int kTileN, int kGroupsN, int kStages, int kBlocksPerSm, class Rows_ = MatrixRows,
+          int kWeights_ = 1>
 struct WgmmaGemmConfig : WgmmaShape<Mma, kTileM, kTileN, kGroupsN, kStages, kBlocksPerSm> {
     static constexpr Major kWeightMajor = Major::kK;
     static constexpr int kAccessX = kChunkBytes, kAccessW = kChunkBytes;
     static constexpr bool kGuarded = false;
+    static constexpr int kWeights = kWeights_;
     using Rows = Rows_;
 };
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks)
     wgmma_gemm_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
-                      const typename Kernel::Element* __restrict__ x, const typename Kernel::Element* __restrict__ weight,
+                      const typename Kernel::Element* __restrict__ x, const typename Kernel::Weights weights,
                       typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, epilogue));
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weights, out, epilogue));
 }
 
 // Gemm by as many thread blocks as the device holds, each of which computes one tile after another: while it stores one,
@@ -40,15 +42,26 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using Config = Config_;
     using Output = Output_;
     using Epilogue = Epilogue_;
-    using typename Base::CopyW, typename Base::CopyX, typename Base::Element, typename Base::Problem, typename Base::Rows;
+    using typename Base::CopyX, typename Base::Element, typename Base::Problem, typename Base::Rows, typename Base::Weights;
     using typename Base::Columns, typename Base::Origin, typename Base::RowsOfTurn, typename Base::Store, typename Base::Sum;
-    using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::tile_count;
+    using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::kWeights, Base::tile_count;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
+    using TileOfOne = OperandTile<Element, Major::kK, Base::kTileCols>;
+    using CopyOfOne = TileCopy<TileOfOne, kThreads, Config::kAccessW>;
+
+    struct CopyW {
+        CopyOfOne first, last;  // the same if there is one weight
+
+        __device__ __forceinline__ void start(uint32_t shared) {
+            first.start(shared);
+            if constexpr (kWeights == 2) last.start(shared + TileOfOne::kBytes);
+        }
+    };
 
     static constexpr int kSharedBytes = Stages::kStageBytes * Config::kStages;
 
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows, const Element* x,
-                                               const Element* weight, Output* out, const Epilogue& epilogue) {
+                                               const Weights& weights, Output* out, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         static_assert(kThreads / 32 * kStagedBytes <= static_cast<int>(Stages::kStageBytes));
         const uint32_t thread = ptx::read_thread_index();
@@ -66,8 +79,11 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
         };
         const auto copy_w = [&] {
             const Origin at(problem, ahead);
-            return CopyW(weight + at.col * problem.weight_stride, problem.weight_stride,
-                         static_cast<int>(problem.n - at.col), static_cast<int>(problem.k), thread);
+            const auto copy = [&](const Element* weight) {
+                return CopyOfOne(weight + at.col * problem.weight_stride, problem.weight_stride,
+                                 static_cast<int>(problem.n - at.col), static_cast<int>(problem.k), thread);
+            };
+            return CopyW{copy(weights.of[0]), copy(weights.of[kWeights - 1])};
         };
         CopyX of_x = copy_x();
         CopyW of_w = copy_w();

@@ -21,6 +21,7 @@ template <int kTileM, int kTileN, int kStages, Sums kSums, Major kWeightMajor_, 
 struct WgmmaTf32x3Config : WgmmaTf32x3Shape<kTileM, kTileN, kStages, kSums> {
     static constexpr Major kWeightMajor = kWeightMajor_;
     static constexpr int kAccessX = kChunkBytes, kAccessW = kChunkBytes;
+    static constexpr int kWeights = 1;
     using Rows = Rows_;
 
     // For thread blocks that find their sums not finite: by mma, whose fragments of sums are the same.
@@ -33,9 +34,9 @@ struct WgmmaTf32x3Config : WgmmaTf32x3Shape<kTileM, kTileN, kStages, kSums> {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kBlockThreads, 1)
     wgmma_tf32x3_kernel(const typename Kernel::Problem problem, const typename Kernel::Rows rows,
-                        const float* __restrict__ x, const float* __restrict__ weight,
+                        const float* __restrict__ x, const typename Kernel::Weights weights,
                         typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, epilogue));
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weights.of[0], out, epilogue));
 }
 
 template <class Kernel>

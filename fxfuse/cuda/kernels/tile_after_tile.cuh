@@ -20,12 +20,22 @@ struct TileAfterTile : Gemm<Config_, Output_, Epilogue_> {
     using Epilogue = Epilogue_;
     using typename Base::Problem, typename Base::Rows, typename Base::Element;
     using Base::kTileM, Base::kTileN, Base::kThreads, Base::kBand, Base::kVector, Base::kWhole, Base::kRuns;
-    using Base::position, Base::tiles_m, Base::tiles_n;
+    using Base::position, Base::tiles_m;
     using Sum = typename Base::Loop::Sum;
 
-    // A warp stores its 16 rows in slices of so many columns.
+    // Two weights share the columns of a tile's products: to the right are those with the second, which the epilogue takes
+    // as another argument. So each thread has both of an element.
+    static constexpr int kWeights = Config::kWeights, kTileCols = kTileN / kWeights;  // the latter of out
+    static_assert(kWeights == 1 || Config::kGroupColumns == kTileN);
+    static constexpr int kTensors = 2 + kWeights;  // x, weights, out
+    struct Weights {
+        const Element* of[kWeights];
+    };
+
+    // A warp stores its 16 rows in slices of so many columns of products.
     static constexpr int kSlice = Config::kGroupColumns % 64 == 0 ? 64 : 32;
     static constexpr int kSlices = Config::kGroupColumns / kSlice, kStagedBytes = kMmaM * kSlice * 4;
+    static constexpr int kSliceCols = kSlice / kWeights;  // of out
     static_assert(Config::kGroupColumns % kSlice == 0);
 
 protected:
@@ -38,13 +48,18 @@ protected:
         if (error == cudaSuccess) error = resident_blocks<kKernel>(threads, shared_bytes, &blocks);
         if (error != cudaSuccess) return error;
         const unsigned tiles = tile_count(problem);
+        Weights weights;
+        for (int i = 0; i < kWeights; ++i) weights.of[i] = reinterpret_cast<const Element*>(pointers[1 + i]);
         kKernel<<<blocks < tiles ? blocks : tiles, threads, shared_bytes, stream>>>(
-            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), epilogue);
+            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]), weights,
+            reinterpret_cast<Output*>(pointers[1 + kWeights]), epilogue);
         return cudaGetLastError();
     }
 #endif  // __CUDACC_RTC__
 
+    static __host__ __device__ __forceinline__ int64_t tiles_n(const Problem& problem) {
+        return (problem.n + kTileCols - 1) / kTileCols;
+    }
     static __host__ __device__ __forceinline__ unsigned tile_count(const Problem& problem) {
         return static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
     }
@@ -59,13 +74,13 @@ protected:
             const unsigned band = index / (kBand * wide), in_band = index - band * kBand * wide;
             const unsigned rows = min(static_cast<unsigned>(kBand), high - band * kBand);
             row = static_cast<int64_t>(band * kBand + in_band % rows) * kTileM;
-            col = static_cast<int64_t>(in_band / rows) * kTileN;
+            col = static_cast<int64_t>(in_band / rows) * kTileCols;
         }
     };
 
     // How a warp stores its rows of a tile: slice by slice through shared memory, where a lane has one run of columns in
     // every kRowStep-th row. What is the same in all rows is read once for a slice.
-    static constexpr int kRunsPerRow = kSlice / kVector, kRowStep = 32 / kRunsPerRow;
+    static constexpr int kRunsPerRow = kSliceCols / kVector, kRowStep = 32 / kRunsPerRow;
     static constexpr int kTogether = 2, kTurns = kMmaM / kRowStep / kTogether;
     using Columns = typename Epilogue::template ColumnValues<kVector, Position>;
     using Values = typename Epilogue::template RowValues<kVector, Position>;
@@ -98,11 +113,11 @@ protected:
             return lane / kRunsPerRow + (turn * kTogether + i) * kRowStep;
         }
         __device__ __forceinline__ int count(int slice) const {  // of columns that exist
-            return static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - left - slice * kSlice));
+            return static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - left - slice * kSliceCols));
         }
         // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
         __device__ __forceinline__ int64_t column(int slice) const {
-            return count(slice) > 0 || !kWhole ? left + slice * kSlice : problem.n - kVector;
+            return count(slice) > 0 || !kWhole ? left + slice * kSliceCols : problem.n - kVector;
         }
 
         // What the operands hold for a lane in the columns of a slice, and in the rows of a turn.
@@ -141,7 +156,13 @@ protected:
                     for (int i = 0; i < kTogether; ++i) {
                         float value[kVector];
                         load_staged(value, staged, row(turn, i), run());
-                        epilogue.apply(value, columns, operands.values[i]);
+                        if constexpr (kWeights == 1) {
+                            epilogue.apply(value, columns, operands.values[i]);
+                        } else {
+                            float other[kVector];
+                            load_staged(other, staged, row(turn, i), kSliceCols + run());
+                            epilogue.apply(value, other, columns, operands.values[i]);
+                        }
                         if (count(slice) <= 0 || row(turn, i) >= rows) continue;
                         store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
                             out + (top + row(turn, i)) * problem.out_stride + column(slice), value, count(slice));
@@ -159,10 +180,11 @@ protected:
         }
 
         __device__ __forceinline__ void stage(const Sum& sum, int slice, float* staged) const {
-            constexpr int kMmas = kSlice / kMmaN;
+            constexpr int kMmas = kSlice / kMmaN, kMmasOfOne = kMmas / kWeights;
 #pragma unroll
             for (int n = 0; n < kMmas; ++n) {
-                const float(&d)[4] = sum.value[0][slice * kMmas + n];
+                const int first = n / kMmasOfOne * (Config::kMmasN / kWeights);  // of products with the same weight
+                const float(&d)[4] = sum.value[0][first + slice * kMmasOfOne + n % kMmasOfOne];
                 const int row = lane / 4, col = n * kMmaN + lane % 4 * 2;
                 *reinterpret_cast<float2*>(staged + place(row, col)) = make_float2(d[0], d[1]);
                 *reinterpret_cast<float2*>(staged + place(row + 8, col)) = make_float2(d[2], d[3]);
@@ -170,16 +192,15 @@ protected:
         }
 
         // Half of the lanes read the second half of their run first: eight at a time find theirs in different banks.
-        static __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged, int row,
-                                                           int run) {
+        __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged, int row, int col) const {
             if constexpr (kVector == 4) {
-                read_four(value, staged + place(row, run));
+                read_four(value, staged + place(row, col));
             } else {
                 static_assert(kVector == 8);
-                const int swapped = run >= kSlice / 2 ? 4 : 0;
+                const int swapped = lane % 8 >= 4 ? 4 : 0;
                 float one[4], other[4];
-                read_four(one, staged + place(row, run + swapped));
-                read_four(other, staged + place(row, run + 4 - swapped));
+                read_four(one, staged + place(row, col + swapped));
+                read_four(other, staged + place(row, col + 4 - swapped));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     value[i] = swapped != 0 ? other[i] : one[i];

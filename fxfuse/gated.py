@@ -1,0 +1,89 @@
+"""A gated linear as two problems: what runs it wherever one kernel for both weights cannot, or is no faster.
+
+act(linear(x, w)) * linear(x, v) is a region of either linear, the second of which reads the first one's result. That is
+how its parts run: see patterns/gated.py, which puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxfuse import ops
+from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evaluate_all, gate_of, value_strides
+from fxfuse.split import renumbered
+
+_PRODUCT = Operand(0)
+"""What an epilogue calls the product with the second weight."""
+_FIRST = -1
+"""Among operands, in the place of a number of theirs: the first part's result."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A gated linear's two linears."""
+
+    first: Problem
+    """That of the second weight, with what is computed of its result alone."""
+    second: Problem
+    first_operands: tuple[int, ...]
+    """Which of the whole problem's operands each has; _FIRST stands for the first part's result."""
+    second_operands: tuple[int, ...]
+    biased: bool
+    """Whether the first has a bias."""
+
+
+def split(problem: Problem) -> Parts:
+    """The parts of a gated linear. Raises Refused."""
+    gate, gate_bias, _ = gate_of(problem.expression, problem.operands)
+    cut = _cut(problem.expression)
+    alone, first_operands = renumbered(rewrite(cut, lambda node: Acc() if node is _PRODUCT else node))
+    rest, second_operands = renumbered(rewrite(problem.expression, lambda n: Operand(_FIRST) if n is cut else n))
+    chosen = tuple(problem.operands[index] for index in first_operands)
+    first = Problem("linear", (), str(alone), problem.x, gate, gate_bias, chosen, problem.fp32)
+    result = evaluate_all(first, anchor_meta(first))[first.expression]
+    meta = TensorMeta.of(result, problem.x.device)
+    others = tuple(meta if index == _FIRST else problem.operands[index] for index in second_operands)
+    second = Problem("linear", (), str(rest), problem.x, problem.weight, problem.bias, others, problem.fp32)
+    return Parts(first, second, first_operands, second_operands, gate_bias is not None)
+
+
+def _cut(epilogue: Expr) -> Expr:
+    """What the first part computes: all that is made of its product alone, if that is one number, else the product."""
+    nodes = list(postorder(epilogue))
+    alone = {node for node in nodes if _PRODUCT in postorder(node) and not depends_on_acc(node)}
+    met = {arg for node in nodes if isinstance(node, Call) and node not in alone for arg in node.args if arg in alone}
+    return met.pop() if len(met) == 1 and not any(map(ops.is_boolean, met)) else _PRODUCT
+
+
+def draft(problem: Problem, parts: Parts, first: Draft, second: Draft) -> Draft:
+    """Runs the first part, then the second."""
+
+    def decide() -> Plan:
+        one, other = first(), second()
+        expected = parts.second.operands[parts.second_operands.index(_FIRST)]
+
+        def run(
+            x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
+            gate_bias = operands[-1] if parts.biased else None
+            result = one.run(x, operands[0], gate_bias, [operands[index] for index in parts.first_operands])
+            if value_strides(result) != expected.strides:  # meta tensors predict other strides for some layouts
+                return problem.reference(x, weight, bias, operands)
+            others = [result if index == _FIRST else operands[index] for index in parts.second_operands]
+            return other.run(x, weight, bias, others)
+
+        kernels = [plan.kernel for plan in (one, other) if plan.kernel is not None]
+        reasons = [plan.reason for plan in (one, other) if plan.reason is not None]
+        return Plan(
+            run,
+            " + ".join(kernels) or None,
+            "; ".join(reasons) or None,
+            workspace=one.workspace + other.workspace,
+            provisional=one.provisional or other.provisional,
+        )
+
+    return decide

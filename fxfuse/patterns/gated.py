@@ -1,0 +1,99 @@
+"""Gated units: of two linears of the same x, one whose result the other's region reads becomes a part of it.
+
+act(linear(x, w)) * linear(x, v), as in SwiGLU and GeGLU. Only where there is a kernel that computes both: otherwise
+they are two regions. See functional.gated_linear for what they become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx, nn
+
+from fxfuse.expression import Acc, Expr, Operand, rewrite
+from fxfuse.ops import Rejected
+from fxfuse.patterns.anchors import Anchor, Source, find_anchor, known_tensor
+from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.region import Region
+
+_CHUNK = 8
+"""Elements of 16 bits that the kernel reads at a time: rows of the weights must be so aligned."""
+
+
+def join_gated(root: nn.Module, regions: list[Region], mutations: Mutations) -> list[Region]:
+    """`regions` with those of gated units in the place of their linears'."""
+    ending_at = {region.output: region for region in regions}
+    for region in sorted(regions, key=lambda region: mutations.order[region.output]):
+        for gate in _read_by(root, region, ending_at):
+            if _have_kernel(root, region.anchor.weight, gate.anchor.weight) and _may_join(region, gate, mutations):
+                ending_at.pop(gate.output, None)
+                ending_at[region.output] = _joined(region, gate, mutations)
+                break
+    return list(ending_at.values())
+
+
+def _read_by(root: nn.Module, region: Region, ending_at: dict[fx.Node, Region]) -> Iterable[Region]:
+    """The linears of the same x whose results the region of a linear reads: alone they need not be regions."""
+    if region.anchor.kind != "linear":
+        return
+    for source in region.operands:
+        found = (ending_at.get(source) or _alone(root, source)) if isinstance(source, fx.Node) else None
+        if found is not None and found.anchor.kind == "linear" and found.anchor.x == region.anchor.x:
+            yield found
+
+
+def _alone(root: nn.Module, node: fx.Node) -> Region | None:
+    try:
+        anchor = find_anchor(root, node)
+    except Rejected:
+        return None
+    return None if anchor is None else Region(anchor, (node,), Acc(), ())
+
+
+def _may_join(region: Region, gate: Region, mutations: Mutations) -> bool:
+    """Whether nobody else reads the gate, and it may be computed as late as the region is."""
+    if not set(gate.output.users) <= set(region.nodes):
+        return False
+    first, last = gate.nodes[0], region.output
+    sources = [source for source in (gate.anchor.x, gate.anchor.weight, gate.anchor.bias) if source is not None]
+    overwritten = mutations.between(
+        mutations.order[first], mutations.order[last], [*sources, *gate.operands], [*gate.nodes, *region.nodes]
+    )
+    return mutations.same_section(first, region.nodes[0]) and not overwritten
+
+
+def _have_kernel(root: nn.Module, *weights: Source | None) -> bool:
+    """Whether a kernel may take both: weights of 16 bits, of the same shape, on a GPU that has one."""
+    one, other = (known_tensor(root, weight) for weight in weights)
+    if one is None or other is None or one.dim() != 2 or not all(type(size) is int for size in one.shape):
+        return False
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    fits = one.dtype in (torch.float16, torch.bfloat16) and one.shape[1] % _CHUNK == 0
+    return alike and fits and _on_hopper(one)
+
+
+def _on_hopper(tensor: torch.Tensor) -> bool:
+    # a fake tensor may be on a GPU that is not there
+    return tensor.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(tensor.device) == (9, 0)
+
+
+def _joined(region: Region, gate: Region, mutations: Mutations) -> Region:
+    sources = [source for source in dict.fromkeys((*region.operands, *gate.operands)) if source != gate.output]
+
+    def renamed(epilogue: Expr, operands: tuple[Source, ...], acc: Expr) -> Expr:
+        def replaced(node: Expr) -> Expr:
+            if isinstance(node, Operand):
+                source = operands[node.index]
+                return product if source == gate.output else Operand(1 + sources.index(source))
+            return acc if isinstance(node, Acc) else node
+
+        return rewrite(epilogue, replaced)
+
+    product = renamed(gate.epilogue, gate.operands, Operand(0))
+    epilogue = renamed(region.epilogue, region.operands, Acc())
+    anchor = Anchor("gated_linear", region.anchor.x, region.anchor.weight, region.anchor.bias)
+    nodes = sorted((*region.nodes, *gate.nodes), key=mutations.order.__getitem__)
+    assert gate.anchor.weight is not None, "linears have one"
+    operands = [gate.anchor.weight, *sources, *([] if gate.anchor.bias is None else [gate.anchor.bias])]
+    return Region(anchor, tuple(nodes), epilogue, tuple(operands))
