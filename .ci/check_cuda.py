@@ -71,6 +71,8 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
             (1024, 8192, 8192, 16),
             (128, 8192, 8192, 16),
             (8, 4096, 4096, 16),
+            (4, 4096, 4096, 16),
+            (1, 4096, 4096, 16),
             (129, 257, 513, element),
             *(((2048, 768, 3072, 16),) if precision == "tf32x3" else ()),
         ):

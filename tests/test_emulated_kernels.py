@@ -232,6 +232,23 @@ def test_matrix_product(m, n, k, precision, layout):
         assert torch.equal(out, want), kernel.name
 
 
+@pytest.mark.parametrize("precision", ["tf32x3", "tf32", "bf16", "fp16"])
+def test_few_rows_without_tensor_cores(precision):
+    dtype, guard = PRECISIONS.get(precision, torch.float32), 5
+    for rows, n, k in ((1, 9, 16), (1, 41, 2064), (3, 6, 1040), (4, 130, 72)):
+        x, bias, weight = integers(rows, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
+        residual = integers(rows, n, dtype=dtype)
+        kernel = gemm.candidates(gemm.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132))[0]
+        assert kernel.header == gemm.GEMV_HEADER
+        memory = torch.full((rows * n + guard,), 99, dtype=dtype)
+        out = memory[:-guard].view(rows, n)
+        operands = (Operand(bias, (0, 0, 1)), Operand(residual, (rows * n, n, 1)))
+        launch(kernel, "relu(acc + o0) - o1", (x, weight, out), operands, tf32=precision == "tf32")
+        want = F.relu(F.linear(x.double(), weight.double(), bias.double())) - residual
+        assert torch.equal(out, want.to(dtype)), (rows, n, k)
+        assert (memory[-guard:] == 99).all(), "writes outside its result"
+
+
 def hoppers(kernels):
     return [kernel for kernel in kernels if "wgmma" in kernel.name]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxfuse.cuda import gemm
-from fxfuse.cuda.gemm import Problem, Tile, candidates
+from fxfuse.cuda.gemm import Problem, Tile
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 
@@ -32,6 +32,11 @@ def linear(m: int, n: int, k: int, precision: Precision = "tf32x3") -> Problem:
         multiprocessors=132,
         shared_memory=228 * 1024,
     )
+
+
+def candidates(problem: Problem) -> tuple[Kernel, ...]:
+    """Those that cut the result into tiles."""
+    return tuple(kernel for kernel in gemm.candidates(problem) if kernel.header != gemm.GEMV_HEADER)
 
 
 def config(kernel_type: str) -> list[str]:
@@ -400,3 +405,21 @@ def test_hoppers_tiles_fit_its_shared_memory(tiles: tuple[Tile, ...], precision:
 def test_only_small_tiles_of_warpgroups_are_shared() -> None:
     shared = [kernel.name for kernel in by_warpgroups(hopper(128, 8192, 8192)) if "split" in kernel.name]
     assert shared and all(re.search(r"128x96|64x128|64x64", name) for name in shared)
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
+def test_few_rows_do_without_tensor_cores_where_all_is_aligned(precision: Precision) -> None:
+    def first(problem: Problem) -> str:
+        return gemm.candidates(problem)[0].type.split("<")[0]
+
+    one = linear(1, 4096, 4096, precision)
+    assert first(one) == first(linear(4, 4096, 4096, precision)) == "Gemv"
+    for without in (
+        linear(5, 4096, 4096, precision),
+        replace(one, weight_layout="kn"),
+        replace(one, x_alignment=8),
+        replace(one, weight_stride=4097),
+    ):
+        assert first(without) != "Gemv"
+    packed = gemm.candidates(replace(linear(3, 640, 512, precision), x_stride=520, rows_per_batch=1))[0].params
+    assert struct.unpack("<7q", packed) == (3, 640, 512, 520, 512, 640, 1)

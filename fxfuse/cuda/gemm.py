@@ -23,6 +23,7 @@ WINDOWS_HEADER = "windows.cuh"
 WGMMA_HEADER = "gemm_wgmma.cuh"
 WGMMA_TF32X3_HEADER = "gemm_wgmma_tf32x3.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
+GEMV_HEADER = "gemv.cuh"
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
@@ -42,6 +43,7 @@ COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
 LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see _wgmma_sums
 LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
+MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 
@@ -248,12 +250,28 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
 
 
 def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Kernels of gemm.cuh with their times."""
-    return [
+    """Kernels of gemm.cuh, and of gemv.cuh for few rows, with their times."""
+    return _timed_gemv(problem) + [
         (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
         for tile in _tiles(problem)
         for splits in _split_counts(tile, problem)
     ]
+
+
+def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
+    few = problem.m <= MOST_GEMV_ROWS and problem.windows is None and problem.weight_layout == "nk"
+    if not few or min(_accesses(problem)) < MAX_ACCESS:
+        return []
+    rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
+    element = {"fp16": "Float16", "bf16": "BFloat16"}.get(problem.precision, "float")
+    strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
+    kernel = Kernel(
+        name=f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}",
+        header=GEMV_HEADER,
+        type=f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>",
+        params=struct.pack("<7q", problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m),
+    )
+    return [(_memory_time(problem) + _LAUNCH, kernel)]
 
 
 def _tiles(problem: Problem) -> list[Tile]:
@@ -397,8 +415,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + RESERVED_SHARED))
     waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
     time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
-    elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
-    memory = elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
+    memory = _memory_time(problem)
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
     beyond = -(-problem.n // tile.n) * tile.n - problem.n
     time += problem.m * beyond / (_STORED * problem.multiprocessors)
@@ -406,6 +423,12 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
         time += _MEETING + _HANDING_IN * (waves + (rest > 0)) + splits * rows * cols * 4 / _PART_BYTES
         time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
     return time
+
+
+def _memory_time(problem: Problem) -> float:
+    """Microseconds that device memory takes for all operands and the result."""
+    elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
+    return elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
 
 
 def _fits(tile: Tile, problem: Problem) -> bool:

@@ -1,0 +1,151 @@
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for a few rows of x: reading the weight is all the work, and
+// tensor cores have none. Sums are in float32, of exact products.
+//
+// A block computes kCols columns of every row. Its threads share K: each adds up what 16 bytes in every kThreads-th place
+// of a row come to, and has several such reads under way.
+#pragma once
+
+#include <cstdint>
+
+#include "device_pass.cuh"
+#include "epilogue.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+// Sizes, and strides of rows in elements.
+struct GemvProblem {
+    int64_t m, n, k;
+    int64_t x_stride, weight_stride, out_stride;
+    int64_t rows_per_batch;  // row m of out is row m % rows_per_batch of a batch
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    gemv_kernel(const __grid_constant__ GemvProblem problem, const typename Kernel::Element* __restrict__ x,
+                const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
+                const typename Kernel::Epilogue epilogue) {
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, x, weight, out, epilogue));
+}
+
+// kRows: at least as many as x has. Rows of x and of the weight start at multiples of 16 bytes and have such a multiple.
+template <class Element_, class Output_, class Epilogue_, int kRows>
+struct Gemv {
+    using Element = Element_;
+    using Output = Output_;
+    using Epilogue = Epilogue_;
+    using Problem = GemvProblem;
+
+    static constexpr int kTensors = 3;  // x, weight, out
+    static constexpr int kThreads = 128, kWarp = 32, kWarps = kThreads / kWarp;
+    static constexpr int kCols = 4, kSums = kRows * kCols;
+    static constexpr int kTogether = 2;                    // reads of a row that a thread has under way
+    static constexpr int kBlocks = kRows == 1 ? 8 : 5;     // of a multiprocessor, that have registers
+    static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+    using Vector = Elements<Element, kVector>;
+    static_assert(kSums <= kThreads);
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
+                                               Output* out, const Epilogue& epilogue) {
+        __shared__ float sums[kWarps][kSums];
+        const int thread = static_cast<int>(threadIdx.x);
+        const int64_t first = static_cast<int64_t>(blockIdx.x) * kCols;
+        // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
+        const int own_row = min(thread / kCols, static_cast<int>(problem.m) - 1);
+        const int64_t own_col = min(first + thread % kCols, problem.n - 1);
+        const auto operands = epilogue.template load<Runs::kWhole, 1>(position(problem, own_row, own_col), 1);
+
+        float sum[kRows][kCols] = {};
+        add_up(sum, problem, x, weight, first, thread);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+            for (int col = 0; col < kCols; ++col) {
+#pragma unroll
+                for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+                    sum[row][col] += __shfl_xor_sync(~0u, sum[row][col], offset);
+                }
+                if (thread % kWarp == 0) sums[thread / kWarp][row * kCols + col] = sum[row][col];
+            }
+        }
+        __syncthreads();
+        if (thread >= kSums || thread / kCols >= problem.m || first + thread % kCols >= problem.n) return;
+        float value[1] = {0.0f};
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) value[0] += sums[warp][thread];
+        epilogue.apply(value, operands);
+        out[own_row * problem.out_stride + own_col] = from_float<Output>(value[0]);
+    }
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream) {
+        const int64_t blocks = (problem.n + kCols - 1) / kCols;
+        if (problem.m > kRows) return cudaErrorInvalidConfiguration;
+        constexpr auto kKernel = gemv_kernel<Gemv>;
+        kKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+            reinterpret_cast<Output*>(pointers[2]), epilogue);
+        return cudaGetLastError();
+    }
+#endif  // __CUDACC_RTC__
+
+private:
+    // sum[m][n] += what the thread's part of K comes to.
+    static __device__ __forceinline__ void add_up(float (&sum)[kRows][kCols], const Problem& problem, const Element* x,
+                                                  const Element* weight, int64_t first, int thread) {
+        const Element* of_row[kRows];
+        const Element* of_col[kCols];
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            of_row[row] = x + min(row, static_cast<int>(problem.m) - 1) * problem.x_stride;
+        }
+#pragma unroll
+        for (int col = 0; col < kCols; ++col) {
+            of_col[col] = weight + min(first + col, problem.n - 1) * problem.weight_stride;
+        }
+        const int k = static_cast<int>(problem.k);
+#pragma unroll 1
+        for (int at = thread * kVector; at < k; at += kThreads * kVector * kTogether) {
+            Vector of_weight[kTogether][kCols], of_x[kTogether][kRows];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int place = at + i * kThreads * kVector;
+#pragma unroll
+                for (int col = 0; col < kCols; ++col) load(of_weight[i][col], of_col[col], place, k);
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) load(of_x[i][row], of_row[row], place, k);
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) {
+#pragma unroll
+                    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+                        for (int col = 0; col < kCols; ++col) {
+                            sum[row][col] = fmaf(of_x[i][row][j], of_weight[i][col][j], sum[row][col]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    // Zeros beyond the end.
+    static __device__ __forceinline__ void load(Vector& to, const Element* row, int place, int k) {
+        to.clear();
+        if (place < k) to.template load_whole<16, true>(row + place);
+    }
+
+    static __device__ __forceinline__ Position position(const Problem& problem, int row, int64_t col) {
+        if constexpr (Epilogue::kUsesBatch) {
+            const int rows_per_batch = static_cast<int>(problem.rows_per_batch);
+            return {row / rows_per_batch, row % rows_per_batch, col};
+        } else {
+            return {0, row, col};
+        }
+    }
+};
+
+}  // namespace fxfuse
