@@ -26,6 +26,8 @@ from tabulate import tabulate
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
 from fxfuse.cuda import codegen, conv2d, gemm, layer_norm, pointwise
+from fxfuse.cuda.conv2d_problem import Conv2dProblem
+from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
@@ -99,10 +101,10 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
         (64, 256, 1, 1, IMAGE), (24, 144, 1, 1, IMAGE), (512, 512, 3, 1, 9),
         (512, 64, 1, 1, 7),
     )  # fmt: skip
-    layouts: tuple[conv2d.Layout, ...] = ("nchw", "nhwc")
+    layouts: tuple[ImageLayout, ...] = ("nchw", "nhwc")
     problems = [(layout, layout, shape) for layout in layouts for shape in shapes]
     for layout, filter_layout, (channels, filters, kernel, groups, side) in (*problems, ("nhwc", "nchw", shapes[0])):
-        problem = conv2d.Conv2dProblem(
+        problem = Conv2dProblem(
             images=8,
             channels=channels,
             size=(side, side),
@@ -126,7 +128,7 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
             yield from conv2d.candidates(replace(problem, stride=(2, 2), out_size=(side, side)))[:1]
 
 
-def _strides(layout: conv2d.Layout, channels: int, side: int) -> tuple[int, int, int, int]:
+def _strides(layout: ImageLayout, channels: int, side: int) -> tuple[int, int, int, int]:
     steps = (side * side, side, 1) if layout == "nchw" else (1, side * channels, channels)
     return (channels * side * side, *steps)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxfuse.cuda.conv2d import Conv2dProblem, candidates, pack, unsupported
+from fxfuse.cuda.conv2d import candidates, unsupported
+from fxfuse.cuda.conv2d_problem import Conv2dProblem, pack
 from fxfuse.cuda.kernel import Kernel
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from emulator import Operand, available, launch
 
-from fxfuse.cuda import conv2d, gemm, layer_norm, pointwise
+from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, depthwise, gemm, layer_norm, pointwise
+from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.layout import Layout, channels_last_strides
 from fxfuse.pooling import MaxPool
 
@@ -37,7 +38,7 @@ def convolution(x, weight, precision="tf32", stride=1, padding=0, dilation=1, gr
     twice = [(value, value) for value in (stride, padding, dilation)]
     fields = (n, c, tuple(size), k, out, tuple(kernel), *twice, groups, x.stride(), weight.stride(), layout, precision)
     alignments = (math.gcd(16, x.data_ptr()), math.gcd(16, weight.data_ptr()))
-    return conv2d.Conv2dProblem(*fields, *alignments, multiprocessors=2, shared_memory=163 << 10, hopper=hopper)
+    return Conv2dProblem(*fields, *alignments, multiprocessors=2, shared_memory=163 << 10, hopper=hopper)
 
 
 def check_convolution(kernel, x, weight, residual=False, **options):
@@ -69,30 +70,30 @@ def check_convolution(kernel, x, weight, residual=False, **options):
 # ---------------------------------------------------------------------------------------------- convolutions
 
 DIRECT = [
-    *(("tf32", tile) for tile in conv2d.DIRECT_TILES),
-    *(("bf16", tile) for tile in conv2d.HALF_DIRECT_TILES),
-    ("fp16", conv2d.HALF_DIRECT_TILES[-1]),
+    *(("tf32", tile) for tile in conv2d_direct.TILES),
+    *(("bf16", tile) for tile in conv2d_direct.HALF_TILES),
+    ("fp16", conv2d_direct.HALF_TILES[-1]),
 ]
 
 
-WGMMA = [*(("tf32", tile) for tile in conv2d.WGMMA_TILES), ("bf16", conv2d.WGMMA_TILES[-1])]
+WGMMA = [*(("tf32", tile) for tile in conv2d_wgmma.TILES), ("bf16", conv2d_wgmma.TILES[-1])]
 
 
 @pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
 def test_direct_convolution(precision, tile, monkeypatch):
-    tiles = "DIRECT_TILES" if precision == "tf32" else "HALF_DIRECT_TILES"
-    monkeypatch.setattr(conv2d, tiles, (tile,))
+    tiles = "TILES" if precision == "tf32" else "HALF_TILES"
+    monkeypatch.setattr(conv2d_direct, tiles, (tile,))
     dtype = PRECISIONS[precision]
     # rows that start anywhere, and aligned ones; more filters than a tile has, fewer channels than a chunk
     for channels, height, width, padding in ((5, 5, 13, 0), (7, 6, 32, 1)):
         x, weight = integers(2, channels, height, width, dtype=dtype), integers(70, channels, 3, 3, dtype=dtype)
-        kernel = conv2d._direct(convolution(x, weight, precision, padding=padding))[0][1]
+        kernel = conv2d_direct.kernels(convolution(x, weight, precision, padding=padding))[0][1]
         check_convolution(kernel, x, weight, residual=padding == 1, precision=precision, padding=padding)
 
 
 @pytest.mark.parametrize(("precision", "tile"), WGMMA, ids=lambda value: getattr(value, "groups", value))
 def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", (tile,))
+    monkeypatch.setattr(conv2d_wgmma, "TILES", (tile,))
     dtype = PRECISIONS[precision]
     for shape, filters, options in (
         ((2, 5, 5, 13), (70, 5, 3, 3), {}),
@@ -105,7 +106,7 @@ def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
         ((3, 8, 9, 12), (18, 4, 1, 7), {"dilation": 2, "padding": 6, "groups": 2}),
     ):
         x, weight = integers(*shape, dtype=dtype), integers(*filters, dtype=dtype)
-        kernel = conv2d._wgmma(convolution(x, weight, precision, hopper=True, **options))[0][1]
+        kernel = conv2d_wgmma.kernels(convolution(x, weight, precision, hopper=True, **options))[0][1]
         check_convolution(kernel, x, weight, residual="stride" in options or "padding" not in options,
                           precision=precision, **options)  # fmt: skip
 
@@ -166,7 +167,7 @@ def test_depthwise_convolution(size, stride, precision, channels_last):
         if channels_last:
             x, weight = x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
         options = {"stride": stride, "padding": padding, "groups": 16}
-        (kernel,) = conv2d._depthwise(convolution(x, weight, precision, **options))
+        (kernel,) = depthwise.kernels(convolution(x, weight, precision, **options))
         check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
 
 
@@ -174,7 +175,7 @@ def test_a_kernel_may_have_more_shared_memory_than_its_last_launch():
     types = set()
     for width in (960, 2400, 1600):  # whose rows of seven outputs take 64, 160 and 107 KB
         x, weight = integers(1, 2, 9, width), integers(2, 1, 3, 3)
-        (kernel,) = conv2d._depthwise(convolution(x, weight, padding=1, groups=2))
+        (kernel,) = depthwise.kernels(convolution(x, weight, padding=1, groups=2))
         types.add(kernel.type)
         check_convolution(kernel, x, weight, padding=1, groups=2)
     assert len(types) == 1
@@ -200,7 +201,7 @@ def test_depthwise_convolution_on_channels_last(size, stride, precision):
         # taps that follow each other and are copied by 16 bytes; the same, not aligned; and apart
         adjacent, shifted = filters[..., :-1].contiguous(), filters.flatten()[1:][: channels * size * size]
         for weight in (adjacent, shifted.view(channels, 1, size, size), filters[..., 1:]):
-            (kernel,) = conv2d._depthwise(convolution(x, weight, precision, **options))
+            (kernel,) = depthwise.kernels(convolution(x, weight, precision, **options))
             assert kernel.header == "depthwise_nhwc.cuh"
             check_convolution(kernel, x, weight, residual=weight is adjacent, precision=precision, **options)
 
@@ -441,12 +442,12 @@ def test_two_passes_by_one_launch(dtype):
 
 
 def test_infinities_and_nan_stay_where_they_belong(monkeypatch):
-    monkeypatch.setattr(conv2d, "DIRECT_TILES", conv2d.DIRECT_TILES[5:6])
+    monkeypatch.setattr(conv2d_direct, "TILES", conv2d_direct.TILES[5:6])
     x, weight = integers(1, 4, 9, 12), integers(8, 4, 3, 3)
     x[0, 0, 2, 3], x[0, 1, 8, 11], x[0, 3, 0, 0] = float("inf"), float("nan"), float("-inf")
     problem = convolution(x, weight, padding=1)
     want = F.conv2d(x.double(), weight.double(), padding=1)
-    for kernel in (conv2d._direct(problem)[0][1], conv2d._implicit_gemm(problem)[0][1]):
+    for kernel in (conv2d_direct.kernels(problem)[0][1], conv2d._implicit_gemm(problem)[0][1]):
         out = torch.zeros(1, 8, 9, 12)
         launch(kernel, "acc * 2", (x, weight, out), tf32=True)
         assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.isposinf(), want.isposinf()), kernel.name

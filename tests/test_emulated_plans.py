@@ -17,7 +17,7 @@ import torch
 from emulator import available, compiled
 
 from fxfuse import build
-from fxfuse.cuda import conv2d, plan, pooling, tune
+from fxfuse.cuda import conv2d_wgmma, plan, pooling, tune
 from fxfuse.problem import ByAddress, Problem, TensorMeta, anchor_meta, in_order
 
 pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
@@ -183,7 +183,7 @@ def test_convolution(channels_last, dtype, pool, drafted):
 
 def test_convolution_on_hopper(drafted, monkeypatch):
     drafted.properties.major = 9
-    monkeypatch.setattr(conv2d, "_WGMMA_START", 0)
+    monkeypatch.setattr(conv2d_wgmma, "_START", 0)
     x, weight, bias = integers(2, 8, 6, 10), integers(16, 8, 3, 3), integers(16)
     names = check(drafted, "conv2d", CONV, "relu(acc) + o0", x, weight, bias, (integers(2, 16, 6, 10),), POOL)
     assert "wgmma" in names[0]

@@ -14,7 +14,7 @@ from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, gpu_tensor, kernels_launche
 from torch import nn
 
 import fxfuse
-from fxfuse.cuda import conv2d, gemm, plan
+from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, gemm, plan
 
 pytestmark = ON_GPU
 
@@ -497,8 +497,8 @@ def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, f
 @pytest.mark.parametrize("name", ["3x3 padded", "1x1", "1x1 stride 2", "dilated", "groups", "one pixel"])
 def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [3])  # more than some sums have tiles
-    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
+    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
+    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
     monkeypatch.setattr(conv2d, "_as_gemm", lambda problem: None)
     conv, shape = CONVOLUTIONS[name]
     x = gpu_tensor(*shape, dtype=dtype)
@@ -509,8 +509,8 @@ def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, mo
 
 def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and_inf(monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [5])
-    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
+    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
+    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 64, 14, 14)
     with torch.no_grad():
@@ -705,10 +705,10 @@ def test_windows_keep_infinities_and_nan_where_they_belong():
 
 
 DIRECT = (
-    *((torch.float32, tile) for tile in conv2d.DIRECT_TILES),
-    *((torch.bfloat16, tile) for tile in conv2d.HALF_DIRECT_TILES),
-    (torch.float16, conv2d.HALF_DIRECT_TILES[0]),
-    (torch.float16, conv2d.HALF_DIRECT_TILES[2]),
+    *((torch.float32, tile) for tile in conv2d_direct.TILES),
+    *((torch.bfloat16, tile) for tile in conv2d_direct.HALF_TILES),
+    (torch.float16, conv2d_direct.HALF_TILES[0]),
+    (torch.float16, conv2d_direct.HALF_TILES[2]),
 )
 
 
@@ -733,8 +733,8 @@ def direct_configurations(seed, count, aligned):
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("dtype", "tile"), DIRECT, ids=lambda of: getattr(of, "name", of))
 def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forget):
-    monkeypatch.setattr(conv2d, "DIRECT_TILES" if dtype == torch.float32 else "HALF_DIRECT_TILES", (tile,))
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
+    monkeypatch.setattr(conv2d_direct, "TILES" if dtype == torch.float32 else "HALF_TILES", (tile,))
+    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     in_16_bytes = 16 // dtype.itemsize
     for configuration in direct_configurations(1, 24, in_16_bytes if aligned else 0):
@@ -750,10 +750,10 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
 @NEEDS_HOPPER
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", conv2d.WGMMA_TILES, ids=lambda tile: str(tile.groups))
+@pytest.mark.parametrize("tile", conv2d_wgmma.TILES, ids=lambda tile: str(tile.groups))
 def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monkeypatch, forget):
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", (tile,))
-    monkeypatch.setattr(conv2d, "_direct", lambda problem: [])
+    monkeypatch.setattr(conv2d_wgmma, "TILES", (tile,))
+    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     kernels = []
     for images, channels, filters, height, width, padding, groups in direct_configurations(2, 12, 0):
@@ -809,8 +809,8 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
 
 @pytest.mark.parametrize("padding", range(4))
 def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypatch, forget):
-    monkeypatch.setattr(conv2d, "DIRECT_TILES", conv2d.DIRECT_TILES[2:3])
-    monkeypatch.setattr(conv2d, "WGMMA_TILES", ())
+    monkeypatch.setattr(conv2d_direct, "TILES", conv2d_direct.TILES[2:3])
+    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
     conv = nn.Conv2d(17, 70, 3, padding=padding)
     assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), gpu_tensor(3, 17, 9, 132))
@@ -821,7 +821,7 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
 @pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=NEEDS_HOPPER)])
 def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, dtype, width, monkeypatch):
     monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
-    monkeypatch.setattr(conv2d, "_wgmma" if family == "direct" else "_direct", lambda problem: [])
+    monkeypatch.setattr(conv2d_wgmma if family == "direct" else conv2d_direct, "kernels", lambda problem: [])
     conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
     x = gpu_tensor(2, 23, 30, width, dtype=dtype)

@@ -260,7 +260,7 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     few = problem.m <= MOST_GEMV_ROWS and problem.windows is None and problem.weight_layout == "nk"
-    if not few or min(_accesses(problem)) < MAX_ACCESS:
+    if not few or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # it counts beyond K's end
         return []
     rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
     element = {"fp16": "Float16", "bf16": "BFloat16"}.get(problem.precision, "float")

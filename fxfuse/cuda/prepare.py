@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxfuse.cuda import conv2d, gemm, layer_norm
+from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import UnsupportedError
@@ -197,7 +198,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
     device = torch.cuda.get_device_properties(x.device)
 
     def candidates(result: Layout) -> Sequence[Kernel]:
-        described = conv2d.Conv2dProblem(
+        described = Conv2dProblem(
             images=images,
             channels=channels,
             size=(size[0], size[1]),

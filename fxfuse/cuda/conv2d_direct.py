@@ -1,0 +1,172 @@
+"""3x3 convolutions on NCHW with stride 1: the kernel of conv2d_direct.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from fxfuse.cuda.conv2d_problem import (
+    MAX_TILES,
+    MMA,
+    MULTIPROCESSORS,
+    Conv2dProblem,
+    access,
+    extent,
+    pack,
+    same,
+    slowdown,
+    varying,
+)
+from fxfuse.cuda.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A thread block's tile in the direct kernel: Conv2dDirectConfig in conv2d_direct.cuh.
+
+    A warp computes 16 * `mmas` filters of `rows` rows of 8 * `col_mmas` pixels. `cost` is the time per product on a
+    full device, relative to the best, as measured on an H200.
+    """
+
+    mmas: int
+    rows: int
+    col_mmas: int
+    warps: tuple[int, int, int]
+    """Along filters, rows and columns."""
+    images: int
+    stages: int
+    blocks_per_multiprocessor: int
+    cost: float
+    resident: bool = False
+    """Whether all filters stay in shared memory, which takes that all channels are one chunk."""
+
+    @property
+    def extents(self) -> tuple[int, int, int, int]:
+        """Images, filters, rows and columns."""
+        along_filters, along_rows, along_cols = self.warps
+        return self.images, 16 * self.mmas * along_filters, self.rows * along_rows, 8 * self.col_mmas * along_cols
+
+    @property
+    def name(self) -> str:
+        images, filters, rows, cols = self.extents
+        of_images = f"{images}x" if images > 1 else ""
+        return f"{filters}x{of_images}({rows}x{cols}), {self.stages} stages{', resident filters' * self.resident}"
+
+    def tiles(self, problem: Conv2dProblem) -> int:
+        images, filters, rows, cols = self.extents
+        return (
+            ceil(problem.images / images)
+            * problem.groups
+            * ceil(problem.group_filters / filters)
+            * ceil(problem.out_size[0] / rows)
+            * ceil(problem.out_size[1] / cols)
+        )
+
+    def workspace(self, problem: Conv2dProblem) -> int:
+        """Bytes of packed filters: FilterFragments in filter_fragments.cuh."""
+        if self.resident:
+            return 0
+        filters = self.extents[1]
+        chunks = ceil(problem.group_channels / _chunk(problem))
+        return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
+
+
+_CHUNK_BYTES: Final = 32
+"""What the direct kernel copies of a pixel at a time."""
+
+TILES: Final = (
+    Tile(4, 2, 4, (1, 1, 4), 1, 3, 2, 0.9, resident=True),
+    Tile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.66, resident=True),
+    Tile(4, 2, 4, (1, 1, 4), 1, 3, 2, 1.0),
+    Tile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
+    Tile(4, 2, 4, (1, 1, 8), 1, 3, 1, 0.95),
+    Tile(4, 2, 4, (1, 2, 2), 1, 3, 2, 1.3),
+    Tile(4, 2, 4, (2, 2, 1), 1, 3, 2, 1.35),
+    Tile(4, 4, 2, (1, 4, 1), 1, 3, 2, 1.0),
+)
+
+HALF_TILES: Final = (
+    Tile(4, 2, 4, (1, 1, 4), 1, 2, 2, 0.9, resident=True),
+    Tile(4, 2, 4, (1, 1, 8), 1, 2, 1, 0.8, resident=True),
+    Tile(4, 2, 4, (1, 1, 4), 1, 2, 2, 1.0),
+    Tile(4, 2, 4, (1, 2, 2), 1, 2, 2, 1.3),
+    Tile(4, 2, 4, (2, 2, 1), 1, 2, 2, 1.35),
+)
+"""For 16-bit elements, whose patches take twice the shared memory until they are interleaved. Maps of 28 columns and
+less are the library's, which is twice as fast there."""
+
+_SPEED: Final = 2.0
+"""How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
+
+_CUT_COLS: Final = 45
+"""Columns of a tile at which storing pieces of rows would cost as much as all the rest."""
+
+_MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
+
+
+def _chunk(problem: Conv2dProblem) -> int:
+    """Channels that the direct kernel copies at a time."""
+    return _CHUNK_BYTES // problem.element_bytes
+
+
+def _cost(problem: Conv2dProblem, tile: Tile) -> float:
+    """As `_tile_cost`, in the same unit. Blocks that share a multiprocessor share its speed."""
+    images, filters, rows, cols = tile.extents
+    chunk = _chunk(problem)
+    products = filters * images * rows * cols * ceil(problem.group_channels / chunk) * chunk / problem.group_channels
+    together = tile.blocks_per_multiprocessor
+    waves, rest = divmod(tile.tiles(problem), MULTIPROCESSORS * together)
+    blocks = waves * together + min(together, ceil(rest / MULTIPROCESSORS))
+    # Rows cut into pieces are stored as many short runs: 1.5 times slower for 64 columns, 1.1 for 128 (H200).
+    cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
+    slower = slowdown(min(blocks, together)) / slowdown(together)  # than with as many blocks as fit
+    return blocks * products * tile.cost * cut * slower / _SPEED
+
+
+def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
+    """The direct kernels and what they cost."""
+    fits = (
+        problem.precision != "tf32x3"
+        and problem.out_layout == "nchw"
+        and problem.kernel == (3, 3)
+        and problem.stride == (1, 1)
+        and problem.dilation == (1, 1)
+        and (problem.groups == 1 or problem.group_channels > 1)
+        and problem.groups <= _MAX_GRID_YZ
+        and same(problem.x_strides[3:], (1,), problem.size[1:])
+    )
+    steps = varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
+    size = problem.element_bytes
+    aligned = access(size, problem.x_alignment, *(step * size for step in steps)) == 16
+    if not fits or (not aligned and problem.padding[1] > 1):
+        return []
+
+    def usable(tile: Tile) -> bool:
+        images, filters, _, _ = tile.extents
+        reach = extent((images, problem.channels, *problem.size), problem.x_strides)  # of 32-bit offsets
+        return (
+            tile.tiles(problem) <= MAX_TILES
+            and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ
+            and reach < 2**31
+            and (not tile.resident or (problem.group_channels <= _chunk(problem) and problem.groups == 1))
+        )
+
+    kernels = []
+    for tile in filter(usable, TILES if size == 4 else HALF_TILES):
+        numbers = (
+            *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
+            *(tile.blocks_per_multiprocessor, int(tile.resident)),
+        )
+        skew = str(-problem.padding[1] % (16 // size)) if aligned else "kAnySkew"
+        config = f"{MMA[problem.precision]}, {', '.join(map(str, numbers))}, {skew}"
+        cpp = f"Conv2dDirect<Conv2dDirectConfig<{config}>, {{output}}, {{epilogue}}>"
+        kernel = Kernel(
+            f"conv2d direct 3x3 {problem.precision} {tile.name}",
+            "conv2d_direct.cuh",
+            cpp,
+            pack(problem),
+            tile.workspace(problem),
+        )
+        kernels.append((_cost(problem, tile), kernel))
+    return kernels

@@ -1,0 +1,72 @@
+"""One input channel per output channel: the kernels of depthwise.cuh, depthwise_tile.cuh and depthwise_nhwc.cuh."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fxfuse.cuda.conv2d_problem import MAX_TILES, Conv2dProblem, access, access_of_x, pack, varying
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import Precision
+
+_TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
+"""(kernel, stride) of depthwise_tile.cuh and depthwise_nhwc.cuh: those of the common networks."""
+
+_STRIP_ROWS: Final = 7
+"""DepthwiseTileConfig::kRows."""
+
+_ELEMENT: Final[dict[Precision, str]] = {
+    "tf32x3": "float",
+    "tf32": "float",
+    "fp16": "Float16",
+    "bf16": "BFloat16",
+}
+
+
+def kernels(problem: Conv2dProblem) -> list[Kernel]:
+    """The kernel for one input channel per output channel."""
+    layout = problem.out_layout
+    if problem.group_channels != 1 or (layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1):
+        return []
+    element = _ELEMENT[problem.precision]
+    access = _tiled_access(problem)
+    if access is None:
+        cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
+        return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
+    kernel, stride = problem.kernel[0], problem.stride[0]
+    name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
+    if layout == "nhwc":
+        header, config = "depthwise_nhwc.cuh", f"DepthwiseNhwcConfig<{element}, {kernel}, {stride}>"
+        cpp = f"DepthwiseNhwc<{config}, {{output}}, {{epilogue}}>"
+    else:
+        header, config = "depthwise_tile.cuh", f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
+        cpp = f"DepthwiseTileNchw<{config}, {{output}}, {{epilogue}}>"
+    return [Kernel(name, header, cpp, pack(problem))]
+
+
+def _tiled_access(problem: Conv2dProblem) -> int | None:
+    """Bytes of x that a copy of depthwise_tile.cuh or depthwise_nhwc.cuh takes, None if neither fits the problem."""
+    (kernel, width), (stride, _), size = problem.kernel, problem.stride, problem.element_bytes
+    square = kernel == width and stride == problem.stride[1] and (kernel, stride) in _TILED
+    if not square or problem.dilation != (1, 1):
+        return None
+    if problem.out_layout == "nhwc":
+        one_to_one = problem.channels == problem.out_channels
+        # 32-bit offsets along a row; every output reads a row of x
+        fits = problem.out_size[1] * problem.channels * size < 2**32 and problem.padding[0] < kernel
+        return 16 if one_to_one and fits and access_of_x(problem, "nhwc", problem.channels) == 16 else None
+    left = problem.padding[1]
+    right = (problem.out_size[1] - 1) * stride + kernel - left - problem.size[1]
+    # The least tile, seven rows of a plane, with rows of 4 bytes an element as they are and as they leave.
+    bytes_of_tile = 4 * (
+        ((_STRIP_ROWS - 1) * stride + kernel) * (problem.size[1] + max(left, right) + 8) + 7 * problem.out_size[1]
+    )
+    planes = problem.images * problem.out_channels
+    if problem.x_strides[3] != 1 or left >= kernel or bytes_of_tile > _TILE_BYTES or planes > MAX_TILES:
+        return None
+    steps = varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
+    shift = (left - kernel // 2) * size % 16  # a row's first column, in shared memory
+    return access(size, problem.x_alignment, problem.size[1] * size, shift, *(step * size for step in steps))
+
+
+_TILE_BYTES: Final = 160 << 10
+"""Shared memory that a block may have on an A100, less what filters take."""
