@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, conv2d, gemm, layer_norm, pointwise
+from fxfuse.cuda import codegen, conv2d, gemm, gemm_problem, layer_norm, pointwise
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
 from fxfuse.cuda.kernel import Kernel
@@ -79,13 +79,13 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
             *(((2048, 768, 3072, 16),) if precision == "tf32x3" else ()),
         ):
             stride = k if layout == "nk" else n
-            problem = gemm.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
+            problem = gemm_problem.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
             yield from gemm.candidates(replace(problem, hopper=True, shared_memory=HOPPER_SHARED))[:first]
 
 
 def gated(precision: Precision) -> tuple[Kernel, ...]:
     """The kernels that multiply with two weights."""
-    problem = gemm.Problem(1024, 8192, 8192, precision, "nk", 8192, 8192, 8192, hopper=True, weights=2)
+    problem = gemm_problem.Problem(1024, 8192, 8192, precision, "nk", 8192, 8192, 8192, hopper=True, weights=2)
     return gemm.candidates(replace(problem, shared_memory=HOPPER_SHARED))
 
 

@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from fxfuse import build
 from fxfuse.benchmark import gpu_timer
-from fxfuse.cuda import codegen, gemm
+from fxfuse.cuda import codegen, gemm, gemm_problem
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
@@ -37,7 +37,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def kernels_of(problem: gemm.Problem) -> dict[tuple[gemm.Tile, int], Kernel]:
+def kernels_of(problem: gemm_problem.Problem) -> dict[tuple[gemm_problem.Tile, int], Kernel]:
     """By tile and number of splits. Accuracy is no question here."""
     return {
         (tile, splits): gemm._kernel(tile, problem, splits)
@@ -72,15 +72,15 @@ def measure(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def problem_of(m: int, n: int, k: int, precision: Precision) -> gemm.Problem:
+def problem_of(m: int, n: int, k: int, precision: Precision) -> gemm_problem.Problem:
     device = torch.cuda.get_device_properties()
-    return gemm.Problem(
+    return gemm_problem.Problem(
         m, n, k, precision, "nk", k, k, n,
         multiprocessors=device.multi_processor_count, shared_memory=device.shared_memory_per_multiprocessor,
     )  # fmt: skip
 
 
-def times_of(problem: gemm.Problem, loaded: dict[str, build.Launch]) -> dict[str, float]:
+def times_of(problem: gemm_problem.Problem, loaded: dict[str, build.Launch]) -> dict[str, float]:
     """Microseconds by kernel name; torch's under "torch"."""
     options = {"device": "cuda", "dtype": DTYPES[problem.precision]}
     x, weight = torch.randn(problem.m, problem.k, **options), torch.randn(problem.n, problem.k, **options)

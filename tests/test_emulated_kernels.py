@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from emulator import Operand, available, launch
 
-from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, depthwise, gemm, layer_norm, pointwise
+from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, depthwise, gemm, gemm_problem, layer_norm, pointwise
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.layout import Layout, channels_last_strides
 from fxfuse.pooling import MaxPool
@@ -222,7 +222,7 @@ def test_matrix_product(m, n, k, precision, layout):
     dtype = PRECISIONS.get(precision, torch.float32)
     x, bias = integers(m, k, dtype=dtype), integers(n, dtype=dtype)
     weight = integers(n, k, dtype=dtype) if layout == "nk" else integers(k, n, dtype=dtype)
-    problem = gemm.Problem(m, n, k, precision, layout, k, weight.stride(0), n, 16, 16, multiprocessors=2)
+    problem = gemm_problem.Problem(m, n, k, precision, layout, k, weight.stride(0), n, 16, 16, multiprocessors=2)
     matrix = weight.double() if layout == "nk" else weight.double().T
     want = F.relu(F.linear(x.double(), matrix, bias.double())).to(dtype)
     kernels = gemm.candidates(problem)
@@ -239,7 +239,7 @@ def test_few_rows_without_tensor_cores(precision):
     for rows, n, k in ((1, 9, 16), (1, 41, 2064), (3, 6, 1040), (4, 130, 72)):
         x, bias, weight = integers(rows, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
         residual = integers(rows, n, dtype=dtype)
-        kernel = gemm.candidates(gemm.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132))[0]
+        kernel = gemm.candidates(gemm_problem.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132))[0]
         assert kernel.header == gemm.GEMV_HEADER
         memory = torch.full((rows * n + guard,), 99, dtype=dtype)
         out = memory[:-guard].view(rows, n)
@@ -266,7 +266,7 @@ def test_matrix_product_by_warpgroups(precision, tile, monkeypatch):
     # part of a tile, several tiles with parts at the ends; fewer tiles of K than stages, and more
     for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 5 * 64 + 8)):
         x, bias, weight = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
-        problem = gemm.Problem(
+        problem = gemm_problem.Problem(
             m, n, k, precision, "nk", k, k, n, multiprocessors=2, shared_memory=228 << 10, hopper=True
         )
         want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
@@ -292,7 +292,7 @@ def test_products_with_two_weights_by_warpgroups(output, precision, tile, monkey
     for m, n, k in ((17, 8, 40), (tile.m + 6, tile.n // 2 + 24, 5 * 64 + 8), (tile.m, tile.n + 9, 64)):
         x, weights = integers(m, k, dtype=dtype), [integers(n, k, dtype=dtype, seed=seed) for seed in (0, 1)]
         residual, bias = integers(m, n, dtype=dtype), integers(n, dtype=dtype)
-        problem = gemm.Problem(
+        problem = gemm_problem.Problem(
             m, n, k, precision, "nk", k, k, n, multiprocessors=2, shared_memory=228 << 10, hopper=True, weights=2
         )
         one, other = (x.double() @ weight.double().T for weight in weights)
@@ -329,7 +329,9 @@ def test_float32_product_by_warpgroups(tile, splits, layout):
             continue
         x, bias, weight = integers(m, k), integers(n), integers(n, k)
         stride = k if layout == "nk" else n
-        problem = gemm.Problem(m, n, k, "tf32x3", layout, k, stride, n, multiprocessors=132, shared_memory=228 << 10)
+        problem = gemm_problem.Problem(
+            m, n, k, "tf32x3", layout, k, stride, n, multiprocessors=132, shared_memory=228 << 10
+        )
         kernel = gemm._kernel(tile, problem, splits)
         for of_x, of_weight in ((4099, 1), (1, 4099))[0 if k > 96 else 1 :]:  # 13 bits
             want = F.relu(F.linear(x.double() * of_x, weight.double() * of_weight, bias.double())).float()

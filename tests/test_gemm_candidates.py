@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxfuse.cuda import gemm
-from fxfuse.cuda.gemm import Problem, Tile
+from fxfuse.cuda.gemm_problem import Problem, Tile
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 

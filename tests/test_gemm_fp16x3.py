@@ -12,7 +12,7 @@ from helpers import ON_GPU, relative_error
 
 from fxfuse import build
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, gemm
+from fxfuse.cuda import codegen, gemm, gemm_problem
 from fxfuse.expression import parse
 
 pytestmark = ON_GPU
@@ -25,7 +25,7 @@ def problem_of(x, weight, layout):
     m, k = x.shape
     n = weight.shape[0] if layout == "nk" else weight.shape[1]
     device = torch.cuda.get_device_properties(x.device)
-    return gemm.Problem(
+    return gemm_problem.Problem(
         m,
         n,
         k,

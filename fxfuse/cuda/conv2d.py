@@ -26,6 +26,8 @@ from fxfuse.cuda.conv2d_problem import (
     slowdown,
     varying,
 )
+from fxfuse.cuda.gemm_problem import TILE_BYTES_OF_K, Windows
+from fxfuse.cuda.gemm_problem import Problem as GemmProblem
 from fxfuse.cuda.kernel import Kernel
 
 
@@ -78,7 +80,7 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
 # --------------------------------------------------------------------------------------- channels_last as GEMM
 
 
-def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
+def _as_gemm(problem: Conv2dProblem) -> GemmProblem | None:
     """A convolution on channels_last as a product of its pixels' windows and its filters; None where it is none.
 
     A row of x is a pixel as it lies in memory, if the filter is a single tap that steps over none.
@@ -97,7 +99,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
     if problem.kernel != (1, 1) or problem.stride != (1, 1) or problem.size != problem.out_size or not pixels_follow:
         if max(problem.kernel) > gemm.MOST_TAPS:
             return None
-        windows = gemm.Windows(
+        windows = Windows(
             size=problem.size,
             channels=problem.channels,
             out_size=problem.out_size,
@@ -107,7 +109,7 @@ def _as_gemm(problem: Conv2dProblem) -> gemm.Problem | None:
             dilation=problem.dilation,
             x_strides=(image, row, col),
         )
-    return gemm.Problem(
+    return GemmProblem(
         m=problem.pixels,
         n=problem.out_channels,
         k=problem.reduction,
@@ -197,7 +199,7 @@ def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
 
 def _tiles_k(problem: Conv2dProblem) -> int:
     """Tiles of the reduction."""
-    return ceil(problem.reduction * problem.element_bytes / gemm.TILE_BYTES_OF_K)
+    return ceil(problem.reduction * problem.element_bytes / TILE_BYTES_OF_K)
 
 
 _PART_BYTES: Final = 37e3

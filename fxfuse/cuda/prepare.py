@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxfuse.cuda import conv2d, gemm, layer_norm
+from fxfuse.cuda import conv2d, gemm, gemm_problem, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import precision
@@ -93,9 +93,9 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
     return _copied(meta, contiguous_strides(meta.shape)), features
 
 
-def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm.Layout, int]:
+def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
     """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
-    layouts: tuple[gemm.Layout, gemm.Layout] = ("nk", "kn")
+    layouts: tuple[gemm_problem.Layout, gemm_problem.Layout] = ("nk", "kn")
     first, second = layouts if kind in _BY_ROWS else layouts[::-1]
     (rows, cols), (row_stride, col_stride) = meta.shape, meta.strides
     if col_stride == 1 or cols == 1:
@@ -142,7 +142,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
     device = torch.cuda.get_device_properties(problem.x.device)
 
     def candidates(result: Layout) -> Sequence[Kernel]:
-        described = gemm.Problem(
+        described = gemm_problem.Problem(
             m=math.prod(shape[:-1]),
             n=features_out,
             k=features_in,
