@@ -167,7 +167,7 @@ def sources() -> dict[str, str]:
         for kernel in gated(precision)[:first]:
             found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
         for kernel in kernels:
-            by_channel = kernel.header == "pointwise_planes.cuh"
+            by_channel = kernel.header == pointwise.PLANES_HEADER
             found[kernel.type] = codegen.generate(
                 CHANNEL_EPILOGUE if by_channel else EPILOGUE, output, CHANNEL_OPERANDS if by_channel else OPERANDS,
                 kernel, columns=8, tf32=precision == "tf32",

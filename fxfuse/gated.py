@@ -13,7 +13,7 @@ import torch
 
 from fxfuse import ops
 from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
-from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evaluate_all, gate_of, value_strides
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evaluate_all, gate_of, in_turn, value_strides
 from fxfuse.split import renumbered
 
 _PRODUCT = Operand(0)
@@ -76,14 +76,6 @@ def draft(problem: Problem, parts: Parts, first: Draft, second: Draft) -> Draft:
             others = [result if index == _FIRST else operands[index] for index in parts.second_operands]
             return other.run(x, weight, bias, others)
 
-        kernels = [plan.kernel for plan in (one, other) if plan.kernel is not None]
-        reasons = [plan.reason for plan in (one, other) if plan.reason is not None]
-        return Plan(
-            run,
-            " + ".join(kernels) or None,
-            "; ".join(reasons) or None,
-            workspace=one.workspace + other.workspace,
-            provisional=one.provisional or other.provisional,
-        )
+        return in_turn(one, other, run)
 
     return decide

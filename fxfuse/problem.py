@@ -154,6 +154,18 @@ class Plan:
     """Whether it is for this call only: nothing could be measured now."""
 
 
+def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
+    """The plan of a problem in two parts, which `run` runs one after the other."""
+    plans = (first, second)
+    return Plan(
+        run,
+        " + ".join(plan.kernel for plan in plans if plan.kernel is not None) or None,
+        "; ".join(plan.reason for plan in plans if plan.reason is not None) or None,
+        workspace=first.workspace + second.workspace,
+        provisional=first.provisional or second.provisional,
+    )
+
+
 Draft: TypeAlias = Callable[[], Plan]
 """A problem whose kernels are compiled. Calling it decides between them, by measuring if need be."""
 

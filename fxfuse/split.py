@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
-from fxfuse.problem import Draft, Plan, Problem, TensorMeta, evaluate_all, value_strides
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, evaluate_all, in_turn, value_strides
 from fxfuse.reference import evaluate
 
 
@@ -87,8 +87,13 @@ def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
     """Runs the first part, then the second; in torch if there is no draft of it."""
 
     def decide() -> Plan:
-        anchored, rest = first(), second() if second is not None else None
         expression, expected = parts.second.expression, parts.second.x
+
+        def by_torch(x: torch.Tensor, weight: object, bias: object, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+            return evaluate(expression, x, operands)
+
+        anchored = first()
+        rest = Plan(by_torch, "one operation of torch's") if second is None else second()
 
         def run(
             x: torch.Tensor, weight: object, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
@@ -96,13 +101,9 @@ def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
             acc = anchored.run(x, weight, bias, [operands[index] for index in parts.first_operands])
             others = [operands[index] for index in parts.second_operands]
             # meta tensors predict other strides for some layouts
-            if rest is None or value_strides(acc) != expected.strides:
-                return evaluate(expression, acc, others)
-            return rest.run(acc, None, None, others)
+            then = rest.run if value_strides(acc) == expected.strides else by_torch
+            return then(acc, None, None, others)
 
-        after = "one operation of torch's" if rest is None else rest.kernel
-        ways = [name for name in (anchored.kernel, after) if name is not None]
-        reasons = [plan.reason for plan in (anchored, rest) if plan is not None and plan.reason is not None]
-        return Plan(run, " + ".join(ways) or None, "; ".join(reasons) or None, anchored.measured, anchored.workspace)
+        return dataclasses.replace(in_turn(anchored, rest, run), measured=anchored.measured)
 
     return decide

@@ -427,6 +427,24 @@ def test_a_provisional_plan_is_for_one_call(prepared, monkeypatch, forget):
     assert regions(fast)[0].kernel is not None
 
 
+def test_a_plan_in_two_parts_is_provisional_if_one_of_them_is(monkeypatch, forget):
+    model = Net2(lambda m, x, y: torch.relu(m.fc(x)) * y, fc=linear()).eval()
+    fast, inputs = fxfuse.optimize(model), (randn(2, 8), randn(3, 1, 8))  # the second enlarges the result
+    draft = plans._device_draft
+
+    def provisional(problem, acc):
+        plan = draft(problem, acc)()
+        return lambda: dataclasses.replace(plan, provisional=not problem.is_chain)
+
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "_device_draft", provisional)
+            assert_as_eager(model, fast, *inputs)
+            assert regions(fast)[0].kernel is None
+        assert_as_eager(model, fast, *inputs)
+    assert regions(fast)[0].kernel is not None
+
+
 # ----------------------------------------------------------------------------------------- example_inputs
 
 

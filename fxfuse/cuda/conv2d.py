@@ -13,7 +13,6 @@ from typing import Final
 
 from fxfuse.cuda import conv2d_direct, conv2d_wgmma, depthwise, gemm
 from fxfuse.cuda.conv2d_problem import (
-    MMA,
     MULTIPROCESSORS,
     PRODUCTS,
     Conv2dProblem,
@@ -29,6 +28,7 @@ from fxfuse.cuda.conv2d_problem import (
 from fxfuse.cuda.gemm_problem import TILE_BYTES_OF_K, Windows
 from fxfuse.cuda.gemm_problem import Problem as GemmProblem
 from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import MMA
 
 
 def unsupported(problem: Conv2dProblem) -> str | None:
@@ -297,7 +297,7 @@ def _is_pointwise(problem: Conv2dProblem) -> bool:
 
 
 def _sums(problem: Conv2dProblem) -> tuple[str, int]:
-    """How sums are added up: `Sums` of mainloop.cuh, and its blocks' length in tiles. As gemm.py measured it."""
+    """How sums are added up: `Sums` of mainloop.cuh, and its blocks' length in tiles. See gemm_accuracy.py."""
     if problem.precision != "tf32x3":
         return "kRunning", 1
     if problem.reduction <= 256:

@@ -8,7 +8,6 @@ from typing import Final
 
 from fxfuse.cuda.conv2d_problem import (
     MAX_TILES,
-    MMA,
     MULTIPROCESSORS,
     Conv2dProblem,
     access,
@@ -19,6 +18,7 @@ from fxfuse.cuda.conv2d_problem import (
     varying,
 )
 from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import MMA
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _chunk(problem: Conv2dProblem) -> int:
 
 
 def _cost(problem: Conv2dProblem, tile: Tile) -> float:
-    """As `_tile_cost`, in the same unit. Blocks that share a multiprocessor share its speed."""
+    """In the unit that conv2d_problem.py speaks of. Blocks that share a multiprocessor share its speed."""
     images, filters, rows, cols = tile.extents
     chunk = _chunk(problem)
     products = filters * images * rows * cols * ceil(problem.group_channels / chunk) * chunk / problem.group_channels
@@ -152,7 +152,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             and (not tile.resident or (problem.group_channels <= _chunk(problem) and problem.groups == 1))
         )
 
-    kernels = []
+    found = []
     for tile in filter(usable, TILES if size == 4 else HALF_TILES):
         numbers = (
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
@@ -168,5 +168,5 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             pack(problem),
             tile.workspace(problem),
         )
-        kernels.append((_cost(problem, tile), kernel))
-    return kernels
+        found.append((_cost(problem, tile), kernel))
+    return found

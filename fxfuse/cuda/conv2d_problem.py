@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fxfuse.cuda.precision import Precision
+from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nchw", "nhwc"]
 
@@ -50,7 +50,7 @@ class Conv2dProblem:
 
     @property
     def element_bytes(self) -> int:
-        return 4 if self.precision in ("tf32", "tf32x3") else 2
+        return element_bytes(self.precision)
 
     @property
     def group_channels(self) -> int:
@@ -70,9 +70,6 @@ class Conv2dProblem:
         """Output pixels of all images."""
         return self.images * self.out_size[0] * self.out_size[1]
 
-
-MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
-"""The kernels' names for how to multiply."""
 
 MAX_TILES: Final = 2**30  # of a launch
 

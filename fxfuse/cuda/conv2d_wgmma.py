@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from fxfuse.cuda.conv2d_problem import MAX_TILES, MMA, PRODUCTS, Conv2dProblem, pack
+from fxfuse.cuda.conv2d_problem import MAX_TILES, PRODUCTS, Conv2dProblem, pack
 from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import MMA
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _steps(problem: Conv2dProblem) -> int:
 
 
 def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
-    """As `_tile_cost`, in the same unit."""
+    """In the unit that conv2d_problem.py speaks of."""
     outputs = tile.filters * tile.segments * _SEGMENT
     padding = _steps(problem) * _STEP_BYTES / (problem.group_channels * problem.element_bytes)
     products = ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * _PER_PRODUCT * padding
@@ -133,7 +134,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         and 1 < taps <= _MOST_TAPS
         and (problem.groups == 1 or problem.group_channels > 1)
     )
-    kernels = []
+    found = []
     for tile in TILES if fits else ():
         patch = _patch(problem, tile)
         if patch is None or patch.tiles > MAX_TILES:
@@ -150,5 +151,5 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         workspace = filters * ceil(_steps(problem) / patch.steps) * patch.steps * taps * _STEP_BYTES
         name = f"conv2d wgmma {problem.precision} {tile.filters}x{tile.segments * _SEGMENT}"
         kernel = Kernel(name, "conv2d_wgmma.cuh", cpp, patch.pack(problem), workspace)
-        kernels.append((_cost(problem, tile, patch), kernel))
-    return kernels
+        found.append((_cost(problem, tile, patch), kernel))
+    return found

@@ -6,7 +6,7 @@ from typing import Final
 
 from fxfuse.cuda.conv2d_problem import MAX_TILES, Conv2dProblem, access, access_of_x, pack, varying
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import Precision
+from fxfuse.cuda.precision import ELEMENT
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
 """(kernel, stride) of depthwise_tile.cuh and depthwise_nhwc.cuh: those of the common networks."""
@@ -14,22 +14,15 @@ _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
 
-_ELEMENT: Final[dict[Precision, str]] = {
-    "tf32x3": "float",
-    "tf32": "float",
-    "fp16": "Float16",
-    "bf16": "BFloat16",
-}
-
 
 def kernels(problem: Conv2dProblem) -> list[Kernel]:
     """The kernel for one input channel per output channel."""
     layout = problem.out_layout
     if problem.group_channels != 1 or (layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1):
         return []
-    element = _ELEMENT[problem.precision]
-    access = _tiled_access(problem)
-    if access is None:
+    element = ELEMENT[problem.precision]
+    copied = _tiled_access(problem)
+    if copied is None:
         cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
         return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
     kernel, stride = problem.kernel[0], problem.stride[0]
@@ -38,7 +31,7 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
         header, config = "depthwise_nhwc.cuh", f"DepthwiseNhwcConfig<{element}, {kernel}, {stride}>"
         cpp = f"DepthwiseNhwc<{config}, {{output}}, {{epilogue}}>"
     else:
-        header, config = "depthwise_tile.cuh", f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {access}>"
+        header, config = "depthwise_tile.cuh", f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {copied}>"
         cpp = f"DepthwiseTileNchw<{config}, {{output}}, {{epilogue}}>"
     return [Kernel(name, header, cpp, pack(problem))]
 

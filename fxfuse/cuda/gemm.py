@@ -17,7 +17,7 @@ from typing import Final
 from fxfuse.cuda.gemm_accuracy import LEAST_WGMMA_TF32X3_K, fp16x3_chain, is_accurate, multiplier, summation
 from fxfuse.cuda.gemm_problem import MAX_ACCESS, TILE_BYTES_OF_K, Problem, Tile
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import Precision
+from fxfuse.cuda.precision import ELEMENT, Precision
 
 HEADER = "gemm.cuh"
 WINDOWS_HEADER = "windows.cuh"
@@ -118,7 +118,7 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     if not few or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # it counts beyond K's end
         return []
     rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
-    element = {"fp16": "Float16", "bf16": "BFloat16"}.get(problem.precision, "float")
+    element = ELEMENT[problem.precision]
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
     kernel = Kernel(
         name=f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}",

@@ -6,15 +6,12 @@ Only 3xTF32 and scaled halves are at stake. TF32 and 16-bit products are added u
 from __future__ import annotations
 
 import math
-from typing import Final
 
 from fxfuse.cuda.gemm_problem import Problem, Tile
-from fxfuse.cuda.precision import Precision
+from fxfuse.cuda.precision import MMA
 
 LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see `_wgmma_sums`
 MOST_BLOCKWISE_BY_WGMMA = 64  # columns of a tile: wider ones have no registers for more sums
-
-_MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
 
 
 def multiplier(problem: Problem) -> str:
@@ -34,7 +31,7 @@ def multiplier(problem: Problem) -> str:
     much. It takes half as much time again, if tensor cores are what a kernel waits for.
     """
     if problem.precision != "tf32x3":
-        return _MMA[problem.precision]
+        return MMA[problem.precision]
     small = problem.m == 1 or -(-problem.m // 64) * -(-problem.n // 64) <= 32
     short = problem.k < 32 or (problem.m <= 16 and problem.k <= 256)
     return "Bf16x6" if small or short else "Tf32x3"

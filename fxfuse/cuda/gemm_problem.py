@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxfuse.cuda.precision import Precision
+from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nk", "kn"]
 
@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self.precision in ("fp16", "bf16") else 4
+        return element_bytes(self.precision)
 
     @property
     def tile_k(self) -> int:

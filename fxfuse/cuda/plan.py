@@ -187,8 +187,8 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
     shape, strides = prepared.result_shape, prepared.result_strides
     convert_x, convert_weight = prepared.x.convert, None if prepared.weight is None else prepared.weight.convert
     inputs, problem = region.inputs, region.problem
-    tensors = 1 + (problem.weight is not None) + len(problem.operands) + (problem.bias is not None)
-    all_read = len(operands.kinds) == tensors - inputs  # addmm with beta = 0 has a bias and does not read it
+    of_call = 1 + (problem.weight is not None) + len(problem.operands) + (problem.bias is not None)
+    all_read = len(operands.kinds) == of_call - inputs  # addmm with beta = 0 has a bias and does not read it
     workspace_size = kernel.workspace
     queue = queue_by_address(problem, operands, kernel, launch)
 
@@ -339,8 +339,8 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
     assert operands is not None, "results are contiguous in one of the two layouts"
     image, _, _, pixel = channels_last_strides(shape)
-    there = operands.layout, (image, pixel), x.dtype, region.output
-    back = pointwise.planes_kernel(*there) or pointwise.transposed_kernel(*there)
+    way = operands.layout, (image, pixel), x.dtype, region.output
+    back = pointwise.planes_kernel(*way) or pointwise.transposed_kernel(*way)
     copies = math.prod(x.shape) + math.prod(shape) + (math.prod(weight.shape) if weight.shape[2:] != (1, 1) else 0)
     workspace = copies * x.dtype.itemsize
 

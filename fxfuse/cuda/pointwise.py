@@ -58,7 +58,6 @@ def transposed_kernel(
         alignment: largest power of two that divides acc's address, in bytes.
     """
     (batch, row, col), (acc_batch, acc_col) = layout.sizes, acc_strides
-    (batch_stride, row_stride, _), *_ = layout.strides
     size = acc.itemsize
     steps = (row, acc_batch if batch > 1 else 0, acc_col if col > 1 else 0)
     access = math.gcd(ACCESS, alignment, *(step * size for step in steps))
@@ -69,7 +68,7 @@ def transposed_kernel(
         name=f"transposed {rows}x{cols} {str(acc).removeprefix('torch.')}",
         header=TRANSPOSED_HEADER,
         type=f"PointwiseTransposed<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}, {access}, {rows}, {cols}>",
-        params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
+        params=_transposed_params(layout, acc_strides),
     )
 
 
@@ -91,8 +90,13 @@ def planes_kernel(layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype
         name=f"planes {str(acc).removeprefix('torch.')}",
         header=PLANES_HEADER,
         type=f"PointwisePlanes<{CPP_TYPES[acc]}, {{output}}, {{epilogue}}>",
-        params=struct.pack("<7q", batch, row, col, acc_batch, acc_col, batch_stride, row_stride),
+        params=_transposed_params(layout, acc_strides),
     )
+
+
+def _transposed_params(layout: Layout, acc_strides: tuple[int, int]) -> bytes:
+    """TransposedProblem in pointwise_transposed.cuh."""
+    return struct.pack("<7q", *layout.sizes, *acc_strides, *layout.strides[0][:2])
 
 
 def transposed_pair(first: Kernel, second: Kernel) -> Kernel:

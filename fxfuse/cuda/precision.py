@@ -20,6 +20,18 @@ from fxfuse.problem import PRODUCTS
 
 Precision = Literal["tf32x3", "tf32", "fp16", "bf16", "fp16x3"]
 
+MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
+"""What multiplies so in mma.cuh. Scaled halves have a kernel of their own."""
+ELEMENT: Final[dict[Precision, str]] = {
+    "tf32x3": "float", "tf32": "float", "fp16": "Float16", "bf16": "BFloat16", "fp16x3": "float"
+}  # fmt: skip
+"""The C++ type of x and the weight."""
+
+
+def element_bytes(precision: Precision) -> int:
+    """Of x and the weight."""
+    return 4 if ELEMENT[precision] == "float" else 2
+
 
 def _reader(operations: str, old: Callable[[], bool]) -> Callable[[], bool]:
     """A function that reads torch's switch for TF32 in "matmul" or "conv".

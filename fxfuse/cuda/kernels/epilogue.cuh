@@ -37,6 +37,17 @@ struct Position {
     using Broadcast = OneValue<T>;
 };
 
+// Where one starts in a row that is numbered through all batches, for an epilogue that tells them apart.
+template <class Epilogue>
+__device__ __forceinline__ Position position_in(int64_t row, int64_t col, int64_t rows_per_batch) {
+    if constexpr (Epilogue::kUsesBatch) {
+        const unsigned of_batch = static_cast<unsigned>(rows_per_batch);
+        return {static_cast<unsigned>(row) / of_batch, static_cast<unsigned>(row) % of_batch, col};
+    } else {
+        return {0, row, col};
+    }
+}
+
 // Where a run starts that may straddle: its first `split` elements start at `first`, the others at `second`, which is
 // `first` if there are none.
 struct Straddle {

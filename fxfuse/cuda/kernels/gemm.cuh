@@ -331,12 +331,7 @@ protected:
     }
 
     static __device__ __forceinline__ Position position(const Problem& problem, int64_t row, int64_t col) {
-        if constexpr (Epilogue::kUsesBatch) {
-            const unsigned rows_per_batch = static_cast<unsigned>(problem.rows_per_batch);
-            return {static_cast<unsigned>(row) / rows_per_batch, static_cast<unsigned>(row) % rows_per_batch, col};
-        } else {
-            return {0, row, col};
-        }
+        return position_in<Epilogue>(row, col, problem.rows_per_batch);
     }
 };
 

@@ -53,7 +53,8 @@ struct Gemv {
         // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
         const int own_row = min(thread / kCols, static_cast<int>(problem.m) - 1);
         const int64_t own_col = min(first + thread % kCols, problem.n - 1);
-        const auto operands = epilogue.template load<Runs::kWhole, 1>(position(problem, own_row, own_col), 1);
+        const auto operands = epilogue.template load<Runs::kWhole, 1>(
+            position_in<Epilogue>(own_row, own_col, problem.rows_per_batch), 1);
 
         float sum[kRows][kCols] = {};
         add_up(sum, problem, x, weight, first, thread);
@@ -136,15 +137,6 @@ private:
     static __device__ __forceinline__ void load(Vector& to, const Element* row, int place, int k) {
         to.clear();
         if (place < k) to.template load_whole<16, true>(row + place);
-    }
-
-    static __device__ __forceinline__ Position position(const Problem& problem, int row, int64_t col) {
-        if constexpr (Epilogue::kUsesBatch) {
-            const int rows_per_batch = static_cast<int>(problem.rows_per_batch);
-            return {row / rows_per_batch, row % rows_per_batch, col};
-        } else {
-            return {0, row, col};
-        }
     }
 };
 

@@ -12,7 +12,7 @@ namespace fxfuse {
 
 // How products become a sum over K. A step is one instruction's worth of K, a tile kSteps of them. Tensor cores
 // truncate when they accumulate: a running sum of 3xTF32 over K = 8192 is 36 (normal data) to 126 times (uniform) less
-// accurate than cuBLAS fp32. What the others reach stands in cuda/gemm.py.
+// accurate than cuBLAS fp32. What the others reach stands in cuda/gemm_accuracy.py.
 enum class Sums {
     kRunning,    // in the tensor cores only
     kPromoted,   // in the tensor cores for a block of tiles; blocks are added up in fp32
