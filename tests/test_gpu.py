@@ -5,6 +5,7 @@ otherwise. Skipped without a GPU of compute capability 8.0.
 """
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -1175,3 +1176,76 @@ def test_the_pass_after_the_library_pools(monkeypatch):
         expected = model(x)
         assert result.stride() == expected.stride()
         torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------ compute-sanitizer
+
+
+def only(*tiles, splits=1):
+    """gemm.py has these tiles alone, and so many thread blocks share each."""
+    tables = ("_TILES", "_TILES_TF32X3", "WGMMA_TILES", "WGMMA_TF32X3_TILES")
+    left = {f"gemm.{table}": tuple(tile for tile in getattr(gemm, table) if tile in tiles) for table in tables}
+    return {**left, "gemm._split_counts": lambda tile, problem: [splits]}
+
+
+def a_linear(rows, features, depth, turned=False):
+    fc = nn.Linear(depth, features)
+    fc.weight.data = fc.weight.t().contiguous().t() if turned else fc.weight
+    return Net(lambda s, x: F.silu(s.fc(x)) + x[:, :1], fc=fc), (rows, depth)
+
+
+def a_gated_unit(rows, features, depth):
+    f, g = nn.Linear(depth, features), nn.Linear(depth, features, bias=False)
+    return Net(lambda s, x: F.silu(s.f(x)) * s.g(x) + x[:, :1], f=f, g=g), (rows, depth)
+
+
+def a_convolution(images, channels, filters, size, kernel=3, stride=1, groups=1):
+    conv = nn.Conv2d(channels, filters, kernel, stride, kernel // 2, groups=groups)
+    return Net(lambda s, x: F.silu(s.conv(x) * s.v), conv=conv, v=torch.randn(filters, 1, 1)), (images, channels, *size)
+
+
+BY_CHANNELS_LAST = {"plan._ranked": plan._channels_last_candidates, "plan.CHANNELS_LAST_PRODUCTS": 0,
+                    "plan.precision": lambda *_: "tf32x3"}  # fmt: skip  # kernels of ours there, no library's
+WGMMA, TF32X3 = gemm.WGMMA_TILES, gemm.WGMMA_TF32X3_TILES
+FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, or more tiles than run at once
+    "Gemv<": (DTYPES, {}, a_linear, (1, 7, 24), (3, 130, 1032)),
+    "SplitGemm<GemmConfig<": (
+        DTYPES, only(gemm._TILES_TF32X3[3], gemm._TILES[4], splits=3), a_linear, (133, 131, 1001), (577, 260, 1001)
+    ),
+    "Gemm<WgmmaGemmConfig<": (DTYPES[2:], only(WGMMA[2]), a_linear, (300, 203, 648)),
+    "SplitGemm<WgmmaGemmConfig<": (DTYPES[1:], only(WGMMA[3], splits=3), a_linear, (300, 203, 648)),
+    "WgmmaGemm<": (DTYPES[1:], only(WGMMA[0]), a_linear, (77, 203, 136), (2300, 2003, 72)),
+    "WgmmaGemm<WgmmaGemmConfig<Bf16, 64": (DTYPES[2:], only(WGMMA[5]), a_linear, (5000, 1003, 72)),
+    "MatrixRows, 2>": (DTYPES[1:], only(WGMMA[0]), a_gated_unit, (77, 203, 136), (2300, 1003, 72)),
+    "WgmmaTf32x3Gemm<": (
+        DTYPES[:1], only(TF32X3[0]), a_linear, (577, 203, 136), (577, 204, 136, True), (2300, 1003, 132)
+    ),
+    "SplitWgmmaTf32x3Gemm<": (DTYPES[:1], only(TF32X3[2], splits=3), a_linear, (577, 203, 648), (577, 204, 648, True)),
+    "PointwisePlanes<": (
+        DTYPES[::2], BY_CHANNELS_LAST, a_convolution, (3, 40, 72, (7, 7)), (2, 24, 136, (10, 15)), (2, 8, 8, (5, 3))
+    ),
+    "DepthwiseNhwc<": (
+        DTYPES[::2], {}, a_convolution,
+        (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 2, 40), (1, 136, 136, (7, 31), 7, 1, 136),
+    ),
+}  # fmt: skip
+
+
+@NEEDS_HOPPER
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("template", FOR_THE_SANITIZER)
+@torch.no_grad()
+def test_a_few_for_the_sanitizer(template, monkeypatch, sources):
+    dtypes, offered, make, *cases = FOR_THE_SANITIZER[template]
+    for name, value in offered.items():
+        monkeypatch.setattr(f"fxfuse.cuda.{name}", value)
+    torch.manual_seed(0)
+    for dtype, case in itertools.product(dtypes, cases):
+        model, shape = make(*case)
+        model, x = model.eval().to("cuda", dtype), gpu_tensor(*shape, dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last) if "Nhwc" in template else x
+        have = fxfuse.optimize(model, strict=True)(x)
+        want = copy.deepcopy(model).cpu().double()(x.cpu().double())  # libraries in a sanitizer take long
+        torch.testing.assert_close(have.cpu().double(), want, rtol=2**-7, atol=2**-7)
+        assert any(template in source for source in sources)
+        sources.clear()
