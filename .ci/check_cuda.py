@@ -99,7 +99,7 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
         (64, 64, 3, 64, IMAGE), (64, 64, 5, 64, IMAGE), (64, 64, 7, 64, IMAGE), (64, 64, 9, 64, IMAGE),
         (64, 256, 1, 1, IMAGE), (24, 144, 1, 1, IMAGE), (512, 512, 3, 1, 9),
-        (512, 64, 1, 1, 7),
+        (512, 64, 1, 1, 7), (512, 128, 3, 1, 9),
     )  # fmt: skip
     layouts: tuple[ImageLayout, ...] = ("nchw", "nhwc")
     problems = [(layout, layout, shape) for layout in layouts for shape in shapes]

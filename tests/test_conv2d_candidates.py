@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxfuse.cuda import conv2d_few_pixels
 from fxfuse.cuda.conv2d import candidates, unsupported
 from fxfuse.cuda.conv2d_problem import Conv2dProblem, pack
 from fxfuse.cuda.kernel import Kernel
@@ -78,7 +79,8 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
     [
         (problem(), ["Conv2dDirect", "Conv2d"]),
         (problem(padding=1), ["Conv2dDirect", "Conv2d"]),
-        (problem(images=1, size=(7, 7), padding=1), ["Conv2d", "Conv2dDirect"]),  # a direct tile is mostly empty
+        (problem(images=1, size=(7, 7), padding=1), ["Conv2dFewPixels", "Conv2d", "Conv2dDirect"]),
+        (problem(images=1, size=(7, 7), padding=1, groups=2), ["Conv2d", "Conv2dDirect"]),  # whose tile is mostly empty
         (problem(stride=2), ["Conv2d"]),
         (problem(kernel=(5, 5)), ["Conv2d"]),
         (problem(precision="tf32x3"), ["Conv2d"]),
@@ -298,8 +300,41 @@ def test_wide_images_prefer_tiles_of_whole_rows_and_small_ones_small_tiles() -> 
 
 
 def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:
-    assert "32x64" in candidates(problem(512, (7, 7), 512, images=1, padding=1))[0].name
+    assert "32x64" in implicit(problem(512, (7, 7), 512, images=1, padding=1))[0].name
     assert "128x128" in candidates(problem(128, (56, 56), 128, images=256, stride=2))[0].name
+
+
+@pytest.mark.parametrize(
+    ("case", "fits"),
+    [
+        (problem(512, (7, 7), 2048, (1, 1), images=1), True),
+        (problem(512, (7, 7), 2048, (1, 1), images=1, precision="bf16"), True),
+        (problem(512, (7, 7), 2048, (1, 1), images=1, precision="tf32x3"), False),
+        (problem(512, (7, 7), 2048, (1, 1), images=64), False),  # others read the weight less often
+        (problem(500, (7, 7), 2048, (1, 1), images=1), False),  # a lane's eight channels would end in the next filter
+        (problem(500, (7, 7), 64, images=1, padding=1), True),
+        (problem(512, (7, 7), 2048, (5, 5), images=1, padding=2), False),
+        (problem(512, (7, 7), 2048, (1, 1), images=1, alignment=4), False),
+        (replace(problem(512, (7, 7), 64, (1, 1), images=1), x_strides=(512 * 50, 50, 7, 1)), False),  # planes apart
+        (replace(problem(512, (8, 8), 64, (1, 1), images=1), x_strides=(512 * 68, 68, 8, 1)), True),
+        (replace(problem(512, (8, 8), 64, (1, 1), images=1), x_strides=(512 * 72, 72, 9, 1)), False),  # rows apart
+        (problem(512, (7, 7), 64, images=1, weight_layout="nhwc"), False),
+    ],
+)
+def test_few_pixels_have_kernels_where_all_is_aligned(case: Conv2dProblem, fits: bool) -> None:
+    found = conv2d_few_pixels.kernels(case)
+    assert bool(found) == fits
+    assert all(params == pack(case) for params in (kernel.params for _, kernel in found))
+
+
+def test_few_pixels_have_stages_for_which_there_is_shared_memory() -> None:
+    def stages(case: Conv2dProblem) -> list[str]:
+        return [kernel.name.rsplit(", ", 1)[1] for _, kernel in conv2d_few_pixels.kernels(case)]
+
+    assert set(stages(problem(2048, (7, 7), 512, (1, 1), images=1))) == {"3 stages"}
+    assert set(stages(problem(256, (7, 7), 512, (1, 1), images=1))) == {"1 stage"}  # a chunk for each warp
+    assert stages(problem(512, (14, 14), 64, images=1, stride=2, padding=1)) == ["1 stage"]  # whose planes take 103 KB
+    assert stages(problem(512, (60, 60), 16, images=1, stride=16)) == []
 
 
 def test_every_problem_of_a_kind_shares_its_kernels() -> None:
@@ -318,7 +353,7 @@ def test_params_are_the_fields_of_the_struct_in_order() -> None:
 
 def test_thread_blocks_share_long_sums_of_few_outputs() -> None:
     case = problem(512, (7, 7), 512, images=1, padding=1)
-    first = candidates(case)[0]
+    first = implicit(case)[0]
     *_, splits, split_tiles = struct.unpack("<27q", first.params)
     assert first.type.startswith("SplitConv2d<") and splits > 4
     assert splits * split_tiles >= 512 * 9 / 32 > (splits - 1) * split_tiles  # all of the sum, and something for each

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from emulator import Operand, available, launch
 
-from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, depthwise, gemm, gemm_problem, layer_norm, pointwise
+from fxfuse.cuda import (
+    conv2d,
+    conv2d_direct,
+    conv2d_few_pixels,
+    conv2d_wgmma,
+    depthwise,
+    gemm,
+    gemm_problem,
+    layer_norm,
+    pointwise,
+)
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.layout import Layout, channels_last_strides
 from fxfuse.pooling import MaxPool
@@ -109,6 +119,27 @@ def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
         kernel = conv2d_wgmma.kernels(convolution(x, weight, precision, hopper=True, **options))[0][1]
         check_convolution(kernel, x, weight, residual="stride" in options or "padding" not in options,
                           precision=precision, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_convolution_of_few_pixels(precision, monkeypatch):
+    monkeypatch.setattr(conv2d_few_pixels, "_MOST_BLOCKS", 99)
+    dtype = PRECISIONS[precision]
+    for shape, filters, options in (
+        ((1, 200, 7, 7), (70, 200, 1, 1), {}),  # whole planes, a part of a chunk, a part of the filters
+        ((2, 520, 5, 5), (9, 520, 1, 1), {}),  # warps with several chunks, and with none
+        ((1, 64, 12, 16), (40, 64, 1, 1), {}),  # several tiles of an image
+        ((1, 40, 15, 16), (20, 40, 1, 1), {"stride": 2}),
+        ((1, 40, 7, 7), (13, 40, 3, 3), {"padding": 1}),
+        ((2, 168, 14, 16), (8, 168, 3, 3), {"padding": 1}),
+        ((1, 24, 16, 16), (20, 24, 3, 3), {"stride": 2, "padding": 2}),
+        ((1, 296, 8, 8), (9, 296, 3, 3), {"padding": 1}),
+    ):
+        x, weight = integers(*shape, dtype=dtype), integers(*filters, dtype=dtype)
+        kernels = conv2d_few_pixels.kernels(convolution(x, weight, precision, **options))
+        assert kernels
+        for _, kernel in kernels:
+            check_convolution(kernel, x, weight, residual="stride" in options, precision=precision, **options)
 
 
 GATHERED = {

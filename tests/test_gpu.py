@@ -15,7 +15,7 @@ from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, gpu_tensor, kernels_launche
 from torch import nn
 
 import fxfuse
-from fxfuse.cuda import conv2d, conv2d_direct, conv2d_wgmma, gemm, plan
+from fxfuse.cuda import conv2d, conv2d_direct, conv2d_few_pixels, conv2d_wgmma, gemm, plan
 
 pytestmark = ON_GPU
 
@@ -397,6 +397,21 @@ def test_the_workspace_of_shared_sums_is_reported():
 
 # ------------------------------------------------------------------------------------------------- conv2d
 
+FAMILIES = {
+    "implicit GEMM": (conv2d, "_implicit_gemm"),
+    "direct": (conv2d_direct, "kernels"),
+    "wgmma": (conv2d_wgmma, "kernels"),
+    "few pixels": (conv2d_few_pixels, "kernels"),
+}
+
+
+def only_by(monkeypatch, *families):
+    """No other family of kernels than those offers any for a convolution; depthwise and matrix products are apart."""
+    for family, (module, name) in FAMILIES.items():
+        if family not in families:
+            monkeypatch.setattr(module, name, lambda problem: [])
+
+
 CONVOLUTIONS = {
     "3x3": (nn.Conv2d(16, 24, 3), (2, 16, 20, 21)),
     "3x3 padded": (nn.Conv2d(64, 64, 3, padding=1), (2, 64, 28, 28)),
@@ -486,6 +501,7 @@ POINTWISE = {
 @pytest.mark.parametrize("tile", conv2d._POINTWISE_TILES, ids=str)
 def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, forget):
     monkeypatch.setattr(conv2d, "_POINTWISE_TILES", (tile,))
+    only_by(monkeypatch, "implicit GEMM")
     shape, filters, stride, groups = POINTWISE[name]
     conv = nn.Conv2d(shape[1], filters, 1, stride=stride, groups=groups)
     x = gpu_tensor(*shape, dtype=dtype)
@@ -498,8 +514,7 @@ def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, f
 @pytest.mark.parametrize("name", ["3x3 padded", "1x1", "1x1 stride 2", "dilated", "groups", "one pixel"])
 def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [3])  # more than some sums have tiles
-    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
-    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
+    only_by(monkeypatch, "implicit GEMM")
     monkeypatch.setattr(conv2d, "_as_gemm", lambda problem: None)
     conv, shape = CONVOLUTIONS[name]
     x = gpu_tensor(*shape, dtype=dtype)
@@ -510,8 +525,7 @@ def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, mo
 
 def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and_inf(monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [5])
-    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
-    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
+    only_by(monkeypatch, "implicit GEMM")
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 64, 14, 14)
     with torch.no_grad():
@@ -705,6 +719,42 @@ def test_windows_keep_infinities_and_nan_where_they_belong():
     assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
 
 
+FEW_PIXELS = {
+    "whole planes": (nn.Conv2d(200, 70, 1), (1, 200, 7, 7)),
+    "long sums": (nn.Conv2d(2048, 40, 1), (2, 2048, 7, 7)),
+    "tiles": (nn.Conv2d(256, 130, 1), (1, 256, 14, 16)),
+    "stride": (nn.Conv2d(160, 72, 1, stride=2), (1, 160, 15, 16)),
+    "3x3": (nn.Conv2d(256, 72, 3, padding=1), (1, 256, 14, 16)),
+    "3x3 of whole planes": (nn.Conv2d(520, 72, 3, padding=1), (1, 520, 7, 7)),
+    "3x3, stride": (nn.Conv2d(128, 40, 3, stride=2, padding=1), (1, 128, 16, 16)),
+    "3x3, several images": (nn.Conv2d(64, 24, 3), (3, 64, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FEW_PIXELS)
+def test_convolution_of_few_pixels(name, dtype, monkeypatch):
+    only_by(monkeypatch, "few pixels")
+    conv, shape = FEW_PIXELS[name]
+    x = gpu_tensor(*shape, dtype=dtype)
+    residual = gpu_tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
+    assert "few pixels" in check(Net(lambda s, x: F.silu(s.conv(x)) + s.r, conv=conv, r=residual), x, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_few_pixels_keep_infinities_and_nan_where_they_belong(size, dtype, monkeypatch):
+    only_by(monkeypatch, "few pixels")
+    model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(200, 40, size, padding=size // 2, bias=False))
+    model, x = model.to("cuda", dtype).eval(), gpu_tensor(2, 200, 7, 7, dtype=dtype)
+    x[0, 3, 4, 5], x[1, 190, 0, 0], x[1, 0, 6, 6] = float("inf"), float("nan"), float("-inf")
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        have, want = fast(x), model.double()(x.double())
+    assert torch.equal(have.isnan(), want.isnan())
+    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+
+
 DIRECT = (
     *((torch.float32, tile) for tile in conv2d_direct.TILES),
     *((torch.bfloat16, tile) for tile in conv2d_direct.HALF_TILES),
@@ -735,8 +785,7 @@ def direct_configurations(seed, count, aligned):
 @pytest.mark.parametrize(("dtype", "tile"), DIRECT, ids=lambda of: getattr(of, "name", of))
 def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forget):
     monkeypatch.setattr(conv2d_direct, "TILES" if dtype == torch.float32 else "HALF_TILES", (tile,))
-    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch, "direct")
     in_16_bytes = 16 // dtype.itemsize
     for configuration in direct_configurations(1, 24, in_16_bytes if aligned else 0):
         images, channels, filters, height, width, padding, groups = configuration
@@ -754,8 +803,7 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
 @pytest.mark.parametrize("tile", conv2d_wgmma.TILES, ids=lambda tile: str(tile.groups))
 def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monkeypatch, forget):
     monkeypatch.setattr(conv2d_wgmma, "TILES", (tile,))
-    monkeypatch.setattr(conv2d_direct, "kernels", lambda problem: [])
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch, "wgmma")
     kernels = []
     for images, channels, filters, height, width, padding, groups in direct_configurations(2, 12, 0):
         conv = nn.Conv2d(channels, filters, 3, stride, padding, groups=groups, bias=False)
@@ -782,7 +830,7 @@ def depthwise_configurations(seed, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch)
     for conv, shape, part in depthwise_configurations(3, 24):
         x = gpu_tensor(*shape, dtype=dtype)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
@@ -794,7 +842,7 @@ def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, fo
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channels_last, dtype, monkeypatch):
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch)
     for size in (7, 14, 30):
         conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
         model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), gpu_tensor(3, 24, size, size)
@@ -811,8 +859,7 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
 @pytest.mark.parametrize("padding", range(4))
 def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypatch, forget):
     monkeypatch.setattr(conv2d_direct, "TILES", conv2d_direct.TILES[2:3])
-    monkeypatch.setattr(conv2d_wgmma, "TILES", ())
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch, "direct")
     conv = nn.Conv2d(17, 70, 3, padding=padding)
     assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), gpu_tensor(3, 17, 9, 132))
 
@@ -821,8 +868,7 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=NEEDS_HOPPER)])
 def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, dtype, width, monkeypatch):
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
-    monkeypatch.setattr(conv2d_wgmma if family == "direct" else conv2d_direct, "kernels", lambda problem: [])
+    only_by(monkeypatch, family)
     conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
     x = gpu_tensor(2, 23, 30, width, dtype=dtype)
@@ -836,7 +882,7 @@ def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, d
 
 
 def test_packed_filters_follow_the_weight(monkeypatch):
-    monkeypatch.setattr(conv2d, "_implicit_gemm", lambda problem: [])
+    only_by(monkeypatch, "direct", "wgmma")
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(24, 40, 3, padding=1)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 24, 30, 60)
     with torch.no_grad():

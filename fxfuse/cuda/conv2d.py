@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
-from fxfuse.cuda import conv2d_direct, conv2d_wgmma, depthwise, gemm
+from fxfuse.cuda import conv2d_direct, conv2d_few_pixels, conv2d_wgmma, depthwise, gemm
 from fxfuse.cuda.conv2d_problem import (
     MULTIPROCESSORS,
     PRODUCTS,
@@ -67,6 +67,7 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     families = (
         (conv2d_wgmma.kernels(problem), 60),
         (conv2d_direct.kernels(problem), 60),
+        (conv2d_few_pixels.kernels(problem), 60),
         (_implicit_gemm(problem), 200),
     )
     # Times to store an output as a product's time of the implicit GEMM, as measured on an H200 with 8 channels.
