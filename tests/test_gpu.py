@@ -405,7 +405,7 @@ FAMILIES = {
 }
 
 
-def only_by(monkeypatch, *families):
+def only_families(monkeypatch, *families):
     """No other family of kernels than those offers any for a convolution; depthwise and matrix products are apart."""
     for family, (module, name) in FAMILIES.items():
         if family not in families:
@@ -501,7 +501,7 @@ POINTWISE = {
 @pytest.mark.parametrize("tile", conv2d._POINTWISE_TILES, ids=str)
 def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, forget):
     monkeypatch.setattr(conv2d, "_POINTWISE_TILES", (tile,))
-    only_by(monkeypatch, "implicit GEMM")
+    only_families(monkeypatch, "implicit GEMM")
     shape, filters, stride, groups = POINTWISE[name]
     conv = nn.Conv2d(shape[1], filters, 1, stride=stride, groups=groups)
     x = gpu_tensor(*shape, dtype=dtype)
@@ -514,7 +514,7 @@ def test_1x1_convolution_of_nchw_in_every_tile(tile, name, dtype, monkeypatch, f
 @pytest.mark.parametrize("name", ["3x3 padded", "1x1", "1x1 stride 2", "dilated", "groups", "one pixel"])
 def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [3])  # more than some sums have tiles
-    only_by(monkeypatch, "implicit GEMM")
+    only_families(monkeypatch, "implicit GEMM")
     monkeypatch.setattr(conv2d, "_as_gemm", lambda problem: None)
     conv, shape = CONVOLUTIONS[name]
     x = gpu_tensor(*shape, dtype=dtype)
@@ -525,7 +525,7 @@ def test_thread_blocks_share_sums_of_convolutions(name, channels_last, dtype, mo
 
 def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and_inf(monkeypatch):
     monkeypatch.setattr(conv2d, "_split_counts", lambda problem, tile: [5])
-    only_by(monkeypatch, "implicit GEMM")
+    only_families(monkeypatch, "implicit GEMM")
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(64, 40, 3, padding=1, bias=False)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 64, 14, 14)
     with torch.no_grad():
@@ -734,7 +734,7 @@ FEW_PIXELS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FEW_PIXELS)
 def test_convolution_of_few_pixels(name, dtype, monkeypatch):
-    only_by(monkeypatch, "few pixels")
+    only_families(monkeypatch, "few pixels")
     conv, shape = FEW_PIXELS[name]
     x = gpu_tensor(*shape, dtype=dtype)
     residual = gpu_tensor(*conv.to("cuda", dtype)(x).shape, dtype=dtype)
@@ -744,7 +744,7 @@ def test_convolution_of_few_pixels(name, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_few_pixels_keep_infinities_and_nan_where_they_belong(size, dtype, monkeypatch):
-    only_by(monkeypatch, "few pixels")
+    only_families(monkeypatch, "few pixels")
     model = Net(lambda s, x: s.conv(x) * 2, conv=nn.Conv2d(200, 40, size, padding=size // 2, bias=False))
     model, x = model.to("cuda", dtype).eval(), gpu_tensor(2, 200, 7, 7, dtype=dtype)
     x[0, 3, 4, 5], x[1, 190, 0, 0], x[1, 0, 6, 6] = float("inf"), float("nan"), float("-inf")
@@ -785,7 +785,7 @@ def direct_configurations(seed, count, aligned):
 @pytest.mark.parametrize(("dtype", "tile"), DIRECT, ids=lambda of: getattr(of, "name", of))
 def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forget):
     monkeypatch.setattr(conv2d_direct, "TILES" if dtype == torch.float32 else "HALF_TILES", (tile,))
-    only_by(monkeypatch, "direct")
+    only_families(monkeypatch, "direct")
     in_16_bytes = 16 // dtype.itemsize
     for configuration in direct_configurations(1, 24, in_16_bytes if aligned else 0):
         images, channels, filters, height, width, padding, groups = configuration
@@ -803,7 +803,7 @@ def test_direct_convolution_of_any_size(dtype, tile, aligned, monkeypatch, forge
 @pytest.mark.parametrize("tile", conv2d_wgmma.TILES, ids=lambda tile: str(tile.groups))
 def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monkeypatch, forget):
     monkeypatch.setattr(conv2d_wgmma, "TILES", (tile,))
-    only_by(monkeypatch, "wgmma")
+    only_families(monkeypatch, "wgmma")
     kernels = []
     for images, channels, filters, height, width, padding, groups in direct_configurations(2, 12, 0):
         conv = nn.Conv2d(channels, filters, 3, stride, padding, groups=groups, bias=False)
@@ -830,7 +830,7 @@ def depthwise_configurations(seed, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
-    only_by(monkeypatch)
+    only_families(monkeypatch)
     for conv, shape, part in depthwise_configurations(3, 24):
         x = gpu_tensor(*shape, dtype=dtype)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
@@ -842,7 +842,7 @@ def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, fo
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channels_last, dtype, monkeypatch):
-    only_by(monkeypatch)
+    only_families(monkeypatch)
     for size in (7, 14, 30):
         conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
         model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), gpu_tensor(3, 24, size, size)
@@ -859,7 +859,7 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
 @pytest.mark.parametrize("padding", range(4))
 def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypatch, forget):
     monkeypatch.setattr(conv2d_direct, "TILES", conv2d_direct.TILES[2:3])
-    only_by(monkeypatch, "direct")
+    only_families(monkeypatch, "direct")
     conv = nn.Conv2d(17, 70, 3, padding=padding)
     assert "direct" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), gpu_tensor(3, 17, 9, 132))
 
@@ -868,7 +868,7 @@ def test_direct_convolution_with_aligned_rows_and_any_padding(padding, monkeypat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=NEEDS_HOPPER)])
 def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, dtype, width, monkeypatch):
-    only_by(monkeypatch, family)
+    only_families(monkeypatch, family)
     conv = nn.Conv2d(23, 40, 3, padding=1, bias=False)
     model = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval()
     x = gpu_tensor(2, 23, 30, width, dtype=dtype)
@@ -882,7 +882,7 @@ def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, d
 
 
 def test_packed_filters_follow_the_weight(monkeypatch):
-    only_by(monkeypatch, "direct", "wgmma")
+    only_families(monkeypatch, "direct", "wgmma")
     model = Net(lambda s, x: F.relu(s.conv(x)), conv=nn.Conv2d(24, 40, 3, padding=1)).cuda().eval()
     fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(2, 24, 30, 60)
     with torch.no_grad():
@@ -1269,6 +1269,10 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
     "SplitWgmmaTf32x3Gemm<": (DTYPES[:1], only(TF32X3[2], splits=3), a_linear, (577, 203, 648), (577, 204, 648, True)),
     "PointwisePlanes<": (
         DTYPES[::2], BY_CHANNELS_LAST, a_convolution, (3, 40, 72, (7, 7)), (2, 24, 136, (10, 15)), (2, 8, 8, (5, 3))
+    ),
+    "Conv2dFewPixels<": (
+        DTYPES, {"conv2d._implicit_gemm": lambda problem: []}, a_convolution,
+        (1, 200, 70, (7, 7), 1), (2, 264, 24, (14, 16)), (1, 136, 40, (16, 16), 3, 2),
     ),
     "DepthwiseNhwc<": (
         DTYPES[::2], {}, a_convolution,
