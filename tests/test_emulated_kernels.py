@@ -121,25 +121,31 @@ def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
                           precision=precision, **options)  # fmt: skip
 
 
+FEW_PIXELS = {
+    "whole planes": ((1, 200, 7, 7), (70, 200, 1, 1), {}),  # a part of a chunk, a part of the filters
+    "long sums": ((2, 520, 5, 5), (9, 520, 1, 1), {}),  # warps with several chunks, and with none
+    "tiles": ((1, 64, 12, 16), (40, 64, 1, 1), {}),
+    "stride": ((1, 40, 7, 16), (20, 40, 1, 1), {"stride": 2}),
+    "3x3": ((1, 44, 7, 7), (13, 44, 3, 3), {"padding": 1}),
+    "3x3, several images": ((2, 168, 14, 15), (8, 168, 3, 3), {"padding": 1}),
+    "3x3, stride": ((1, 24, 12, 13), (20, 24, 3, 3), {"stride": 2, "padding": 1}),
+    "3x3, long sums": ((1, 296, 8, 8), (9, 296, 3, 3), {}),
+}
+
+
+@pytest.mark.parametrize("name", FEW_PIXELS)
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_convolution_of_few_pixels(precision, monkeypatch):
-    monkeypatch.setattr(conv2d_few_pixels, "_MOST_BLOCKS", 99)
-    dtype = PRECISIONS[precision]
-    for shape, filters, options in (
-        ((1, 200, 7, 7), (70, 200, 1, 1), {}),  # whole planes, a part of a chunk, a part of the filters
-        ((2, 520, 5, 5), (9, 520, 1, 1), {}),  # warps with several chunks, and with none
-        ((1, 64, 12, 16), (40, 64, 1, 1), {}),  # several tiles of an image
-        ((1, 40, 15, 16), (20, 40, 1, 1), {"stride": 2}),
-        ((1, 40, 7, 7), (13, 40, 3, 3), {"padding": 1}),
-        ((2, 168, 14, 16), (8, 168, 3, 3), {"padding": 1}),
-        ((1, 24, 16, 16), (20, 24, 3, 3), {"stride": 2, "padding": 2}),
-        ((1, 296, 8, 8), (9, 296, 3, 3), {"padding": 1}),
-    ):
-        x, weight = integers(*shape, dtype=dtype), integers(*filters, dtype=dtype)
-        kernels = conv2d_few_pixels.kernels(convolution(x, weight, precision, **options))
-        assert kernels
-        for _, kernel in kernels:
-            check_convolution(kernel, x, weight, residual="stride" in options, precision=precision, **options)
+def test_convolution_of_few_pixels(name, precision, monkeypatch):
+    shape, filters, options = FEW_PIXELS[name]
+    x, weight = integers(*shape, dtype=PRECISIONS[precision]), integers(*filters, dtype=PRECISIONS[precision])
+    problem = dataclasses.replace(convolution(x, weight, precision, **options), multiprocessors=99)
+    kernels = []
+    for tile in conv2d_few_pixels.TILES[problem.kernel]:
+        monkeypatch.setattr(conv2d_few_pixels, "TILES", {problem.kernel: (tile,)})
+        kernels += conv2d_few_pixels.kernels(problem)
+    assert bool(kernels) == (precision == "tf32" or "3x3" not in name)
+    for _, kernel in kernels:
+        check_convolution(kernel, x, weight, residual="stride" in options, precision=precision, **options)
 
 
 GATHERED = {

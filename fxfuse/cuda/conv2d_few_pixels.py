@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
@@ -9,46 +10,64 @@ from fxfuse.cuda.conv2d_problem import PRODUCTS, Conv2dProblem, access, pack, sa
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import MMA
 
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread block computes, and how many warps share its channels: Conv2dFewPixelsConfig."""
+
+    filters: int
+    pixels: int
+    warps: int
+
+
+TILES: Final = {
+    (1, 1): (Tile(16, 64, 8), Tile(16, 32, 8), Tile(32, 32, 8)),
+    (3, 3): (Tile(8, 32, 8), Tile(16, 32, 8)),
+}
+"""By the filter's size. Of more filters the weights would take all registers."""
+
 # As in conv2d_few_pixels.cuh.
-_PIXELS: Final = 64
 _GROUPS: Final = 4  # of channels in a chunk
 _PIECE_BYTES: Final = 16
 _SHARED: Final = 163 << 10  # bytes that a block may have
-_FILTERS: Final = {(1, 1): (8, 16, 32), (3, 3): (8,)}
-"""Of a block, by the filter's size. With more taps their weights would take all registers."""
+_PLANES: Final = (66, 106, 170)
+"""Elements for what a tile sees of a channel: every kernel is compiled for one of these."""
 _MOST_STAGES: Final = 3
 _MOST_BLOCKS: Final = 4
 """On a multiprocessor, one after another. Beyond, others read x and the weight less often."""
 
-# Microseconds of an H200's multiprocessor.
-_START: Final = 1.5  # more than the implicit GEMM, for warps to add up what they have
-_PER_READ: Final = 0.9e-3  # for 32 lanes to read an element of a pixel and prepare it
-_PER_KILOBYTE: Final = 0.012  # copied from L2
+# Microseconds of an H200's multiprocessor, fitted to 20 measured ones: most are within a quarter of them.
+_START: Final = 1.0  # more than the implicit GEMM, for warps to add up what they have
+_PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # for 32 lanes to read an element of a pixel, and multiply it
+_PER_KILOBYTE: Final = 0.02  # copied from L2
 
 
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """The kernels for few pixels and what they cost, in the unit that conv2d_problem.py speaks of."""
     if not _fits(problem):
         return []
-    channels, taps = problem.channels, problem.kernel[0] * problem.kernel[1]
-    chunks = ceil(channels / (_GROUPS * _group(problem)))
-    warps = 8 if chunks > 4 else 4
-    stage_bytes = _stage_bytes(problem)
-    stages = min(_MOST_STAGES, ceil(chunks / warps), (_SHARED - stage_bytes // _GROUPS) // (warps * stage_bytes))
-    if stages == 0:
-        return []
-    tiles = problem.images * ceil(problem.out_size[0] * problem.out_size[1] / _PIXELS)
+    (rows, cols), channels = problem.kernel, problem.channels
+    taps, group = rows * cols, _group(problem)
+    chunks = ceil(channels / (_GROUPS * group))
+    # What lanes exchange of weights with several taps: of eight filters.
+    exchange = 8 * _GROUPS * group * taps * problem.element_bytes if taps > 1 else 0
     found = []
-    for filters in _FILTERS[problem.kernel]:
-        waves = ceil(tiles * ceil(problem.out_channels / filters) / problem.multiprocessors)
-        if waves > _MOST_BLOCKS:
+    for tile in TILES[problem.kernel]:
+        tile_pixels, plane, stage_bytes = _stage(problem, tile.pixels)
+        room = _SHARED // tile.warps - exchange
+        stages = min(_MOST_STAGES, ceil(chunks / tile.warps), room // stage_bytes) if plane is not None else 0
+        tiles = problem.images * ceil(problem.out_size[0] * problem.out_size[1] / tile_pixels)
+        waves = ceil(tiles * ceil(problem.out_channels / tile.filters) / problem.multiprocessors)
+        if waves > _MOST_BLOCKS or stages < 1:
             continue
-        reads, copied = _PIXELS * channels * taps / 32, chunks * stage_bytes / 1024
-        microseconds = _START + waves * (_PER_READ * reads + _PER_KILOBYTE * copied)
-        config = f"{MMA[problem.precision]}, {problem.kernel[0]}, {problem.kernel[1]}, {filters}, {warps}, {stages}"
+        reads, copied = tile.pixels * channels * taps / 32, chunks * stage_bytes / 1024
+        per_read = _PER_READ + _PER_READ_AND_FILTER * tile.filters
+        microseconds = _START + waves * (per_read * reads + _PER_KILOBYTE * copied)
+        numbers = (rows, cols, tile.filters, tile.pixels, tile.warps, stages, plane)
+        config = f"{MMA[problem.precision]}, {', '.join(map(str, numbers))}"
         kernel = Kernel(
-            f"conv2d few pixels {problem.kernel[0]}x{problem.kernel[1]} {problem.precision}, {filters} filters, "
-            f"{warps} warps, {stages} stage{'s' * (stages > 1)}",
+            f"conv2d few pixels {rows}x{cols} {problem.precision} {tile.filters}x{tile.pixels}, {tile.warps} warps, "
+            f"{stages} stage{'s' * (stages > 1)}",
             "conv2d_few_pixels.cuh",
             f"Conv2dFewPixels<Conv2dFewPixelsConfig<{config}>, {{output}}, {{epilogue}}>",
             pack(problem),
@@ -58,29 +77,32 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
 
 
 def _fits(problem: Conv2dProblem) -> bool:
-    size, (height, width) = problem.element_bytes, problem.size
-    plane, taps = height * width, problem.kernel[0] * problem.kernel[1]
+    size, (_, width), taps = problem.element_bytes, problem.size, problem.kernel[0] * problem.kernel[1]
     if (
-        problem.precision == "tf32x3"
-        or problem.kernel not in _FILTERS
+        problem.kernel not in TILES
+        or problem.precision == "tf32x3"
         or problem.groups != 1
         or problem.dilation != (1, 1)
         or problem.out_layout != "nchw"
         or problem.channels % _group(problem)
-        or not same(problem.x_strides[2:], (width, 1), problem.size)
         or not same(problem.weight_strides[1:], (taps, problem.kernel[1], 1), (problem.channels, *problem.kernel))
     ):
         return False
+    of_filters = varying(problem.weight_strides[:1], (problem.out_channels,))
+    if access(size, problem.weight_alignment, *(step * size for step in of_filters)) < _PIECE_BYTES:
+        return False
+    if taps > 1:
+        return size == 4  # copied one by one
     whole = _whole_planes(problem)
-    if whole and problem.x_strides[1] != plane:
+    if (
+        problem.padding != (0, 0)
+        or not same(problem.x_strides[2:], (width, 1), problem.size)
+        or (whole and problem.x_strides[1] != problem.size[0] * width)
+    ):
         return False
     starts = 1 if whole else 2
     of_x = varying(problem.x_strides[:starts], (problem.images, problem.channels)[:starts])
-    of_filters = varying(problem.weight_strides[:1], (problem.out_channels,))
-    return all(
-        access(size, alignment, *(step * size for step in steps)) == _PIECE_BYTES
-        for alignment, steps in ((problem.x_alignment, of_x), (problem.weight_alignment, of_filters))
-    )
+    return access(size, problem.x_alignment, *(step * size for step in of_x)) == _PIECE_BYTES
 
 
 def _group(problem: Conv2dProblem) -> int:
@@ -94,13 +116,19 @@ def _whole_planes(problem: Conv2dProblem) -> bool:
     return bool(problem.size[0] * problem.size[1] % piece or problem.x_strides[1] % piece)
 
 
-def _stage_bytes(problem: Conv2dProblem) -> int:
-    """Shared memory for a warp's chunk of x: Conv2dFewPixelsTiling::stage_bytes."""
-    size, plane, out_width = problem.element_bytes, problem.size[0] * problem.size[1], problem.out_size[1]
-    piece, pixels = _PIECE_BYTES // size, problem.out_size[0] * out_width
-    tile_pixels = ceil(pixels / ceil(pixels / _PIXELS))
-    rows = (tile_pixels + out_width - 2) // out_width + 1
-    reach = ((rows - 1) * problem.stride[0] + problem.kernel[0]) * problem.size[1] + piece
-    elements = plane if _whole_planes(problem) else ceil(min(reach, plane) / piece) * piece
+def _stage(problem: Conv2dProblem, pixels: int) -> tuple[int, int | None, int]:
+    """Pixels of a tile, at most `pixels`; Conv2dFewPixelsConfig::kPlane, None if that is too small; a stage's bytes."""
+    size, (height, width), (out_height, out_width) = problem.element_bytes, problem.size, problem.out_size
+    tile_pixels = ceil(out_height * out_width / ceil(out_height * out_width / pixels))
+    ends = (tile_pixels + out_width - 2) // out_width  # of rows in a tile, at most
+    if problem.kernel != (1, 1):
+        rows = min(ends, out_height - 1) * problem.stride[0] + problem.kernel[0]
+        seen = rows * ((out_width - 1) * problem.stride[1] + problem.kernel[1])
+        plane = next((plane for plane in _PLANES if plane >= seen), None)
+        return tile_pixels, plane, _GROUPS * _group(problem) * (plane or seen) * size
+    piece = _PIECE_BYTES // size
+    at_end = max(0, problem.stride[0] * width - problem.stride[1] * out_width)
+    reach = (tile_pixels - 1) * problem.stride[1] + ends * at_end + piece
+    elements = height * width if _whole_planes(problem) else ceil(min(reach, height * width) / piece) * piece
     words = _group(problem) * elements * size // 4
-    return (words + (8 - words) % 32) * 4 * _GROUPS
+    return tile_pixels, 0, (words + (8 - words) % 32) * 4 * _GROUPS

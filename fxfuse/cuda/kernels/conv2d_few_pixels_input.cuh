@@ -1,0 +1,232 @@
+// How conv2d_few_pixels.cuh divides a convolution, and how its warps bring x to shared memory and read it there.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+#include "divisor.cuh"
+#include "mma.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+// kRows, kCols: of a filter. kStages: chunks of x that a warp has under way or in use. kPlane: with several taps, elements
+// for what a tile sees of a channel, so many that groups of channels are 8 banks apart; 0 with one.
+template <class Mma_, int kRows_, int kCols_, int kFilters_, int kPixels_, int kWarps_, int kStages_, int kPlane_>
+struct Conv2dFewPixelsConfig {
+    using Mma = Mma_;
+    using Element = typename Mma::Element;
+    static constexpr int kRows = kRows_, kCols = kCols_, kTaps = kRows * kCols;
+    static constexpr int kFilters = kFilters_, kPixels = kPixels_;
+    static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
+    static constexpr int kStages = kStages_, kPlane = kPlane_;
+    static constexpr int kPieceBytes = 16, kPiece = kPieceBytes / static_cast<int>(sizeof(Element));
+    // Channels of a lane's group, as many as its registers have room for with all taps; groups and channels of a chunk.
+    static constexpr int kGroup = kTaps == 1 ? 8 : kPiece, kGroups = 4, kChunk = kGroup * kGroups;
+    // Chunks whose weights are under way: with one tap there is room for as many as of x, and the code for each is short.
+    static constexpr int kDepth = kTaps == 1 ? kStages : 1;
+    static_assert(kFilters % kMmaN == 0 && kPixels % kMmaM == 0);
+    static_assert(kTaps == 1 ? kPlane == 0 : kGroup * kPlane % 32 == 8);
+};
+
+// How an image is divided, and what a warp copies of it.
+struct Conv2dFewPixelsTiling {
+    FastDivisor tiles, images, out_width, width;  // width: of what a tile sees with several taps
+    int tile_pixels;
+    bool whole_planes;
+    int run;          // elements that a copy takes from where it starts: of a plane, or of a group's planes
+    int lanes;        // that share a run
+    int group;        // from one group of channels to the next in shared memory, in elements
+    int stage_bytes;  // of a warp
+
+#ifndef __CUDACC_RTC__
+    template <class Config>
+    static Conv2dFewPixelsTiling of(const Conv2dProblem& problem) {
+        constexpr int kSize = static_cast<int>(sizeof(typename Config::Element));
+        const int64_t pixels = problem.out_height * problem.out_width, plane = problem.height * problem.width;
+        const int64_t tiles = (pixels + Config::kPixels - 1) / Config::kPixels;
+        Conv2dFewPixelsTiling tiling{};
+        tiling.tiles = FastDivisor(static_cast<unsigned>(tiles));
+        tiling.images = FastDivisor(static_cast<unsigned>(problem.images));
+        tiling.out_width = FastDivisor(static_cast<unsigned>(problem.out_width));
+        tiling.width = FastDivisor(static_cast<unsigned>((problem.out_width - 1) * problem.stride_w + Config::kCols));
+        tiling.tile_pixels = static_cast<int>((pixels + tiles - 1) / tiles);
+        if constexpr (Config::kTaps > 1) {
+            tiling.group = Config::kGroup * Config::kPlane;
+        } else {
+            tiling.whole_planes = plane % Config::kPiece != 0 || problem.x_channel % Config::kPiece != 0;
+            // From the first pixel of x, rounded down to a whole piece, to the last, for as many ends of rows in between as
+            // there can be.
+            const int64_t ends = (tiling.tile_pixels + problem.out_width - 2) / problem.out_width;
+            const int64_t at_end = problem.stride_h * problem.width - problem.stride_w * problem.out_width;
+            const int64_t reach = (tiling.tile_pixels - 1) * problem.stride_w + (at_end > 0 ? ends * at_end : 0) +
+                                  Config::kPiece;
+            const int64_t span = (min(reach, plane) + Config::kPiece - 1) / Config::kPiece * Config::kPiece;
+            tiling.run = static_cast<int>(tiling.whole_planes ? Config::kGroup * plane : span);
+            tiling.lanes = 32;
+            while (tiling.lanes > 8 && tiling.lanes / 2 * Config::kPiece >= tiling.run) tiling.lanes /= 2;
+            // Groups are read by lanes next to each other: 8 banks apart.
+            const int64_t words = (tiling.whole_planes ? 1 : Config::kGroup) * int64_t{tiling.run} * kSize / 4;
+            tiling.group = static_cast<int>((words + (32 + 8 - words % 32) % 32) * 4 / kSize);
+        }
+        tiling.stage_bytes = Config::kGroups * tiling.group * kSize;
+        return tiling;
+    }
+
+private:
+    static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+#endif  // __CUDACC_RTC__
+};
+
+// A warp's view of x. Its words are what fragments have: of slot s, which is pixel lane / 4 + 8 * s, and of this lane's
+// group of channels, a channel of 4 bytes or two of 2. Slots without a pixel have the last one: nobody stores what comes of
+// it.
+//
+// With one tap: planes are contiguous, and start at multiples of 16 bytes, or follow one another and have a multiple of 16
+// bytes in a group. They are copied as they are, as far as they are needed, or whole where they start anywhere.
+template <class Config, bool kSeveralTaps = (Config::kTaps > 1)>
+class FewPixelsInput {
+    using Element = typename Config::Element;
+    using Tiling = Conv2dFewPixelsTiling;
+    static constexpr int kSize = static_cast<int>(sizeof(Element)), kPiece = Config::kPiece;
+    static constexpr int kSlots = Config::kPixels / 8;
+
+    const Tiling& tiling_;
+    const Element* next_;  // of the chunk's first channel, where copies start
+    int channel_stride_, channels_left_, plane_left_;  // from there
+    unsigned char* stages_;
+    int lane_, pitch_;  // pitch: of a channel in a stage
+    int at_[kSlots];    // of a pixel in a stage, in elements, for this lane's group
+
+public:
+    // Of an image, from `channel` on; stages in shared memory begin at `stages`.
+    __device__ __forceinline__ FewPixelsInput(const Element* x, const Conv2dProblem& problem, const Tiling& tiling,
+                                              int first_pixel, int pixels, int channel, unsigned char* stages, int lane)
+        : tiling_(tiling),
+          channel_stride_(static_cast<int>(problem.x_channel)),
+          channels_left_(static_cast<int>(problem.channels) - channel),
+          stages_(stages),
+          lane_(lane) {
+        const int width = static_cast<int>(problem.width), plane = static_cast<int>(problem.height) * width;
+        const int row_step = static_cast<int>(problem.stride_h) * width, col_step = static_cast<int>(problem.stride_w);
+        const auto in_plane = [&](int pixel) {
+            unsigned row = static_cast<unsigned>(pixel);
+            const unsigned col = tiling.out_width.take(row);
+            return static_cast<int>(row) * row_step + static_cast<int>(col) * col_step;
+        };
+        const int start = tiling.whole_planes ? 0 : in_plane(first_pixel) / kPiece * kPiece;
+        plane_left_ = plane - start;
+        pitch_ = tiling.whole_planes ? plane : tiling.run;
+        next_ = x + channel * problem.x_channel + start;
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            at_[slot] = lane % 4 * tiling.group + in_plane(first_pixel + min(lane / 4 + slot * 8, pixels - 1)) - start;
+        }
+    }
+
+    // Starts to copy the next chunk to a stage: zeros for channels that do not exist.
+    __device__ __forceinline__ void start(int stage) {
+        const uint32_t shared = ptx::shared_address(stages_ + stage * tiling_.stage_bytes);
+        const int channels = tiling_.whole_planes ? Config::kGroup : 1;  // of a run
+        const int length = tiling_.whole_planes ? tiling_.run : min(tiling_.run, plane_left_);
+        const int first = lane_ / tiling_.lanes, step = 32 / tiling_.lanes;
+#pragma unroll 1
+        for (int channel = first * channels; channel < Config::kChunk; channel += step * channels) {
+            const int group = channel / Config::kGroup * tiling_.group;
+            const uint32_t to = shared + (group + channel % Config::kGroup * tiling_.run) * kSize;
+            const Element* from = next_ + channel * channel_stride_;
+            const int valid = channel < channels_left_ ? Config::kPieceBytes : 0;
+#pragma unroll 1
+            for (int at = lane_ % tiling_.lanes * kPiece; at < length; at += tiling_.lanes * kPiece) {
+                ptx::cp_async_16(to + at * kSize, from + at, valid);
+            }
+        }
+        next_ += int64_t{Config::kChunk} * channel_stride_;
+        channels_left_ -= Config::kChunk;
+    }
+
+    __device__ __forceinline__ uint32_t word(int stage, int slot, int, int index) const {
+        using Bits = Word<kSize>;
+        const Bits* bits = reinterpret_cast<const Bits*>(stages_ + stage * tiling_.stage_bytes) + at_[slot];
+        if constexpr (kSize == 4) {
+            return bits[index * pitch_];
+        } else {
+            return bits[2 * index * pitch_] | static_cast<uint32_t>(bits[(2 * index + 1) * pitch_]) << 16;
+        }
+    }
+};
+
+// With several taps: x with any strides, of 4 bytes an element. What a tile sees of a channel, zeros outside the image
+// included, is copied element by element as rows of `width` in kPlane of them, so that every tap is an offset.
+template <class Config>
+class FewPixelsInput<Config, true> {
+    using Element = typename Config::Element;
+    using Tiling = Conv2dFewPixelsTiling;
+    static constexpr int kSlots = Config::kPixels / 8, kPlane = Config::kPlane;
+    static_assert(sizeof(Element) == 4);
+
+    const Tiling& tiling_;
+    const Element* next_;  // of the chunk's first channel
+    int channel_stride_, channels_left_;
+    int row_stride_, col_stride_, height_, width_;
+    int top_, left_, rows_;  // of what the tile sees, in the image
+    float* stages_;
+    int lane_;
+    int at_[kSlots];  // of a pixel's window in a stage, for this lane's group
+
+public:
+    __device__ __forceinline__ FewPixelsInput(const Element* x, const Conv2dProblem& problem, const Tiling& tiling,
+                                              int first_pixel, int pixels, int channel, unsigned char* stages, int lane)
+        : tiling_(tiling),
+          next_(x + channel * problem.x_channel),
+          channel_stride_(static_cast<int>(problem.x_channel)),
+          channels_left_(static_cast<int>(problem.channels) - channel),
+          row_stride_(static_cast<int>(problem.x_row)),
+          col_stride_(static_cast<int>(problem.x_col)),
+          height_(static_cast<int>(problem.height)),
+          width_(static_cast<int>(problem.width)),
+          left_(-static_cast<int>(problem.pad_w)),
+          stages_(reinterpret_cast<float*>(stages)),
+          lane_(lane) {
+        const int stride_h = static_cast<int>(problem.stride_h), stride_w = static_cast<int>(problem.stride_w);
+        const int first_row = static_cast<int>(tiling.out_width.divide(first_pixel));
+        const int last_row = static_cast<int>(tiling.out_width.divide(first_pixel + pixels - 1));
+        top_ = first_row * stride_h - static_cast<int>(problem.pad_h);
+        rows_ = (last_row - first_row) * stride_h + Config::kRows;
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            unsigned row = static_cast<unsigned>(first_pixel + min(lane / 4 + slot * 8, pixels - 1));
+            const int col = static_cast<int>(tiling.out_width.take(row));
+            const int later = (static_cast<int>(row) - first_row) * stride_h;
+            at_[slot] = lane % 4 * Config::kGroup * kPlane + later * static_cast<int>(tiling.width.divisor) + col * stride_w;
+        }
+    }
+
+    __device__ __forceinline__ void start(int stage) {
+        const uint32_t shared = ptx::shared_address(stages_ + stage * Config::kChunk * kPlane);
+        const int positions = rows_ * static_cast<int>(tiling_.width.divisor);
+#pragma unroll 1
+        for (int at = lane_; at < positions; at += 32) {
+            unsigned row = static_cast<unsigned>(at);
+            const int col = left_ + static_cast<int>(tiling_.width.take(row)), y = top_ + static_cast<int>(row);
+            const bool inside = static_cast<unsigned>(y) < static_cast<unsigned>(height_) &&
+                                static_cast<unsigned>(col) < static_cast<unsigned>(width_);
+            const Element* from = next_ + (inside ? y * row_stride_ + col * col_stride_ : 0);
+#pragma unroll
+            for (int channel = 0; channel < Config::kChunk; ++channel) {
+                const int valid = inside && channel < channels_left_ ? 4 : 0;
+                ptx::cp_async_small<4>(shared + (channel * kPlane + at) * 4, from + channel * channel_stride_, valid);
+            }
+        }
+        next_ += int64_t{Config::kChunk} * channel_stride_;
+        channels_left_ -= Config::kChunk;
+    }
+
+    __device__ __forceinline__ uint32_t word(int stage, int slot, int tap, int index) const {
+        const int row = tap / Config::kCols * static_cast<int>(tiling_.width.divisor);
+        const float* pixel = stages_ + stage * Config::kChunk * kPlane + at_[slot] + row;
+        return __float_as_uint(pixel[index * kPlane + tap % Config::kCols]);
+    }
+};
+
+}  // namespace fxfuse
