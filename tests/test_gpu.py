@@ -576,7 +576,7 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
     # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages
-    for rows, features, depth in ((1, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
+    for rows, features, depth in ((5, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
         model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
         assert expected in check(model, gpu_tensor(rows, depth, dtype=dtype), dtype)
     x = gpu_tensor(3, 24, 23, 19, dtype=dtype).to(memory_format=torch.channels_last)
