@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import struct
@@ -25,7 +26,8 @@ from fxfuse.expression import parse
 
 DEVICE = Path(__file__).parent / "emulated_gpu"
 KERNELS = PACKAGE / "cuda" / "kernels"
-_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC")
+_MORE_FLAGS = os.environ.get("FXFUSE_EMULATOR_FLAGS", "").split()  # such as AddressSanitizer's, see CONTRIBUTING.md
+_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
 
 
 @dataclass(frozen=True)
