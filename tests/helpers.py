@@ -107,6 +107,13 @@ def assert_same_kind(actual, expected):
             assert torch.equal(actual[infinite], expected[infinite])
 
 
+def assert_same_specials(actual, expected):
+    """NaN and infinities stand in the same places."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isposinf(), expected.isposinf())
+    assert torch.equal(actual.isneginf(), expected.isneginf())
+
+
 def relative_error(value, exact):
     value, exact = value.detach(), exact.detach()
     finite = value.isfinite() & exact.isfinite()

@@ -315,7 +315,7 @@ def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:
         (problem(500, (7, 7), 64, images=1, padding=1), True),
         (problem(500, (7, 7), 64, images=1, padding=1, precision="bf16"), False),  # pixels are copied one by one
         (replace(problem(500, (7, 7), 64, images=1, padding=1), x_strides=(1, 1, 7 * 500, 500)), True),
-        (problem(512, (60, 60), 16, images=1), False),  # 192 pixels are seen by a tile
+        (problem(512, (60, 60), 16, images=1), False),  # 240 pixels are seen by a tile
         (problem(512, (7, 7), 2048, (5, 5), images=1, padding=2), False),
         (problem(512, (7, 7), 2048, (1, 1), images=1, alignment=4), False),
         (replace(problem(512, (7, 7), 64, (1, 1), images=1), x_strides=(512 * 50, 50, 7, 1)), False),  # planes apart
@@ -327,7 +327,27 @@ def test_few_blocks_prefer_small_tiles_and_many_blocks_large_ones() -> None:
 def test_few_pixels_have_kernels_where_all_is_aligned(case: Conv2dProblem, fits: bool) -> None:
     found = conv2d_few_pixels.kernels(case)
     assert bool(found) == fits
-    assert all(params == pack(case) for params in (kernel.params for _, kernel in found))
+    assert all(kernel.params[: -4 * 8] == pack(case) for _, kernel in found)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling"),
+    [
+        # a tile's pixels, whether whole planes are copied, elements of a copy and of a group of channels
+        (problem(512, (7, 7), 2048, (1, 1), images=1), (49, 1, 8 * 49, 8 * 49)),
+        (problem(512, (7, 7), 2048, (1, 1), images=1, precision="bf16"), (25, 1, 8 * 49, 8 * 49 + 8)),
+        (problem(512, (14, 14), 512, (1, 1), images=1), (28, 0, 32, 8 * 32 + 8)),
+        (problem(512, (8, 8), 512, (1, 1), images=1, stride=2), (16, 0, 64, 8 * 64 + 8)),
+        (problem(512, (7, 7), 512, images=1, padding=1), (25, 0, 0, 4 * 66)),
+        (problem(256, (14, 14), 64, images=1, padding=1), (28, 0, 0, 4 * 106)),
+    ],
+)
+def test_few_pixels_are_divided_evenly_and_groups_of_channels_stand_8_banks_apart(
+    case: Conv2dProblem, tiling: tuple[int, ...]
+) -> None:
+    packed = [struct.unpack("<4q", kernel.params[-4 * 8 :]) for _, kernel in conv2d_few_pixels.kernels(case)]
+    assert tiling in packed
+    assert all(group * case.element_bytes // 4 % 32 == 8 for *_, group in packed)
 
 
 def test_few_pixels_have_stages_for_which_there_is_shared_memory() -> None:

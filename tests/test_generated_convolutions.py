@@ -424,7 +424,7 @@ class Case:
         with undecided, plans.collect(calls.append), torch.no_grad():
             fast(*inputs)
         (call,) = calls
-        all_of_them = mock.patch.object(plan, "_is_tiny", lambda region: False)  # which have one
+        all_of_them = mock.patch.object(plan, "_is_tiny", lambda region: False)  # those are offered one
         with all_of_them, mock.patch.object(tune, "draft", lambda problem, candidates: candidates):
             candidates = plan.draft(call.problem, anchor_meta(call.problem))
         assert any(is_fused(candidate) for candidate in candidates), configuration

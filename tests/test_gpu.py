@@ -11,7 +11,17 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NEEDS_HOPPER, ON_GPU, Net, Net2, gpu_tensor, kernels_launched, linear, relative_error
+from helpers import (
+    NEEDS_HOPPER,
+    ON_GPU,
+    Net,
+    Net2,
+    assert_same_specials,
+    gpu_tensor,
+    kernels_launched,
+    linear,
+    relative_error,
+)
 from torch import nn
 
 import fxfuse
@@ -279,8 +289,7 @@ def test_float32_hands_on_nan_and_inf_through_every_split(m, n, k):
         model.fc.weight.copy_(weight)
         have = fxfuse.optimize(model, strict=True)(x)
         want = 0.5 * (x.double() @ weight.double().T).float()  # the anchor's result is a float32, too
-    assert torch.equal(want.isnan(), have.isnan())
-    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+    assert_same_specials(have, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,8 +299,7 @@ def test_linear_hands_on_nan_and_inf(dtype):
     model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(96, 130)).to("cuda", dtype)
     with torch.no_grad():
         want, have = model(x), fxfuse.optimize(model, strict=True)(x)
-    assert torch.equal(want.isnan(), have.isnan())
-    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+    assert_same_specials(have, want)
 
 
 def test_the_output_of_another_dtype():
@@ -359,8 +367,7 @@ def test_shared_sums_hand_on_nan_and_inf(dtype, splits):
     model = Net(lambda s, x: s.fc(x) * 0.5, fc=nn.Linear(2240, 130)).to("cuda", dtype)
     with torch.no_grad():
         want, have = model(x), fxfuse.optimize(model, strict=True)(x)
-    assert torch.equal(want.isnan(), have.isnan())
-    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+    assert_same_specials(have, want)
 
 
 def test_shared_sums_in_graphs_and_on_streams(splits):
@@ -533,8 +540,7 @@ def test_shared_sums_of_convolutions_do_not_depend_on_timing_and_hand_on_nan_and
         assert all(torch.equal(fast(x), first) for _ in range(20))
         x[0, 3, 4, 5], x[1, 60, 0, 0], x[1, 0, 13, 13] = float("inf"), float("nan"), float("-inf")
         have, want = fast(x), model.double()(x.double())
-    assert torch.equal(have.isnan(), want.isnan())
-    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+    assert_same_specials(have, want)
 
 
 def in_channels_last(conv, x, dtype=torch.float32):
@@ -687,8 +693,7 @@ def test_warpgroups_in_float32_hand_on_nan_and_inf(tile, k, only_by_warpgroups):
     with torch.no_grad():
         have = fxfuse.optimize(model, strict=True)(x)
     want = 0.5 * (x.double() @ weight.double().t()).float()  # the anchor's result is a float32, too
-    assert torch.equal(want.isnan(), have.isnan())
-    assert torch.equal(want.isposinf(), have.isposinf()) and torch.equal(want.isneginf(), have.isneginf())
+    assert_same_specials(have, want)
     want[40] = have[40] = 0
     assert relative_error(have, want) < 1e-6
 
@@ -715,8 +720,7 @@ def test_windows_keep_infinities_and_nan_where_they_belong():
     fast = fxfuse.optimize(model, strict=True)
     with torch.no_grad():
         have, want = fast(x), model.double()(x.double())
-    assert torch.equal(have.isnan(), want.isnan())
-    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+    assert_same_specials(have, want)
 
 
 FEW_PIXELS = {
@@ -756,8 +760,7 @@ def test_few_pixels_keep_infinities_and_nan_where_they_belong(size, monkeypatch)
     with torch.no_grad():
         have, want = fast(x), model.double()(x.double())
     assert "few pixels" in (fxfuse.explain(fast).regions[0].kernel or "")
-    assert torch.equal(have.isnan(), want.isnan())
-    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+    assert_same_specials(have, want)
 
 
 DIRECT = (
@@ -857,8 +860,7 @@ def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channe
         with torch.no_grad():
             have, want = fast(x), model.double()(x.double())
         assert "depthwise" in (fxfuse.explain(fast).regions[0].kernel or "")
-        assert torch.equal(have.isnan(), want.isnan())
-        assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+        assert_same_specials(have, want)
 
 
 @pytest.mark.parametrize("padding", range(4))
@@ -882,8 +884,7 @@ def test_direct_convolutions_keep_infinities_and_nan_where_they_belong(family, d
     with torch.no_grad():
         have, want = fast(x), model.double()(x.double())
     assert family in (fxfuse.explain(fast).regions[0].kernel or "")
-    assert torch.equal(have.isnan(), want.isnan())
-    assert torch.equal(have.isposinf(), want.isposinf()) and torch.equal(have.isneginf(), want.isneginf())
+    assert_same_specials(have, want)
 
 
 def test_packed_filters_follow_the_weight(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
@@ -42,6 +43,24 @@ _PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # for 32 lanes to read an ele
 _PER_KILOBYTE: Final = 0.02  # copied from L2
 
 
+@dataclass(frozen=True)
+class _Tiling:
+    """How an image is divided and what a warp copies of it: Conv2dFewPixelsProblem."""
+
+    pixels: int
+    """Of a tile."""
+    whole_planes: bool
+    run: int
+    """Elements that a copy takes from where it starts, with one tap: of a plane, or of a group's planes."""
+    group: int
+    """Elements from one group of channels to the next in shared memory, 8 banks apart: lanes side by side read them."""
+    plane: int
+    """Conv2dFewPixelsConfig::kPlane."""
+
+    def pack(self, problem: Conv2dProblem) -> bytes:
+        return pack(problem) + struct.pack("<4q", self.pixels, self.whole_planes, self.run, self.group)
+
+
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """The kernels for few pixels and what they cost, in the unit that conv2d_problem.py speaks of."""
     if not _fits(problem):
@@ -53,24 +72,26 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     exchange = 8 * _GROUPS * group * taps * problem.element_bytes if taps > 1 else 0
     found = []
     for tile in TILES[problem.kernel]:
-        tile_pixels, plane, stage_bytes = _stage(problem, tile.pixels)
-        room = _SHARED // tile.warps - exchange
-        stages = min(_MOST_STAGES, ceil(chunks / tile.warps), room // stage_bytes) if plane is not None else 0
-        tiles = problem.images * ceil(problem.out_size[0] * problem.out_size[1] / tile_pixels)
+        tiling = _tiling(problem, tile.pixels)
+        if tiling is None:
+            continue
+        stage_bytes = _GROUPS * tiling.group * problem.element_bytes
+        stages = min(_MOST_STAGES, ceil(chunks / tile.warps), (_SHARED // tile.warps - exchange) // stage_bytes)
+        tiles = problem.images * ceil(problem.out_size[0] * problem.out_size[1] / tiling.pixels)
         waves = ceil(tiles * ceil(problem.out_channels / tile.filters) / problem.multiprocessors)
         if waves > _MOST_BLOCKS or stages < 1:
             continue
         reads, copied = tile.pixels * channels * taps / 32, chunks * stage_bytes / 1024
         per_read = _PER_READ + _PER_READ_AND_FILTER * tile.filters
         microseconds = _START + waves * (per_read * reads + _PER_KILOBYTE * copied)
-        numbers = (rows, cols, tile.filters, tile.pixels, tile.warps, stages, plane)
+        numbers = (rows, cols, tile.filters, tile.pixels, tile.warps, stages, tiling.plane)
         config = f"{MMA[problem.precision]}, {', '.join(map(str, numbers))}"
         kernel = Kernel(
             f"conv2d few pixels {rows}x{cols} {problem.precision} {tile.filters}x{tile.pixels}, {tile.warps} warps, "
             f"{stages} stage{'s' * (stages > 1)}",
             "conv2d_few_pixels.cuh",
             f"Conv2dFewPixels<Conv2dFewPixelsConfig<{config}>, {{output}}, {{epilogue}}>",
-            pack(problem),
+            tiling.pack(problem),
         )
         found.append((microseconds * PRODUCTS / (channels * taps), kernel))
     return sorted(found, key=lambda costed: costed[0])[:2]
@@ -111,24 +132,30 @@ def _group(problem: Conv2dProblem) -> int:
 
 
 def _whole_planes(problem: Conv2dProblem) -> bool:
-    """Whether planes are copied whole, since they start anywhere: Conv2dFewPixelsTiling::whole_planes."""
+    """Whether planes are copied whole, since they start anywhere."""
     piece = _PIECE_BYTES // problem.element_bytes
     return bool(problem.size[0] * problem.size[1] % piece or problem.x_strides[1] % piece)
 
 
-def _stage(problem: Conv2dProblem, pixels: int) -> tuple[int, int | None, int]:
-    """Pixels of a tile, at most `pixels`; Conv2dFewPixelsConfig::kPlane, None if that is too small; a stage's bytes."""
+def _tiling(problem: Conv2dProblem, pixels: int) -> _Tiling | None:
+    """The tiles of at most `pixels`; None if what they see of a channel exceeds all of _PLANES."""
     size, (height, width), (out_height, out_width) = problem.element_bytes, problem.size, problem.out_size
+    channels = _group(problem)
     tile_pixels = ceil(out_height * out_width / ceil(out_height * out_width / pixels))
     ends = (tile_pixels + out_width - 2) // out_width  # of rows in a tile, at most
     if problem.kernel != (1, 1):
         rows = min(ends, out_height - 1) * problem.stride[0] + problem.kernel[0]
         seen = rows * ((out_width - 1) * problem.stride[1] + problem.kernel[1])
         plane = next((plane for plane in _PLANES if plane >= seen), None)
-        return tile_pixels, plane, _GROUPS * _group(problem) * (plane or seen) * size
-    piece = _PIECE_BYTES // size
-    at_end = max(0, problem.stride[0] * width - problem.stride[1] * out_width)
-    reach = (tile_pixels - 1) * problem.stride[1] + ends * at_end + piece
-    elements = height * width if _whole_planes(problem) else ceil(min(reach, height * width) / piece) * piece
-    words = _group(problem) * elements * size // 4
-    return tile_pixels, 0, (words + (8 - words) % 32) * 4 * _GROUPS
+        return None if plane is None else _Tiling(tile_pixels, False, 0, channels * plane, plane)
+    if _whole_planes(problem):
+        run = elements = channels * height * width
+    else:
+        # From the first pixel of x, rounded down to a whole piece, to the last.
+        piece = _PIECE_BYTES // size
+        at_end = max(0, problem.stride[0] * width - problem.stride[1] * out_width)
+        reach = (tile_pixels - 1) * problem.stride[1] + ends * at_end + piece
+        run = ceil(min(reach, height * width) / piece) * piece
+        elements = channels * run
+    words = elements * size // 4
+    return _Tiling(tile_pixels, _whole_planes(problem), run, (words + (8 - words) % 32) * 4 // size, 0)

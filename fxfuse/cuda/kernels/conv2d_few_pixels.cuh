@@ -37,7 +37,7 @@ struct Conv2dFewPixels {
     using Config = Config_;
     using Output = Output_;
     using Epilogue = Epilogue_;
-    using Problem = Conv2dProblem;
+    using Problem = Conv2dFewPixelsProblem;
     using Tiling = Conv2dFewPixelsTiling;
     using Mma = typename Config::Mma;
     using Element = typename Config::Element;
@@ -58,7 +58,7 @@ struct Conv2dFewPixels {
     static constexpr int kExchangeBytes = kExchanges ? kMmaN * Config::kChunk * kTaps * kSize : 0;
     static constexpr int kMostShared = 163 * 1024;
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Tiling& tiling, const Element* x,
+    static __device__ __forceinline__ void run(const Conv2dProblem& problem, const Tiling& tiling, const Element* x,
                                                const Element* w, Output* out, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -139,13 +139,13 @@ struct Conv2dFewPixels {
         constexpr auto kKernel = &conv2d_few_pixels_kernel<Conv2dFewPixels>;
         const Tiling tiling = Tiling::template of<Config>(problem);
         const int64_t blocks = int64_t{tiling.tiles.divisor} * tiling.images.divisor *
-                               ((problem.out_channels + kFilters - 1) / kFilters);
+                               ((problem.conv.out_channels + kFilters - 1) / kFilters);
         const int bytes = kWarps * own_bytes(tiling);
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX || bytes > kMostShared) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = allow_shared_memory<kKernel>(bytes); error != cudaSuccess) return error;
         kKernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(
-            problem, tiling, reinterpret_cast<const Element*>(pointers[0]),
+            problem.conv, tiling, reinterpret_cast<const Element*>(pointers[0]),
             reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), epilogue);
         return cudaGetLastError();
     }
@@ -187,7 +187,7 @@ private:
 
     public:
         // Of `channels` channels from `first_channel` on.
-        __device__ __forceinline__ Filters(const Element* w, const Problem& problem, int first_filter, int filters,
+        __device__ __forceinline__ Filters(const Element* w, const Conv2dProblem& problem, int first_filter, int filters,
                                            int first_channel, int channels, int lane) {
             const int filter = min(lane / 4, filters - 1), begin = first_channel * kTaps + piece(lane, 0) * kPiece;
             next_ = w + (first_filter + filter) * problem.w_filter + begin;

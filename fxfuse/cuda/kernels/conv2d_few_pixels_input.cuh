@@ -29,52 +29,44 @@ struct Conv2dFewPixelsConfig {
     static_assert(kTaps == 1 ? kPlane == 0 : kGroup * kPlane % 32 == 8);
 };
 
-// How an image is divided, and what a warp copies of it.
+// How an image is divided, and what a warp copies of it, as cuda/conv2d_few_pixels.py packs it.
+struct Conv2dFewPixelsProblem {
+    Conv2dProblem conv;
+    int64_t tile_pixels;
+    int64_t whole_planes;
+    int64_t run;    // elements that a copy takes from where it starts: of a plane, or of a group's planes
+    int64_t group;  // from one group of channels to the next in shared memory, in elements: 8 banks more than a multiple of 32
+};
+
+// The same for the device.
 struct Conv2dFewPixelsTiling {
     FastDivisor tiles, images, out_width, width;  // width: of what a tile sees with several taps
     int tile_pixels;
     bool whole_planes;
-    int run;          // elements that a copy takes from where it starts: of a plane, or of a group's planes
-    int lanes;        // that share a run
-    int group;        // from one group of channels to the next in shared memory, in elements
+    int run;
+    int lanes;  // that share a run
+    int group;
     int stage_bytes;  // of a warp
 
 #ifndef __CUDACC_RTC__
     template <class Config>
-    static Conv2dFewPixelsTiling of(const Conv2dProblem& problem) {
-        constexpr int kSize = static_cast<int>(sizeof(typename Config::Element));
-        const int64_t pixels = problem.out_height * problem.out_width, plane = problem.height * problem.width;
-        const int64_t tiles = (pixels + Config::kPixels - 1) / Config::kPixels;
+    static Conv2dFewPixelsTiling of(const Conv2dFewPixelsProblem& problem) {
+        const Conv2dProblem& conv = problem.conv;
+        const int64_t pixels = conv.out_height * conv.out_width;
         Conv2dFewPixelsTiling tiling{};
-        tiling.tiles = FastDivisor(static_cast<unsigned>(tiles));
-        tiling.images = FastDivisor(static_cast<unsigned>(problem.images));
-        tiling.out_width = FastDivisor(static_cast<unsigned>(problem.out_width));
-        tiling.width = FastDivisor(static_cast<unsigned>((problem.out_width - 1) * problem.stride_w + Config::kCols));
-        tiling.tile_pixels = static_cast<int>((pixels + tiles - 1) / tiles);
-        if constexpr (Config::kTaps > 1) {
-            tiling.group = Config::kGroup * Config::kPlane;
-        } else {
-            tiling.whole_planes = plane % Config::kPiece != 0 || problem.x_channel % Config::kPiece != 0;
-            // From the first pixel of x, rounded down to a whole piece, to the last, for as many ends of rows in between as
-            // there can be.
-            const int64_t ends = (tiling.tile_pixels + problem.out_width - 2) / problem.out_width;
-            const int64_t at_end = problem.stride_h * problem.width - problem.stride_w * problem.out_width;
-            const int64_t reach = (tiling.tile_pixels - 1) * problem.stride_w + (at_end > 0 ? ends * at_end : 0) +
-                                  Config::kPiece;
-            const int64_t span = (min(reach, plane) + Config::kPiece - 1) / Config::kPiece * Config::kPiece;
-            tiling.run = static_cast<int>(tiling.whole_planes ? Config::kGroup * plane : span);
-            tiling.lanes = 32;
-            while (tiling.lanes > 8 && tiling.lanes / 2 * Config::kPiece >= tiling.run) tiling.lanes /= 2;
-            // Groups are read by lanes next to each other: 8 banks apart.
-            const int64_t words = (tiling.whole_planes ? 1 : Config::kGroup) * int64_t{tiling.run} * kSize / 4;
-            tiling.group = static_cast<int>((words + (32 + 8 - words % 32) % 32) * 4 / kSize);
-        }
-        tiling.stage_bytes = Config::kGroups * tiling.group * kSize;
+        tiling.tiles = FastDivisor(static_cast<unsigned>((pixels + problem.tile_pixels - 1) / problem.tile_pixels));
+        tiling.images = FastDivisor(static_cast<unsigned>(conv.images));
+        tiling.out_width = FastDivisor(static_cast<unsigned>(conv.out_width));
+        tiling.width = FastDivisor(static_cast<unsigned>((conv.out_width - 1) * conv.stride_w + Config::kCols));
+        tiling.tile_pixels = static_cast<int>(problem.tile_pixels);
+        tiling.whole_planes = problem.whole_planes != 0;
+        tiling.run = static_cast<int>(problem.run);
+        tiling.lanes = 32;
+        while (tiling.lanes > 8 && tiling.lanes / 2 * Config::kPiece >= tiling.run) tiling.lanes /= 2;
+        tiling.group = static_cast<int>(problem.group);
+        tiling.stage_bytes = Config::kGroups * tiling.group * static_cast<int>(sizeof(typename Config::Element));
         return tiling;
     }
-
-private:
-    static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 #endif  // __CUDACC_RTC__
 };
 
