@@ -6,6 +6,7 @@ otherwise. Skipped without a GPU of compute capability 8.0.
 
 import copy
 import itertools
+import math
 import random
 
 import pytest
@@ -25,7 +26,7 @@ from helpers import (
 from torch import nn
 
 import fxfuse
-from fxfuse.cuda import conv2d, conv2d_direct, conv2d_few_pixels, conv2d_wgmma, gemm, plan
+from fxfuse.cuda import conv2d, conv2d_direct, conv2d_few_pixels, conv2d_wgmma, depthwise, gemm, plan
 
 pytestmark = ON_GPU
 
@@ -839,7 +840,8 @@ def depthwise_configurations(seed, count):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
     only_families(monkeypatch)
-    for conv, shape, part in depthwise_configurations(3, 24):
+    for index, (conv, shape, part) in enumerate(depthwise_configurations(3, 24)):
+        monkeypatch.setattr(depthwise, "_ENOUGH", 0 if index % 3 else math.inf)  # by tensor cores, or not
         x = gpu_tensor(*shape, dtype=dtype)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
         bn = nn.BatchNorm2d(conv.out_channels)
@@ -851,6 +853,7 @@ def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, fo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channels_last, dtype, monkeypatch):
     only_families(monkeypatch)
+    monkeypatch.setattr(depthwise, "_ENOUGH", 0)
     for size in (7, 14, 30):
         conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
         model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), gpu_tensor(3, 24, size, size)
@@ -1280,11 +1283,16 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
         DTYPES[:1], {"conv2d._implicit_gemm": lambda problem: []}, a_convolution,
         (1, 200, 70, (7, 7), 1), (2, 264, 24, (14, 15)), (1, 136, 40, (13, 14), 3, 2),
     ),
+    "DepthwiseMma<": (
+        DTYPES[1:], {"depthwise._ENOUGH": 0}, a_convolution,
+        (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 2, 40), (1, 136, 136, (7, 31), 7, 1, 136),
+    ),
     "DepthwiseNhwc<": (
-        DTYPES[::2], {}, a_convolution,
+        DTYPES[:1], {}, a_convolution,
         (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 2, 40), (1, 136, 136, (7, 31), 7, 1, 136),
     ),
 }  # fmt: skip
+ON_CHANNELS_LAST = {"DepthwiseMma<", "DepthwiseNhwc<"}
 
 
 @NEEDS_HOPPER
@@ -1299,7 +1307,7 @@ def test_a_few_for_the_sanitizer(template, monkeypatch, sources):
     for dtype, case in itertools.product(dtypes, cases):
         model, shape = make(*case)
         model, x = model.eval().to("cuda", dtype), gpu_tensor(*shape, dtype=dtype)
-        x = x.contiguous(memory_format=torch.channels_last) if "Nhwc" in template else x
+        x = x.contiguous(memory_format=torch.channels_last) if template in ON_CHANNELS_LAST else x
         have = fxfuse.optimize(model, strict=True)(x)
         want = copy.deepcopy(model).cpu().double()(x.cpu().double())  # libraries in a sanitizer take long
         torch.testing.assert_close(have.cpu().double(), want, rtol=2**-7, atol=2**-7)

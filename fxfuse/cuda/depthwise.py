@@ -1,4 +1,4 @@
-"""One input channel per output channel: the kernels of depthwise.cuh, depthwise_tile.cuh and depthwise_nhwc.cuh."""
+"""One input channel per output channel: the kernels of depthwise*.cuh."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Final
 
 from fxfuse.cuda.conv2d_problem import MAX_TILES, Conv2dProblem, access, access_of_x, pack, varying
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import ELEMENT
+from fxfuse.cuda.precision import ELEMENT, MMA
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
-"""(kernel, stride) of depthwise_tile.cuh and depthwise_nhwc.cuh: those of the common networks."""
+"""(kernel, stride) of all but depthwise.cuh: those of the common networks."""
 
+_RUN: Final = 8
+"""DepthwiseMma::kRun."""
+_ENOUGH: Final = 15_500
+"""Outputs for a multiprocessor."""
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
 
@@ -27,7 +31,10 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
         return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
     kernel, stride = problem.kernel[0], problem.stride[0]
     name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
-    if layout == "nhwc":
+    if _by_tensor_cores(problem):
+        config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
+        header, cpp = "depthwise_mma.cuh", f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
+    elif layout == "nhwc":
         header, config = "depthwise_nhwc.cuh", f"DepthwiseNhwcConfig<{element}, {kernel}, {stride}>"
         cpp = f"DepthwiseNhwc<{config}, {{output}}, {{epilogue}}>"
     else:
@@ -36,8 +43,20 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
     return [Kernel(name, header, cpp, pack(problem))]
 
 
+def _by_tensor_cores(problem: Conv2dProblem) -> bool:
+    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh, as measured on an H200.
+
+    With a stride of 2 it is not: a row of x then takes part in half as many products. With 7x7 always, with fewer taps
+    where there is more than one run of columns and enough to do.
+    """
+    if problem.out_layout != "nhwc" or problem.element_bytes != 2 or problem.stride != (1, 1):
+        return False
+    outputs = problem.pixels * problem.out_channels / problem.multiprocessors
+    return problem.kernel == (7, 7) or (problem.out_size[1] > _RUN and outputs >= _ENOUGH)
+
+
 def _tiled_access(problem: Conv2dProblem) -> int | None:
-    """Bytes of x that a copy of depthwise_tile.cuh or depthwise_nhwc.cuh takes, None if neither fits the problem."""
+    """Bytes of x that a copy takes of all but depthwise.cuh, None if they do not fit the problem."""
     (kernel, width), (stride, _), size = problem.kernel, problem.stride, problem.element_bytes
     square = kernel == width and stride == problem.stride[1] and (kernel, stride) in _TILED
     if not square or problem.dilation != (1, 1):

@@ -76,14 +76,14 @@ inline void store_shared_4(uint32_t address, uint32_t value) { store_shared(addr
 inline void store_shared_8(uint32_t address, uint2 value) { store_shared(address, value); }
 inline void store_shared_16(uint32_t address, uint4 value) { store_shared(address, value); }
 
-template <bool kTransposed>
-void load_matrices(uint32_t (&r)[4], uint32_t address) {
+template <bool kTransposed, int kMatrices>
+void load_matrices(uint32_t (&r)[kMatrices], uint32_t address) {
     struct Item {
-        uint32_t (*r)[4];
+        uint32_t (*r)[kMatrices];
         uint32_t address;
     } mine = {&r, address};
     emulation::with_warp(mine, [](Item** all) {
-        for (int matrix = 0; matrix < 4; ++matrix) {
+        for (int matrix = 0; matrix < kMatrices; ++matrix) {
             uint16_t element[8][8];
             for (int row = 0; row < 8; ++row) std::memcpy(element[row], at(all[matrix * 8 + row]->address, 16), 16);
             for (int lane = 0; lane < emulation::kWarp; ++lane) {
@@ -95,6 +95,7 @@ void load_matrices(uint32_t (&r)[4], uint32_t address) {
         }
     });
 }
+inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { load_matrices<false>(r, address); }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices<false>(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { load_matrices<true>(r, address); }
 
@@ -174,6 +175,10 @@ inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], const uint32
 }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     multiply_add<2>(d, a, b, bf16_of);
+}
+inline void mma_m16n8k8_f16(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+    const uint32_t only[1] = {b};
+    multiply_add<2>(d, a, only, f16_of);
 }
 inline void mma_m16n8k8_bf16(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
     const uint32_t only[1] = {b};

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "depthwise_sum.cuh"
 #include "device_pass.cuh"
 
 namespace fxfuse {
@@ -49,7 +50,7 @@ struct Depthwise {
         for (int i = 0; i < kRun; ++i) {
             if (i >= count) break;
             const int64_t channel = kNhwc ? start + i : plane;
-            sum[i] = multiply(problem, x + image * problem.x_image, w, channel, row,
+            sum[i] = depthwise_sum(problem, x + image * problem.x_image, w, channel, row,
                               kNhwc ? static_cast<int>(middle) : start + i);
         }
         const int64_t pixel = static_cast<int64_t>(row) * problem.out_width + (kNhwc ? middle : start);
@@ -94,29 +95,6 @@ private:
         const uint32_t digit = index % radix;
         index /= radix;
         return digit;
-    }
-
-    // One output, before the epilogue; x: of its image.
-    static __device__ __forceinline__ float multiply(const Problem& problem, const Element* x, const Element* w,
-                                                     int64_t channel, int row, int col) {
-        const int height = static_cast<int>(problem.height), width = static_cast<int>(problem.width);
-        const int top = row * static_cast<int>(problem.stride_h) - static_cast<int>(problem.pad_h);
-        const int left = col * static_cast<int>(problem.stride_w) - static_cast<int>(problem.pad_w);
-        const uint32_t multiplier = static_cast<uint32_t>(problem.out_channels) / static_cast<uint32_t>(problem.groups);
-        x += static_cast<uint32_t>(channel) / multiplier * problem.x_channel;
-        w += channel * problem.w_filter;
-        float sum = 0.0f;
-        for (int r = 0; r < static_cast<int>(problem.kernel_height); ++r) {
-            const int y = top + r * static_cast<int>(problem.dilation_h);
-            if (y < 0 || y >= height) continue;
-            for (int s = 0; s < static_cast<int>(problem.kernel_width); ++s) {
-                const int at = left + s * static_cast<int>(problem.dilation_w);
-                if (at < 0 || at >= width) continue;
-                const float value = to_float(__ldg(x + y * problem.x_row + at * problem.x_col));
-                sum = fmaf(to_float(__ldg(w + r * problem.w_row + s * problem.w_col)), value, sum);
-            }
-        }
-        return sum;
     }
 };
 

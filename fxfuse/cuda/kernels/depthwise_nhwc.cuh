@@ -11,6 +11,7 @@
 
 #include "conv2d_problem.cuh"
 #include "depthwise_launch.cuh"
+#include "depthwise_ring.cuh"
 #include "divisor.cuh"
 #include "launch.cuh"
 
@@ -70,13 +71,8 @@ struct DepthwiseNhwc {
             bytes = x_at + kStages * kStride * row_bytes;
             const int chunk_count = ceil_div(problem.channels, kChunk), height = static_cast<int>(problem.out_height);
             const int64_t columns = problem.images * chunk_count * count_x;
-            int64_t least = cost(columns, height, multiprocessors);
-            rows = height;
-            for (int fewer = height; fewer > kFewestRows;) {
-                fewer = (fewer + 1) / 2;
-                const int64_t costs = cost(columns * ceil_div(height, fewer), fewer, multiprocessors);
-                if (costs < least) rows = fewer, least = costs;
-            }
+            const int by_registers = Config::kBlocks * Config::kThreads / threads();
+            rows = rows_of_tile(columns, height, kOpen - 1, by_registers, strips, bytes, multiprocessors);
             count = columns * ceil_div(height, rows);
             chunks = FastDivisor(chunk_count);
             tiles_x = FastDivisor(count_x);
@@ -84,28 +80,6 @@ struct DepthwiseNhwc {
         }
 
         int threads() const { return strips * kChunk; }
-
-    private:
-        static constexpr int kFewestRows = 2;
-        static constexpr int kStart = 3;      // what a block does before and after its rows, in rows
-        static constexpr int kBusyWarps = 12;  // fewer in a multiprocessor take as long
-        static constexpr int kShared = 160 << 10;  // bytes of a multiprocessor: an A100's
-
-        static int ceil_div(int64_t value, int by) { return static_cast<int>((value + by - 1) / by); }
-
-        // Time of so many tiles of so many rows, one wave of blocks after another. On an H200 the tiles that it chose
-        // took on average 0.7 % longer than the best of all heights.
-        int64_t cost(int64_t tiles, int tile_rows, int multiprocessors) const {
-            const int64_t by_registers = Config::kBlocks * Config::kThreads / threads(), by_shared = kShared / bytes;
-            const int64_t resident = by_registers < by_shared ? by_registers : by_shared;
-            const auto wave = [&](int64_t blocks) {
-                const int64_t warps = blocks * strips;
-                return warps > kBusyWarps ? warps : kBusyWarps;
-            };
-            const int64_t full = tiles / (resident * multiprocessors), rest = tiles % (resident * multiprocessors);
-            const int64_t last = rest > 0 ? wave((rest + multiprocessors - 1) / multiprocessors) : 0;
-            return (full * wave(resident) + last) * (tile_rows + kOpen - 1 + kStart);
-        }
     };
 
     static __device__ __forceinline__ void run(const Problem& problem, const Tiles& tiles, unsigned char* shared,
@@ -126,7 +100,9 @@ struct DepthwiseNhwc {
         const int end = min(steps, (height - above + kStride - 1) / kStride);
 
         Element* filters = reinterpret_cast<Element*>(shared);
-        copy_filters(problem, filters, w, first);
+        // Filters have an odd number of taps: those of neighbouring channels are in different banks.
+        copy_filters<kKernel>(problem, filters, w + first * problem.w_filter,
+                              min(kChunk, static_cast<int>(problem.channels) - first));
         Copier copier(problem, tiles, shared + tiles.x_at, x + image * problem.x_image, first, left,
                       above + begin * kStride);
         int to_copy = end - begin;
@@ -304,27 +280,6 @@ private:
                     sum[q][j] = fmaf(filter[r * kKernel + s], in[j * kStride + s], sum[q][j]);
                 }
             }
-        }
-    }
-
-    // A filter's taps follow each other, of which it has an odd number: those of neighbouring channels are in different
-    // banks. Copies are waited for with those of the first stage.
-    static __device__ __forceinline__ void copy_filters(const Problem& problem, Element* filters, const Element* w,
-                                                        int first) {
-        const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-        const int count = min(kChunk, static_cast<int>(problem.channels) - first) * kTaps;
-        const bool adjacent = problem.w_filter == kTaps && problem.w_row == kKernel && problem.w_col == 1;
-        w += first * problem.w_filter;
-        if (adjacent && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
-            for (int i = thread * kRun; i < count; i += threads * kRun) {
-                ptx::cp_async_16(ptx::shared_address(filters + i), w + i);
-            }
-            return;
-        }
-        for (int i = thread; i < count; i += threads) {
-            const int tap = i % kTaps;
-            const int64_t at = tap / kKernel * problem.w_row + tap % kKernel * problem.w_col;
-            filters[i] = w[i / kTaps * problem.w_filter + at];
         }
     }
 };

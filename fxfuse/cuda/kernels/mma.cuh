@@ -232,6 +232,11 @@ struct Fp16 : Half<Float16> {
         ptx::mma_m16n8k16_f16(d, a.value, b.value);
     }
 
+    // Of half as much of K: raw[0] and raw[1] of A, raw[0] of B.
+    static __device__ __forceinline__ void half_product(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+        ptx::mma_m16n8k8_f16(d, a, b);
+    }
+
     static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return ptx::add_f16x2(a, b); }
 };
 
@@ -242,6 +247,11 @@ struct Bf16 : Half<BFloat16> {
     template <int kProduct>
     static __device__ __forceinline__ void product(float (&d)[4], const A& a, const B& b) {
         ptx::mma_m16n8k16_bf16(d, a.value, b.value);
+    }
+
+    // Of half as much of K: raw[0] and raw[1] of A, raw[0] of B.
+    static __device__ __forceinline__ void half_product(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+        ptx::mma_m16n8k8_bf16(d, a, b);
     }
 
     static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return ptx::add_bf16x2(a, b); }

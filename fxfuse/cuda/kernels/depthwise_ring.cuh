@@ -1,0 +1,63 @@
+// What the depthwise kernels share that walk down their columns (depthwise_nhwc.cuh, depthwise_mma.cuh): how high a
+// tile is, and how filters come to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d_problem.cuh"
+
+namespace fxfuse {
+
+inline int ceil_div(int64_t value, int by) { return static_cast<int>((value + by - 1) / by); }
+
+// Rows of outputs of a tile, where `columns` tiles are side by side. `extra`: rows that a block takes beyond its own;
+// `by_registers`: blocks that a multiprocessor has registers for, each of so many warps and bytes of shared memory. On
+// an H200 the heights that it chose took on average 0.7 % longer than the best ones.
+inline int rows_of_tile(int64_t columns, int height, int extra, int64_t by_registers, int warps, int bytes,
+                        int multiprocessors) {
+    constexpr int kFewest = 2;
+    constexpr int kStart = 3;       // what a block does before and after its rows, in rows
+    constexpr int kBusyWarps = 12;  // fewer in a multiprocessor take as long
+    constexpr int kShared = 160 << 10;  // bytes of a multiprocessor: an A100's
+    const int64_t by_shared = kShared / bytes, resident = by_registers < by_shared ? by_registers : by_shared;
+    const auto wave = [&](int64_t blocks) {
+        const int64_t all = blocks * warps;
+        return all > kBusyWarps ? all : int64_t{kBusyWarps};
+    };
+    // One wave of blocks after another.
+    const auto cost = [&](int rows) {
+        const int64_t tiles = columns * ceil_div(height, rows), at_once = resident * multiprocessors;
+        const int64_t rest = tiles % at_once;
+        const int64_t last = rest > 0 ? wave((rest + multiprocessors - 1) / multiprocessors) : 0;
+        return (tiles / at_once * wave(resident) + last) * (rows + extra + kStart);
+    };
+    int best = height;
+    for (int fewer = height; fewer > kFewest;) {
+        fewer = (fewer + 1) / 2;
+        if (cost(fewer) < cost(best)) best = fewer;
+    }
+    return best;
+}
+
+// Filters of `channels` channels by all threads of a block, each channel's taps one after the other, 16 bytes at a time
+// where they lie so. Copies are waited for with the next that are committed.
+template <int kKernel, class Element>
+__device__ __forceinline__ void copy_filters(const Conv2dProblem& problem, Element* filters, const Element* w,
+                                             int channels) {
+    constexpr int kTaps = kKernel * kKernel, kRun = 16 / static_cast<int>(sizeof(Element));
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), count = channels * kTaps;
+    const bool adjacent = problem.w_filter == kTaps && problem.w_row == kKernel && problem.w_col == 1;
+    if (adjacent && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
+        for (int i = thread * kRun; i < count; i += threads * kRun) {
+            ptx::cp_async_16(ptx::shared_address(filters + i), w + i);
+        }
+        return;
+    }
+    for (int i = thread; i < count; i += threads) {
+        const int tap = i % kTaps;
+        const int64_t at = tap / kKernel * problem.w_row + tap % kKernel * problem.w_col;
+        filters[i] = w[i / kTaps * problem.w_filter + at];
+    }
+}
+
+}  // namespace fxfuse
