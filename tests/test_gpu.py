@@ -1285,7 +1285,7 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
     ),
     "DepthwiseMma<": (
         DTYPES[1:], {"depthwise._ENOUGH": 0}, a_convolution,
-        (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 2, 40), (1, 136, 136, (7, 31), 7, 1, 136),
+        (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 1, 40), (1, 136, 136, (7, 31), 7, 1, 136),
     ),
     "DepthwiseNhwc<": (
         DTYPES[:1], {}, a_convolution,

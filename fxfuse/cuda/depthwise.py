@@ -32,6 +32,7 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
     kernel, stride = problem.kernel[0], problem.stride[0]
     name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
     if _by_tensor_cores(problem):
+        name += ", tensor cores"
         config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
         header, cpp = "depthwise_mma.cuh", f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
     elif layout == "nhwc":
