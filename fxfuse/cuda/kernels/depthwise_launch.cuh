@@ -10,6 +10,8 @@
 
 namespace fxfuse {
 
+inline int ceil_div(int64_t value, int by) { return static_cast<int>((value + by - 1) / by); }
+
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
     depthwise_tiles_kernel(const __grid_constant__ Conv2dProblem problem,

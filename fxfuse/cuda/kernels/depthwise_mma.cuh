@@ -18,11 +18,9 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
-#include "depthwise_launch.cuh"
 #include "depthwise_ring.cuh"
 #include "depthwise_sum.cuh"
 #include "divisor.cuh"
-#include "launch.cuh"
 #include "mma.cuh"
 
 namespace fxfuse {
@@ -66,6 +64,7 @@ struct DepthwiseMma {
     // Results in shared memory: a pixel, the next one, in other banks, and a row.
     static constexpr int kPixelBytes = kGroups * kGroup * kOutput, kPixelPitch = kPixelBytes + kPiece;
     static constexpr int kRowBytes = kPixels * kPixelPitch;
+    static constexpr int kPixelPieces = kPixelBytes / kPiece, kPixelStep = kThreads / kPixelPieces;
     static constexpr int kCarried = kPixels * kPixelBytes / (kPiece * kThreads);  // pieces that a thread stores
     static_assert(kPiece == kGroup * kElement && kCarried > 0);
 
@@ -96,6 +95,8 @@ struct DepthwiseMma {
             tiles_x = FastDivisor(count_x);
             bands = FastDivisor(ceil_div(height, rows));
         }
+
+        static constexpr int threads() { return kThreads; }
     };
 
     static __device__ __forceinline__ void run(const Problem& problem, const Tiles& tiles, unsigned char* shared,
@@ -173,10 +174,7 @@ struct DepthwiseMma {
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
-        unsigned count = 0;
-        if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
-        const Tiles tiles(problem, static_cast<int>(count));
-        return launch_depthwise_tiles<DepthwiseMma>(problem, tiles, kThreads, pointers, epilogue, stream);
+        return launch_depthwise_ring<DepthwiseMma>(problem, pointers, epilogue, stream);
     }
 #endif  // __CUDACC_RTC__
 
@@ -297,13 +295,12 @@ private:
               poison(0.0f) {
 #pragma unroll
             for (int i = 0; i < kRuns; ++i) pixel[i] = Pixel(problem, tiles, corner, pixel_of(thread, i));
-            constexpr int kPixelPieces = kPixelBytes / kPiece, kStep = kThreads / kPixelPieces;
             const int index = thread / kPixelPieces, piece = thread % kPixelPieces;
             to = rows + pixel_of(thread, 0) * kPixelPitch + channel_of(thread) * kOutput;
             from = rows + index * kPixelPitch + piece * kPiece;
 #pragma unroll
             for (int i = 0; i < kCarried; ++i) {
-                const Pixel at(problem, tiles, corner, index + i * kStep);
+                const Pixel at(problem, tiles, corner, index + i * kPixelStep);
                 const int first = corner.channel + piece * (kPiece / kOutput);
                 exists[i] = at.exists && first < problem.channels;
                 const int64_t pixel = (at.image * problem.out_height + corner.top) * problem.out_width + at.col;
@@ -331,19 +328,19 @@ private:
 
         // Carries the row that all threads have written to its place.
         __device__ __forceinline__ void store(int64_t row_step) {
-            constexpr int kStep = kThreads / (kPixelBytes / kPiece);
 #pragma unroll
             for (int i = 0; i < kCarried; ++i) {
                 if (exists[i]) {
                     *reinterpret_cast<uint4*>(destination[i]) =
-                        *reinterpret_cast<const uint4*>(from + (kRowBytes - row) + i * kStep * kPixelPitch);
+                        *reinterpret_cast<const uint4*>(from + (kRowBytes - row) + i * kPixelStep * kPixelPitch);
                 }
                 destination[i] += row_step;
             }
         }
     };
 
-    // What this thread has of the tile, without tensor cores.
+    // What this thread has of the tile, without tensor cores. Seldom needed: so indices are read anew, and nothing is
+    // kept in registers for it.
     static __device__ __forceinline__ void compute_again(const Problem& problem, const Tiles& tiles, const Element* x,
                                                          const Element* w, Output* out, const Epilogue& epilogue) {
         const int thread = static_cast<int>(ptx::read_thread_index());
@@ -370,14 +367,6 @@ private:
                 store_run<Output, 2, Runs::kWhole>(out + (at.batch * pixels + at.row) * problem.channels + channel,
                                                    value, 2);
             }
-        }
-    }
-
-    static __device__ __forceinline__ void begin_row(float (&sum)[kKernel][kUnits][4]) {
-#pragma unroll
-        for (int q = kKernel - 1; q >= 0; --q) {
-#pragma unroll
-            for (int i = 0; i < kUnits * 4; ++i) sum[q][i / 4][i % 4] = q > 0 ? sum[q - 1][i / 4][i % 4] : 0.0f;
         }
     }
 

@@ -10,10 +10,8 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
-#include "depthwise_launch.cuh"
 #include "depthwise_ring.cuh"
 #include "divisor.cuh"
-#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -152,10 +150,7 @@ struct DepthwiseNhwc {
 #ifndef __CUDACC_RTC__
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
-        unsigned count = 0;
-        if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
-        const Tiles tiles(problem, static_cast<int>(count));
-        return launch_depthwise_tiles<DepthwiseNhwc>(problem, tiles, tiles.threads(), pointers, epilogue, stream);
+        return launch_depthwise_ring<DepthwiseNhwc>(problem, pointers, epilogue, stream);
     }
 #endif  // __CUDACC_RTC__
 
@@ -254,14 +249,6 @@ private:
             *to = from_float<Output>(value);
         }
     };
-
-    static __device__ __forceinline__ void begin_row(float (&sum)[kOpen][kCols]) {
-#pragma unroll
-        for (int q = kOpen - 1; q >= 0; --q) {
-#pragma unroll
-            for (int j = 0; j < kCols; ++j) sum[q][j] = q > 0 ? sum[q - 1][j] : 0.0f;
-        }
-    }
 
     // Adds what a row of x, the a-th of a step's, contributes to the output rows that it is part of.
     static __device__ __forceinline__ void multiply_row(int a, const float (&filter)[kTaps], const Element* row,

@@ -1,14 +1,14 @@
 // What the depthwise kernels share that walk down their columns (depthwise_nhwc.cuh, depthwise_mma.cuh): how high a
-// tile is, and how filters come to shared memory.
+// tile is, their launch, how filters come to shared memory, and how sums move on from row to row.
 #pragma once
 
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "depthwise_launch.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
-
-inline int ceil_div(int64_t value, int by) { return static_cast<int>((value + by - 1) / by); }
 
 // Rows of outputs of a tile, where `columns` tiles are side by side. `extra`: rows that a block takes beyond its own;
 // `by_registers`: blocks that a multiprocessor has registers for, each of so many warps and bytes of shared memory. On
@@ -32,12 +32,26 @@ inline int rows_of_tile(int64_t columns, int height, int extra, int64_t by_regis
         return (tiles / at_once * wave(resident) + last) * (rows + extra + kStart);
     };
     int best = height;
+    int64_t least = cost(best);
     for (int fewer = height; fewer > kFewest;) {
         fewer = (fewer + 1) / 2;
-        if (cost(fewer) < cost(best)) best = fewer;
+        const int64_t costs = cost(fewer);
+        if (costs < least) best = fewer, least = costs;
     }
     return best;
 }
+
+#ifndef __CUDACC_RTC__
+// By tiles for the multiprocessors at hand.
+template <class Kernel>
+cudaError_t launch_depthwise_ring(const Conv2dProblem& problem, const uint64_t* pointers,
+                                  const typename Kernel::Epilogue& epilogue, cudaStream_t stream) {
+    unsigned count = 0;
+    if (const cudaError_t error = multiprocessors(&count); error != cudaSuccess) return error;
+    const typename Kernel::Tiles tiles(problem, static_cast<int>(count));
+    return launch_depthwise_tiles<Kernel>(problem, tiles, tiles.threads(), pointers, epilogue, stream);
+}
+#endif  // __CUDACC_RTC__
 
 // Filters of `channels` channels by all threads of a block, each channel's taps one after the other, 16 bytes at a time
 // where they lie so. Copies are waited for with the next that are committed.
@@ -57,6 +71,20 @@ __device__ __forceinline__ void copy_filters(const Conv2dProblem& problem, Eleme
         const int tap = i % kTaps;
         const int64_t at = tap / kKernel * problem.w_row + tap % kKernel * problem.w_col;
         filters[i] = w[i / kTaps * problem.w_filter + at];
+    }
+}
+
+// Sums of the output rows that are open, the newest first, move on by one, and those of a new row begin. Row: an array
+// of floats of any shape.
+template <int kOpen, class Row>
+__device__ __forceinline__ void begin_row(Row (&sum)[kOpen]) {
+    constexpr int kValues = sizeof(Row) / sizeof(float);
+#pragma unroll
+    for (int q = kOpen - 1; q >= 0; --q) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            reinterpret_cast<float*>(sum[q])[i] = q > 0 ? reinterpret_cast<const float*>(sum[q - 1])[i] : 0.0f;
+        }
     }
 }
 

@@ -39,10 +39,6 @@ inline int threads_for(int strips, int most) {
     return 32 * warps;
 }
 
-inline int tiles_of(int64_t extent, int tile) {
-    return static_cast<int>((extent + tile - 1) / tile);
-}
-
 inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 // to[i] = load(i) for all i below `count`, by all threads. Loads go out in batches: nothing else hides their latency.
@@ -135,24 +131,24 @@ struct DepthwiseTileNchw {
             // A strip's window starts kKernel / 2 before a multiple of 16 bytes.
             shift = ((pad_left - kKernel / 2) % kRun + kRun) % kRun;
             pitch = detail::round_up(width + (pad_left > pad_right ? pad_left : pad_right), kRun);
-            const int along_x = detail::tiles_of(out_width, kCols);
-            const int all_y = detail::tiles_of(problem.out_height, kRows);
+            const int along_x = ceil_div(out_width, kCols);
+            const int all_y = ceil_div(problem.out_height, kRows);
             const int64_t total = problem.images * problem.out_channels;
             int along_y = all_y;
             planes = 1;
             place(along_x, along_y, out_width);
             while (along_y > 1 && (bytes > kTileBytes ||
-                                   total * detail::tiles_of(all_y, along_y) < detail::kEnoughTiles)) {
+                                   total * ceil_div(all_y, along_y) < detail::kEnoughTiles)) {
                 along_y = (along_y + 1) / 2;
                 place(along_x, along_y, out_width);
             }
             if (along_y == all_y && bytes <= kTileBytes) {
-                const int fit = kTileBytes / bytes, wanted = detail::tiles_of(total, detail::kEnoughTiles);
+                const int fit = kTileBytes / bytes, wanted = ceil_div(total, detail::kEnoughTiles);
                 planes = fit < wanted ? fit : wanted;
                 place(along_x, along_y, out_width);
             }
-            const int along = detail::tiles_of(all_y, along_y);
-            count = detail::tiles_of(total, planes) * int64_t{along};
+            const int along = ceil_div(all_y, along_y);
+            count = ceil_div(total, planes) * int64_t{along};
             all_planes = static_cast<uint32_t>(total);
             threads = detail::threads_for(planes * along_x * along_y, Config::kThreads);
             const int row_runs = pitch / kRun;
