@@ -227,8 +227,7 @@ def test_a_kernel_may_have_more_shared_memory_than_its_last_launch():
     ],
 )  # fmt: skip
 def test_depthwise_convolution_on_channels_last(size, stride, precision, monkeypatch):
-    monkeypatch.setattr(depthwise, "_RUN", 0)
-    monkeypatch.setattr(depthwise, "_ENOUGH", 0)
+    monkeypatch.setattr(depthwise, "_ENOUGH", {size: 0})
     dtype, by_tensor_cores = PRECISIONS[precision], precision != "tf32" and stride == 1
     for shape, padding in (
         ((1, 8, 23, 60), size // 2),  # bands of rows, tiles side by side, the last of them narrower
@@ -252,7 +251,7 @@ def test_depthwise_convolution_on_channels_last(size, stride, precision, monkeyp
 
 @pytest.mark.parametrize(("size", "precision"), [(3, "bf16"), (5, "fp16"), (7, "bf16")])
 def test_depthwise_convolution_by_tensor_cores_keeps_infinities_and_nan_in_their_channels(size, precision, monkeypatch):
-    monkeypatch.setattr(depthwise, "_ENOUGH", 0)
+    monkeypatch.setattr(depthwise, "_ENOUGH", {size: 0})
     dtype, options = PRECISIONS[precision], {"padding": size // 2, "groups": 48}
     x = integers(3, 48, 11, 19, dtype=dtype).to(memory_format=torch.channels_last)
     weight = integers(48, 1, size, size, dtype=dtype)

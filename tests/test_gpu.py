@@ -841,7 +841,8 @@ def depthwise_configurations(seed, count):
 def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, forget):
     only_families(monkeypatch)
     for index, (conv, shape, part) in enumerate(depthwise_configurations(3, 24)):
-        monkeypatch.setattr(depthwise, "_ENOUGH", 0 if index % 3 else math.inf)  # by tensor cores, or not
+        enough = 0 if index % 3 else math.inf  # by tensor cores, or not
+        monkeypatch.setattr(depthwise, "_ENOUGH", dict.fromkeys((3, 5, 7), enough))
         x = gpu_tensor(*shape, dtype=dtype)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x)[part]
         bn = nn.BatchNorm2d(conv.out_channels)
@@ -853,7 +854,7 @@ def test_depthwise_convolution_of_any_size(channels_last, dtype, monkeypatch, fo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_depthwise_convolution_keeps_infinities_and_nan_where_they_belong(channels_last, dtype, monkeypatch):
     only_families(monkeypatch)
-    monkeypatch.setattr(depthwise, "_ENOUGH", 0)
+    monkeypatch.setattr(depthwise, "_ENOUGH", {5: 0})
     for size in (7, 14, 30):
         conv = nn.Conv2d(24, 24, 5, padding=2, groups=24, bias=False)
         model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).to("cuda", dtype).eval(), gpu_tensor(3, 24, size, size)
@@ -1284,7 +1285,7 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
         (1, 200, 70, (7, 7), 1), (2, 264, 24, (14, 15)), (1, 136, 40, (13, 14), 3, 2),
     ),
     "DepthwiseMma<": (
-        DTYPES[1:], {"depthwise._ENOUGH": 0}, a_convolution,
+        DTYPES[1:], {"depthwise._ENOUGH": dict.fromkeys((3, 5, 7), 0)}, a_convolution,
         (2, 24, 24, (9, 11), 3, 1, 24), (3, 40, 40, (17, 19), 5, 1, 40), (1, 136, 136, (7, 31), 7, 1, 136),
     ),
     "DepthwiseNhwc<": (

@@ -11,10 +11,8 @@ from fxfuse.cuda.precision import ELEMENT, MMA
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
 """(kernel, stride) of all but depthwise.cuh: those of the common networks."""
 
-_RUN: Final = 8
-"""DepthwiseMma::kRun."""
-_ENOUGH: Final = 15_500
-"""Outputs for a multiprocessor."""
+_ENOUGH: Final = {3: 80_000, 5: 15_500, 7: 0}
+"""By kernel: from so many outputs for a multiprocessor on depthwise_mma.cuh is faster than depthwise_nhwc.cuh (H200)."""
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
 
@@ -45,15 +43,10 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:
-    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh, as measured on an H200.
-
-    With a stride of 2 it is not: a row of x then takes part in half as many products. With 7x7 always, with fewer taps
-    where there is more than one run of columns and enough to do.
-    """
+    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh: not with a stride, as measured."""
     if problem.out_layout != "nhwc" or problem.element_bytes != 2 or problem.stride != (1, 1):
         return False
-    outputs = problem.pixels * problem.out_channels / problem.multiprocessors
-    return problem.kernel == (7, 7) or (problem.out_size[1] > _RUN and outputs >= _ENOUGH)
+    return problem.pixels * problem.out_channels >= _ENOUGH[problem.kernel[0]] * problem.multiprocessors
 
 
 def _tiled_access(problem: Conv2dProblem) -> int | None:
@@ -65,7 +58,8 @@ def _tiled_access(problem: Conv2dProblem) -> int | None:
     if problem.out_layout == "nhwc":
         one_to_one = problem.channels == problem.out_channels
         # 32-bit offsets along a row; every output reads a row of x
-        fits = problem.out_size[1] * problem.channels * size < 2**32 and problem.padding[0] < kernel
+        longest = (problem.out_size[1] + kernel) * max(problem.channels, problem.x_strides[3]) * size
+        fits = longest < 2**32 and problem.padding[0] < kernel
         return 16 if one_to_one and fits and access_of_x(problem, "nhwc", problem.channels) == 16 else None
     left = problem.padding[1]
     right = (problem.out_size[1] - 1) * stride + kernel - left - problem.size[1]

@@ -18,6 +18,7 @@ inline unsigned char* at(uint32_t address, int bytes) {
 }
 
 inline uint32_t read_thread_index() { return threadIdx.x; }
+inline uint32_t read_zero() { return 0; }
 inline uint3 read_block_index() { return blockIdx; }
 
 inline void copy_async(uint32_t destination, const void* source, int bytes, int valid) {
@@ -76,14 +77,14 @@ inline void store_shared_4(uint32_t address, uint32_t value) { store_shared(addr
 inline void store_shared_8(uint32_t address, uint2 value) { store_shared(address, value); }
 inline void store_shared_16(uint32_t address, uint4 value) { store_shared(address, value); }
 
-template <bool kTransposed, int kMatrices>
-void load_matrices(uint32_t (&r)[kMatrices], uint32_t address) {
+template <bool kTransposed>
+void load_matrices(uint32_t (&r)[4], uint32_t address) {
     struct Item {
-        uint32_t (*r)[kMatrices];
+        uint32_t (*r)[4];
         uint32_t address;
     } mine = {&r, address};
     emulation::with_warp(mine, [](Item** all) {
-        for (int matrix = 0; matrix < kMatrices; ++matrix) {
+        for (int matrix = 0; matrix < 4; ++matrix) {
             uint16_t element[8][8];
             for (int row = 0; row < 8; ++row) std::memcpy(element[row], at(all[matrix * 8 + row]->address, 16), 16);
             for (int lane = 0; lane < emulation::kWarp; ++lane) {
@@ -95,7 +96,6 @@ void load_matrices(uint32_t (&r)[kMatrices], uint32_t address) {
         }
     });
 }
-inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { load_matrices<false>(r, address); }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices<false>(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { load_matrices<true>(r, address); }
 

@@ -2,17 +2,17 @@
 // size is known at compile time.
 //
 // On ordinary cores the number of instructions is the limit: one for each tap of each output, one for each element that
-// must become a float. A tensor core multiplies 16 pixels by 8 channels with two taps at once: pixels are rows of A, as
-// they lie in shared memory, 8 channels for one tap and then 8 for another; B has the filters' taps on its diagonals,
-// a register for a tap. Seven eighths of the products are by zero. It is faster nevertheless, but not by as much as it
-// saves: a warp waits for its own products, and what it has in registers lets few others share its multiprocessor.
+// must become a float. Here a filter's row is a band matrix: with pixels side by side as K and outputs side by side as N,
+// B[k, n] is tap k - n. Two channels, which lie in one register, share a product: K is 8 pixels of both, N 4 outputs of
+// both, and what would mix them is zero. Rows of A are runs of 4 outputs. So A's fragments are x as it lies in shared
+// memory, and a thread has neighbouring channels of D's pixels. With 7x7 half a product more takes another 4 pixels.
 //
-// An infinity or NaN times those zeros would be NaN in other channels. So what may have met one is computed again,
+// An infinity or NaN times those zeros would be NaN in other outputs. So what may have met one is computed again,
 // without tensor cores.
 //
 // Otherwise as in depthwise_nhwc.cuh: a block walks down its columns, rows of x come through a ring in shared memory,
 // and a sum moves on to its next row of the filter by being the addend of that row's first product. Results leave by
-// way of shared memory, too, because a warp has only 16 bytes of each pixel, half of what memory takes at once.
+// way of shared memory, too, because a warp has only a part of what memory takes of each pixel at once.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ struct DepthwiseMmaConfig {
     using Mma = Mma_;
     using Element = typename Mma::Element;
     static constexpr int kKernel = kKernel_;
-    static constexpr int kStages = 4;  // rows of x in the ring
-    static constexpr int kUnits = 2;   // products of 16 pixels that a warp has side by side
+    static constexpr int kStages = 4;                    // rows of x in the ring
+    static constexpr int kPairs = kKernel == 7 ? 2 : 4;  // of channels that a warp has
     static constexpr int kThreads = 128;
     // So many fit a multiprocessor: what filter, sums and a row take of registers allows no more without spills.
-    static constexpr int kBlocks = kKernel == 3 ? 6 : kKernel == 5 ? 4 : 3;
+    static constexpr int kBlocks = kKernel == 3 ? 4 : 3;
     static_assert(kKernel % 2 == 1 && sizeof(Element) == 2);
 };
 
@@ -50,46 +50,59 @@ struct DepthwiseMma {
 
     static constexpr int kTensors = 3;  // x, w, out
     static constexpr int kKernel = Config::kKernel, kTaps = kKernel * kKernel;
-    static constexpr int kStages = Config::kStages, kUnits = Config::kUnits, kThreads = Config::kThreads;
+    static constexpr int kStages = Config::kStages, kPairs = Config::kPairs, kThreads = Config::kThreads;
     static constexpr int kElement = static_cast<int>(sizeof(Element)), kOutput = static_cast<int>(sizeof(Output));
-    static constexpr int kPiece = 16;                // bytes of a copy
-    static constexpr int kGroup = kMmaN;             // channels of a warp, a piece of a pixel
-    static constexpr int kGroups = kThreads / 32;    // of a tile
-    static constexpr int kRun = 8;                   // columns of outputs side by side
-    static constexpr int kRuns = kUnits * kMmaM / kRun;  // of a tile, at most
-    static constexpr int kPixels = kRuns * kRun;
-    // Copies of a thread for a row: most if every run is a row of another image.
-    static constexpr int kPieces = (kRuns * (kRun - 1 + kKernel) * kGroups + kThreads - 1) / kThreads;
-    static constexpr int kPairs = kKernel / 2;  // of taps side by side, and one is left
+    static constexpr int kPiece = 16;                      // bytes of a copy
+    static constexpr int kGroup = 2 * kPairs;              // channels of a warp
+    static constexpr int kChunk = kThreads / 32 * kGroup;  // of a tile
+    static constexpr int kRun = 4;                         // columns of outputs side by side, a row of A
+    static constexpr int kRuns = kMmaM, kPixels = kRuns * kRun;  // of a tile's row, at most
+    static constexpr int kQuads = (kRun - 1 + kKernel + 3) / 4;  // of pixels of x that a run takes
+    // A pixel of x in shared memory, in pieces.
+    static constexpr int kInPieces = kChunk * kElement / kPiece;
+    // Copies of a thread for a row, at most: what a tile of images takes that have two runs each.
+    static constexpr int kCopies = kRuns / 2 * (kRun + kQuads * 4) * kInPieces / kThreads;
     // Results in shared memory: a pixel, the next one, in other banks, and a row.
-    static constexpr int kPixelBytes = kGroups * kGroup * kOutput, kPixelPitch = kPixelBytes + kPiece;
+    static constexpr int kPixelBytes = kChunk * kOutput, kPixelPitch = kPixelBytes + kPiece;
     static constexpr int kRowBytes = kPixels * kPixelPitch;
     static constexpr int kPixelPieces = kPixelBytes / kPiece, kPixelStep = kThreads / kPixelPieces;
     static constexpr int kCarried = kPixels * kPixelBytes / (kPiece * kThreads);  // pieces that a thread stores
-    static_assert(kPiece == kGroup * kElement && kCarried > 0);
+    static_assert(kCopies > 0 && kCarried > 0 && kThreads / kInPieces % 8 == 0);
 
-    // A tile is kGroups groups of channels of a rectangle of outputs, of several images where a row has few runs.
+    // A tile is kChunk channels of a rectangle of outputs, of several images where a row has few runs.
     struct Tiles {
-        FastDivisor chunks, tiles_x, bands, part_cols;
-        int parts, runs, rows;       // of a tile: images, runs of columns in each, rows
-        int row_bytes;               // of the ring
+        FastDivisor chunks, tiles_x, bands, part_runs, part_cols;
+        int parts, rows;              // of a tile: images, rows
+        int row_bytes;                // of the ring
         int x_at, results_at, bytes;  // in shared memory, behind the filters: the ring, and two rows of results
         int64_t count;
 
         Tiles(const Problem& problem, int multiprocessors) {
             const int all_runs = ceil_div(problem.out_width, kRun), count_x = ceil_div(all_runs, kRuns);
-            runs = ceil_div(all_runs, count_x);
-            parts = kRuns / runs < problem.images ? kRuns / runs : static_cast<int>(problem.images);
-            const int cols = runs * kRun - 1 + kKernel;
+            const int runs = ceil_div(all_runs, count_x);
+            const int cols = (runs - 1) * kRun + kQuads * 4;
+            // Offsets from a tile's first pixel have 32 bits.
+            const int64_t pixels = problem.out_height * problem.out_width;
+            const int64_t of_x = problem.x_image * kElement, of_out = pixels * problem.channels * kOutput;
+            const int64_t addressed = UINT32_MAX / (of_x > of_out ? of_x : of_out);
+            const int64_t copied = kCopies * kThreads / (cols * kInPieces);
+            parts = kRuns / runs;
+            const auto limit_parts = [&](int64_t most) { parts = parts > most ? static_cast<int>(most) : parts; };
+            limit_parts(problem.images);
+            limit_parts(copied);
+            limit_parts(addressed > 0 ? addressed : 1);
+            part_runs = FastDivisor(runs);
             part_cols = FastDivisor(cols);
-            row_bytes = parts * cols * kGroups * kPiece;
-            x_at = kTaps * kGroups * kGroup * kElement;
+            row_bytes = parts * cols * kInPieces * kPiece;
+            x_at = kTaps * kChunk * kElement;
             results_at = x_at + kStages * row_bytes;
             bytes = results_at + 2 * kRowBytes;
-            const int chunk_count = ceil_div(problem.channels, kGroups * kGroup);
+            const int chunk_count = ceil_div(problem.channels, kChunk);
             const int height = static_cast<int>(problem.out_height);
             const int64_t columns = int64_t{ceil_div(problem.images, parts)} * chunk_count * count_x;
-            rows = rows_of_tile(columns, height, kKernel - 1, Config::kBlocks, kGroups, bytes, multiprocessors);
+            constexpr int kFixed = 12;
+            rows = rows_of_tile(columns, height, kKernel - 1, Config::kBlocks, kThreads / 32, bytes, multiprocessors,
+                                kFixed);
             count = columns * ceil_div(height, rows);
             chunks = FastDivisor(chunk_count);
             tiles_x = FastDivisor(count_x);
@@ -97,13 +110,14 @@ struct DepthwiseMma {
         }
 
         static constexpr int threads() { return kThreads; }
+        __device__ __forceinline__ int runs() const { return static_cast<int>(part_runs.divisor); }
     };
 
     static __device__ __forceinline__ void run(const Problem& problem, const Tiles& tiles, unsigned char* shared,
                                                const Element* x, const Element* w, Output* out,
                                                const Epilogue& epilogue) {
         const Corner corner(tiles, blockIdx.x);
-        const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, group = thread / 32;
+        const int thread = static_cast<int>(threadIdx.x);
         const int height = static_cast<int>(problem.height), out_height = static_cast<int>(problem.out_height);
 
         // A step reads a row of x, begins an output row and completes another. Steps whose rows are above the image are
@@ -113,7 +127,7 @@ struct DepthwiseMma {
         const int begin = max(-above, 0), end = min(steps, height - above);
 
         copy_filters<kKernel>(problem, reinterpret_cast<Element*>(shared), w + corner.channel * problem.w_filter,
-                              min(kGroups * kGroup, static_cast<int>(problem.channels) - corner.channel));
+                              min(kChunk, static_cast<int>(problem.channels) - corner.channel));
         Copier copier(problem, tiles, shared + tiles.x_at, x, corner, above + begin);
         int to_copy = end - begin;
         const auto copy_next = [&] {
@@ -125,22 +139,18 @@ struct DepthwiseMma {
         for (int i = 0; i < kStages - 1; ++i) copy_next();
 
         Results results(problem, tiles, shared + tiles.results_at, out, corner, thread);
-        const auto columns = epilogue.template load_columns<Runs::kWhole, 2>(Position{0, 0, results.channel}, 2);
+        const auto columns =
+            epilogue.template load_columns<Runs::kWhole, kGroup>(Position{0, 0, results.channel}, kGroup);
 
         ptx::cp_async_wait<kStages - 2>();
         __syncthreads();
-        uint32_t filter[kTaps];
-        read_filter(filter, reinterpret_cast<const Element*>(shared), group, lane);
+        uint32_t filter[kKernel][kPairs][kQuads];
+        read_filter(filter, reinterpret_cast<const Element*>(shared), thread);
 
-        float sum[kKernel][kUnits][4] = {};  // of the output row that the step begins, the one above it, …
-        uint32_t source[kUnits][kPairs + 1];
-#pragma unroll
-        for (int i = 0; i < kUnits * (kPairs + 1); ++i) {
-            const int pair = i % (kPairs + 1), at = pixel_of_a(tiles, i / (kPairs + 1), lane) + pair * 2;
-            source[i / (kPairs + 1)][pair] = ptx::shared_address(shared) + tiles.x_at + place(at, group);
-        }
-        const int64_t row_step = problem.out_width * problem.channels;
-        uint32_t stage = 0;
+        float sum[kKernel][kPairs][4] = {};  // of the output row that the step begins, the one above it, …
+        const Source source(tiles, shared + tiles.x_at, thread);
+        const int64_t out_row_bytes = problem.out_width * problem.channels * kOutput;
+        uint32_t ring_row = 0;
         int row = corner.top + begin - (kKernel - 1);  // which the step completes
         const auto complete = [&] {
             if (row >= corner.top) results.complete(problem, epilogue, columns, sum[kKernel - 1], row);
@@ -151,22 +161,21 @@ struct DepthwiseMma {
             ptx::cp_async_wait<kStages - 2>();
             __syncthreads();
             copy_next();
-            if (row > corner.top) results.store(row_step);
+            if (row > corner.top) results.store(out_row_bytes);
             begin_row(sum);
-#pragma unroll
-            for (int i = 0; i < kUnits; ++i) multiply_row(filter, source[i], stage, sum, i);
-            stage = next_stage(tiles, stage);
+            multiply_row(filter, source, ring_row, sum);
+            ring_row = next_row(tiles, ring_row);
             complete();
         }
 #pragma unroll 1
         for (int step = max(begin, end); step < steps; ++step) {
             __syncthreads();
-            if (row > corner.top) results.store(row_step);
+            if (row > corner.top) results.store(out_row_bytes);
             begin_row(sum);
             complete();
         }
         __syncthreads();
-        results.store(row_step);
+        results.store(out_row_bytes);
         __syncthreads();  // all others have stored what is stored again
         if (results.poison != results.poison) compute_again(problem, tiles, x, w, out, epilogue);
     }
@@ -184,8 +193,8 @@ private:
         int image, top, left, channel;
 
         __device__ __forceinline__ Corner(const Tiles& tiles, uint32_t index)
-            : channel(static_cast<int>(tiles.chunks.take(index)) * kGroups * kGroup) {
-            left = static_cast<int>(tiles.tiles_x.take(index)) * tiles.runs * kRun;
+            : channel(static_cast<int>(tiles.chunks.take(index)) * kChunk) {
+            left = static_cast<int>(tiles.tiles_x.take(index)) * tiles.runs() * kRun;
             top = static_cast<int>(tiles.bands.take(index)) * tiles.rows;
             image = static_cast<int>(index) * tiles.parts;
         }
@@ -199,143 +208,173 @@ private:
         Pixel() = default;
         __device__ __forceinline__ Pixel(const Problem& problem, const Tiles& tiles, const Corner& corner, int index) {
             const int width = static_cast<int>(problem.out_width), images = static_cast<int>(problem.images);
-            const int part = part_of(tiles, index / kRun);
-            image = corner.image + part;
-            col = corner.left + index - part * tiles.runs * kRun;
-            exists = index < tiles.parts * tiles.runs * kRun && image < images && col < width;
+            uint32_t part = index / kRun;
+            const int run = static_cast<int>(tiles.part_runs.take(part));
+            image = corner.image + static_cast<int>(part);
+            col = corner.left + run * kRun + index % kRun;
+            exists = static_cast<int>(part) < tiles.parts && image < images && col < width;
             image = min(image, images - 1);
             col = min(col, width - 1);
         }
     };
 
-    // The image of a tile that a run belongs to.
-    static __device__ __forceinline__ int part_of(const Tiles& tiles, int run) {
-        int part = 0;
-#pragma unroll
-        for (int i = 1; i < kRuns; ++i) part += i * tiles.runs <= run;
-        return min(part, tiles.parts - 1);
+    // What a thread has of a warp's results, with g = lane / 4 and t = lane % 4: all channels, of pixel t in runs g and
+    // g + 8.
+    static __device__ __forceinline__ int channel_of(int thread) { return thread / 32 * kGroup; }
+    static __device__ __forceinline__ int run_of(int thread, int half) { return half * 8 + thread % 32 / 4; }
+    static __device__ __forceinline__ int pixel_of(int thread, int half) {
+        return run_of(thread, half) * kRun + thread % 4;
     }
 
-    // What a thread has of a warp's results, with g = lane / 4 and t = lane % 4: channels 2t and 2t + 1 of a group, of
-    // pixel g in each run.
-    static __device__ __forceinline__ int channel_of(int thread) { return thread / 32 * kGroup + thread % 4 * 2; }
-    static __device__ __forceinline__ int pixel_of(int thread, int run) { return run * kRun + thread % 32 / 4; }
-
-    // What a thread copies of every row: pieces of a pixel's 8 channels, the same of all rows.
+    // What a thread copies of every row: pieces of a pixel's channels, the same of all rows.
     struct Copier {
-        const Element* from[kPieces];
-        uint32_t to[kPieces];
-        bool mine[kPieces], exists[kPieces];
-        uint32_t stage;
+        const unsigned char* from;  // the tile's first pixel, of the next row
+        uint32_t offset[kCopies];   // bytes from it
+        uint32_t to;                // the first piece
+        bool mine[kCopies], exists[kCopies];
+        uint32_t row;               // of the ring
 
         __device__ __forceinline__ Copier(const Problem& problem, const Tiles& tiles, unsigned char* ring,
                                           const Element* x, const Corner& corner, int top)
-            : stage(0) {
-            const int group = static_cast<int>(threadIdx.x) % kGroups, channel = corner.channel + group * kGroup;
+            : row(0) {
+            const int left = corner.left - static_cast<int>(problem.pad_w);
+            x += corner.image * problem.x_image + (top * problem.x_row + left * problem.x_col + corner.channel);
+            from = reinterpret_cast<const unsigned char*>(x);
+            const int piece = static_cast<int>(threadIdx.x) % kInPieces;
+            const int channel = corner.channel + piece * (kPiece / kElement);
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                uint32_t part = (threadIdx.x + i * kThreads) / kGroups;
+            for (int i = 0; i < kCopies; ++i) {
+                uint32_t part = (threadIdx.x + i * kThreads) / kInPieces;
                 const int at = static_cast<int>(tiles.part_cols.take(part));
                 const int image = corner.image + static_cast<int>(part);
-                const int col = corner.left - static_cast<int>(problem.pad_w) + at;
                 mine[i] = static_cast<int>(part) < tiles.parts;
-                exists[i] = static_cast<uint32_t>(col) < static_cast<uint32_t>(problem.width) &&
+                exists[i] = static_cast<uint32_t>(left + at) < static_cast<uint32_t>(problem.width) &&
                             channel < static_cast<int>(problem.channels) && image < static_cast<int>(problem.images);
-                from[i] = x + image * problem.x_image + (top * problem.x_row + col * problem.x_col + channel);
-                const int pixel = static_cast<int>(threadIdx.x + i * kThreads) / kGroups;
-                to[i] = ptx::shared_address(ring) + place(pixel, group);
+                const uint32_t elements =
+                    part * static_cast<uint32_t>(problem.x_image) + at * static_cast<uint32_t>(problem.x_col);
+                offset[i] = elements * kElement + piece * kPiece;
             }
+            to = ptx::shared_address(ring) + place(static_cast<int>(threadIdx.x) / kInPieces, piece);
         }
 
         // The next row, with zeros for what is outside the image.
         __device__ __forceinline__ void copy_row(const Problem& problem, const Tiles& tiles) {
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                if (mine[i]) ptx::cp_async_16(to[i] + stage, from[i], exists[i] ? kPiece : 0);
-                from[i] += problem.x_row;
+            for (int i = 0; i < kCopies; ++i) {
+                const uint32_t piece = to + row + i * (kThreads * kPiece);  // as place() has it
+                if (mine[i]) ptx::cp_async_16(piece, from + offset[i], exists[i] ? kPiece : 0);
             }
-            stage = next_stage(tiles, stage);
+            from += problem.x_row * kElement;
+            row = next_row(tiles, row);
         }
     };
 
-    // From one stage of the ring to the next, in bytes from the first.
-    static __device__ __forceinline__ uint32_t next_stage(const Tiles& tiles, uint32_t stage) {
+    // From one row of the ring to the next, in bytes from the first.
+    static __device__ __forceinline__ uint32_t next_row(const Tiles& tiles, uint32_t row) {
         const uint32_t row_bytes = tiles.row_bytes;
-        return stage == (kStages - 1) * row_bytes ? 0 : stage + row_bytes;
+        return row == (kStages - 1) * row_bytes ? 0 : row + row_bytes;
     }
 
-    // Where a group's piece of a pixel is in a row of the ring, in bytes: pieces of a pixel are side by side, and those
-    // of a group in 8 neighbouring pixels are in different banks.
-    static __device__ __forceinline__ int place(int pixel, int group) {
-        return (pixel * kGroups + (group ^ pixel * kGroups / 8 % kGroups)) * kPiece;
+    // Where a piece of a pixel is in a row of the ring, in bytes: the pieces of a pixel are side by side, and the same
+    // piece of 8 neighbouring pixels is in different banks.
+    static __device__ __forceinline__ uint32_t place(int pixel, int piece) {
+        return (pixel * kInPieces + (piece ^ pixel * kInPieces / 8 % kInPieces)) * kPiece;
     }
 
-    // The pixel in a row of the ring that this lane gives ldmatrix for the first two taps of a unit: lanes 0 to 15 for
-    // the first tap, lanes 16 to 31 for the second. Runs that do not exist read another.
-    static __device__ __forceinline__ int pixel_of_a(const Tiles& tiles, int unit, int lane) {
-        const int run = min(unit * (kMmaM / kRun) + lane / kRun % (kMmaM / kRun), tiles.parts * tiles.runs - 1);
-        const int part = part_of(tiles, run);
-        return part * static_cast<int>(tiles.part_cols.divisor) + (run - part * tiles.runs) * kRun + lane % kRun +
-               lane / kMmaM;
-    }
+    // Where a thread finds its part of A: with t = lane % 4 pixels t, t + 4, … of its two runs, a warp's channels of each.
+    struct Source {
+        const unsigned char* quad[2][2];  // of run g and of run g + 8: the first quad of pixels and the second
+        uint32_t zero;                    // which the assembler does not know
+
+        __device__ __forceinline__ Source(const Tiles& tiles, const unsigned char* ring, int thread) {
+            const int bytes = channel_of(thread) * kElement;
+            zero = ptx::read_zero();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                // Runs that do not exist read another.
+                uint32_t part = min(run_of(thread, i / 2), tiles.parts * tiles.runs() - 1);
+                const int run = static_cast<int>(tiles.part_runs.take(part));
+                const int col = run * kRun + i % 2 * 4 + thread % 4;
+                const int pixel = static_cast<int>(part * tiles.part_cols.divisor) + col;
+                quad[i / 2][i % 2] = ring + place(pixel, bytes / kPiece) + bytes % kPiece;
+            }
+        }
+
+        // The channels of a pixel of quad `index`, two in a register. Every other quad lies at a fixed distance.
+        __device__ __forceinline__ void load(uint32_t (&pairs)[kPairs], int half, int index, uint32_t row) const {
+            const unsigned char* from = quad[half][index % 2] + row + index / 2 * (8 * kInPieces * kPiece);
+            using Whole = Word<kPairs * 4>;
+            reinterpret_cast<Whole&>(pairs) = *reinterpret_cast<const Whole*>(from);
+        }
+    };
 
     // A thread's part of the output: what it completes, and what it carries from shared memory.
     struct Results {
         int channel;
-        Pixel pixel[kRuns];
+        Pixel pixel[2];
         unsigned char *to, *from;  // in the first of two rows: where it writes, and the first piece that it reads
         int row;                   // bytes from the first row to the one that is written next
         bool exists[kCarried];
-        Output* destination[kCarried];
-        float poison;  // NaN once a sum was infinite or NaN
+        unsigned char* destination;  // the tile's first pixel, of the next row
+        uint32_t offset[kCarried];   // bytes from it
+        float poison;                // NaN once a sum was infinite or NaN
 
         __device__ __forceinline__ Results(const Problem& problem, const Tiles& tiles, unsigned char* rows, Output* out,
                                            const Corner& corner, int thread)
-            : channel(min(corner.channel + channel_of(thread), static_cast<int>(problem.channels) - 2)), row(0),
+            : channel(min(corner.channel + channel_of(thread), static_cast<int>(problem.channels) - kGroup)), row(0),
               poison(0.0f) {
 #pragma unroll
-            for (int i = 0; i < kRuns; ++i) pixel[i] = Pixel(problem, tiles, corner, pixel_of(thread, i));
+            for (int i = 0; i < 2; ++i) pixel[i] = Pixel(problem, tiles, corner, pixel_of(thread, i));
             const int index = thread / kPixelPieces, piece = thread % kPixelPieces;
             to = rows + pixel_of(thread, 0) * kPixelPitch + channel_of(thread) * kOutput;
             from = rows + index * kPixelPitch + piece * kPiece;
+            const uint32_t pixels = static_cast<uint32_t>(problem.out_height * problem.out_width);
+            const int64_t pixel = (corner.image * problem.out_height + corner.top) * problem.out_width + corner.left;
+            destination = reinterpret_cast<unsigned char*>(out + (pixel * problem.channels + corner.channel));
 #pragma unroll
             for (int i = 0; i < kCarried; ++i) {
                 const Pixel at(problem, tiles, corner, index + i * kPixelStep);
                 const int first = corner.channel + piece * (kPiece / kOutput);
                 exists[i] = at.exists && first < problem.channels;
-                const int64_t pixel = (at.image * problem.out_height + corner.top) * problem.out_width + at.col;
-                destination[i] = out + (pixel * problem.channels + first);
+                const uint32_t further = (at.image - corner.image) * pixels + (at.col - corner.left);
+                offset[i] = further * static_cast<uint32_t>(problem.channels) * kOutput + piece * kPiece;
             }
         }
 
         // Finishes a row and writes it to shared memory.
-        __device__ __forceinline__ void complete(const Problem& problem, const Epilogue& epilogue,
-                                                 const typename Epilogue::template ColumnValues<2, Position>& columns,
-                                                 const float (&sum)[kUnits][4], int out_row) {
+        __device__ __forceinline__ void complete(
+            const Problem& problem, const Epilogue& epilogue,
+            const typename Epilogue::template ColumnValues<kGroup, Position>& columns, const float (&sum)[kPairs][4],
+            int out_row) {
 #pragma unroll
-            for (int i = 0; i < kRuns; ++i) {
-                float value[2] = {sum[i / 2][i % 2 * 2], sum[i / 2][i % 2 * 2 + 1]};
-                poison = fmaf(value[0], 0.0f, poison);  // if it is only the other that is infinite, this one is NaN
+            for (int i = 0; i < 2; ++i) {
+                float value[kGroup];
+#pragma unroll
+                for (int j = 0; j < kPairs; ++j) {
+                    value[2 * j] = sum[j][2 * i];
+                    value[2 * j + 1] = sum[j][2 * i + 1];
+                    poison = fmaf(value[2 * j], 0.0f, poison);  // if only the other is infinite, this one is NaN
+                }
                 const int64_t at = static_cast<int64_t>(out_row) * problem.out_width + pixel[i].col;
-                epilogue.apply(value, columns, epilogue.template load_rows<Runs::kWhole, 2>(
-                                                   Position{pixel[i].image, at, channel}, 2));
-                Elements<Output, 2> packed;
+                epilogue.apply(value, columns, epilogue.template load_rows<Runs::kWhole, kGroup>(
+                                                   Position{pixel[i].image, at, channel}, kGroup));
+                Elements<Output, kGroup> packed;
                 packed.set(value);
-                packed.store_whole(reinterpret_cast<Output*>(to + row + i * kRun * kPixelPitch));
+                packed.store_whole(reinterpret_cast<Output*>(to + row + i * (kPixels / 2) * kPixelPitch));
             }
             row = kRowBytes - row;
         }
 
         // Carries the row that all threads have written to its place.
-        __device__ __forceinline__ void store(int64_t row_step) {
+        __device__ __forceinline__ void store(int64_t row_bytes) {
 #pragma unroll
             for (int i = 0; i < kCarried; ++i) {
                 if (exists[i]) {
-                    *reinterpret_cast<uint4*>(destination[i]) =
+                    *reinterpret_cast<uint4*>(destination + offset[i]) =
                         *reinterpret_cast<const uint4*>(from + (kRowBytes - row) + i * kPixelStep * kPixelPitch);
                 }
-                destination[i] += row_step;
             }
+            destination += row_bytes;
         }
     };
 
@@ -345,62 +384,83 @@ private:
                                                          const Element* w, Output* out, const Epilogue& epilogue) {
         const int thread = static_cast<int>(ptx::read_thread_index());
         const Corner corner(tiles, ptx::read_block_index().x);
-        const int channel = corner.channel + channel_of(thread);
+        const int first = corner.channel + channel_of(thread);
         const int last = min(corner.top + tiles.rows, static_cast<int>(problem.out_height));
-        if (channel >= problem.channels) return;
+        if (first >= problem.channels) return;
 #pragma unroll 1
-        for (int i = 0; i < kRuns; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const Pixel pixel(problem, tiles, corner, pixel_of(thread, i));
             if (!pixel.exists) continue;
             const Element* of_image = x + pixel.image * problem.x_image;
-#pragma unroll 1
             for (int row = corner.top; row < last; ++row) {
-                const Position at{pixel.image, static_cast<int64_t>(row) * problem.out_width + pixel.col, channel};
-                float value[2];
 #pragma unroll 1
-                for (int j = 0; j < 2; ++j) {
-                    value[0] = value[1];
-                    value[1] = depthwise_sum(problem, of_image, w, channel + j, row, pixel.col);
+                for (int channel = first; channel < first + kGroup; channel += 2) {
+                    const Position at{pixel.image, static_cast<int64_t>(row) * problem.out_width + pixel.col, channel};
+                    float value[2];
+#pragma unroll 1
+                    for (int j = 0; j < 2; ++j) {
+                        value[0] = value[1];
+                        value[1] = depthwise_sum(problem, of_image, w, channel + j, row, pixel.col);
+                    }
+                    epilogue.template apply<2>(value, at, 2);
+                    const int64_t pixels = problem.out_height * problem.out_width;
+                    store_run<Output, 2, Runs::kWhole>(out + (at.batch * pixels + at.row) * problem.channels + channel,
+                                                       value, 2);
                 }
-                epilogue.template apply<2>(value, at, 2);
-                const int64_t pixels = problem.out_height * problem.out_width;
-                store_run<Output, 2, Runs::kWhole>(out + (at.batch * pixels + at.row) * problem.channels + channel,
-                                                   value, 2);
             }
         }
     }
 
-    // Adds what a row of x contributes to a unit's output rows that it is part of.
-    static __device__ __forceinline__ void multiply_row(const uint32_t (&filter)[kTaps],
-                                                        const uint32_t (&source)[kPairs + 1], uint32_t stage,
-                                                        float (&sum)[kKernel][kUnits][4], int unit) {
-        uint32_t in[kPairs][4], last[2];
+    // Adds what a row of x contributes to the output rows that it is part of.
+    static __device__ __forceinline__ void multiply_row(const uint32_t (&filter)[kKernel][kPairs][kQuads],
+                                                        const Source& source, uint32_t row,
+                                                        float (&sum)[kKernel][kPairs][4]) {
+        uint32_t pixels[kPairs][kQuads][2];  // fragments of A
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) ptx::ldmatrix_x4(in[i], source[i] + stage);
-        ptx::ldmatrix_x2(last, source[kPairs] + stage);
+        for (int i = 0; i < 2 * kQuads; ++i) {
+            alignas(16) uint32_t pairs[kPairs];
+            source.load(pairs, i % 2, i / 2, row);
+            // A load fills registers in a row with pairs, a product takes registers in a row of one pair. Were these the
+            // same numbers, ptxas would move them for every product anew.
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
+            for (int j = 0; j < kPairs; ++j) pixels[j][i / 2][i % 2] = pairs[j] ^ source.zero;
+        }
+#pragma unroll
+        for (int k = 0; k < kQuads; k += 2) {
 #pragma unroll
             for (int r = kKernel - 1; r >= 0; --r) {
-                const uint32_t* taps = filter + r * kKernel + 2 * i;
-                const typename Mma::A a = {{in[i][0], in[i][1], in[i][2], in[i][3]}};
-                Mma::template product<0>(sum[r][unit], a, {{taps[0], taps[1]}});
-            }
-        }
 #pragma unroll
-        for (int r = kKernel - 1; r >= 0; --r) {
-            Mma::half_product(sum[r][unit], last, filter[r * kKernel + kKernel - 1]);
+                for (int i = 0; i < kPairs; ++i) {
+                    const uint32_t(&in)[kQuads][2] = pixels[i];
+                    const uint32_t* taps = filter[r][i] + k;
+                    if (k + 1 < kQuads) {
+                        const typename Mma::A of_runs = {{in[k][0], in[k][1], in[k + 1][0], in[k + 1][1]}};
+                        Mma::template product<0>(sum[r][i], of_runs, {{taps[0], taps[1]}});
+                    } else {
+                        Mma::half_product(sum[r][i], in[k], taps[0]);
+                    }
+                }
+            }
         }
     }
 
-    // Fragments of B: column n has a tap of channel n in row n, and zeros in the others.
-    static __device__ __forceinline__ void read_filter(uint32_t (&filter)[kTaps], const Element* filters, int group,
-                                                       int lane) {
-        const int channel = lane / 4;
-        const uint32_t place = lane % 4 == channel / 2 ? 1u << channel % 2 * 16 : 0;
+    // Fragments of B, whose column 2v + c is output v of a pair's channel c: pixel k's register has tap k - v of channel c
+    // in half c, and zero in the other.
+    static __device__ __forceinline__ void read_filter(uint32_t (&filter)[kKernel][kPairs][kQuads],
+                                                       const Element* filters, int thread) {
+        const int lane = thread % 32, channel = lane / 4 % 2, tap = lane % 4 - lane / 8;
+        filters += (channel_of(thread) + channel) * kTaps + tap;
 #pragma unroll
-        for (int i = 0; i < kTaps; ++i) {
-            filter[i] = filters[(group * kGroup + channel) * kTaps + i].bits * place;
+        for (int r = 0; r < kKernel; ++r) {
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+                for (int k = 0; k < kQuads; ++k) {
+                    const bool exists = static_cast<uint32_t>(tap + 4 * k) < static_cast<uint32_t>(kKernel);
+                    const uint32_t bits = exists ? filters[2 * i * kTaps + r * kKernel + 4 * k].bits : 0;
+                    filter[r][i][k] = bits << channel * 16;
+                }
+            }
         }
     }
 };

@@ -19,6 +19,13 @@ __device__ __forceinline__ uint32_t read_thread_index() {
     return value;
 }
 
+// Zero, which nvcc and ptxas do not know: no block has a second dimension.
+__device__ __forceinline__ uint32_t read_zero() {
+    uint32_t value;
+    asm volatile("mov.u32 %0, %%tid.y;\n" : "=r"(value));
+    return value;
+}
+
 __device__ __forceinline__ uint3 read_block_index() {
     uint3 value;
     asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(value.x));
@@ -114,11 +121,6 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address));
-}
-
-// Two of them; lanes 0 to 15 give addresses.
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
