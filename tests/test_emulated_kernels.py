@@ -6,6 +6,7 @@ Inputs are small integers, so that products and sums are exact in every precisio
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -205,8 +206,8 @@ def test_depthwise_convolution(size, stride, precision, channels_last):
         if channels_last:
             x, weight = x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
         options = {"stride": stride, "padding": padding, "groups": 16}
-        (kernel,) = depthwise.kernels(convolution(x, weight, precision, **options))
-        check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
+        for kernel in depthwise.kernels(convolution(x, weight, precision, **options)):
+            check_convolution(kernel, x, weight, residual=padding == 0, precision=precision, **options)
 
 
 def test_a_kernel_may_have_more_shared_memory_than_its_last_launch():
@@ -228,7 +229,9 @@ def test_a_kernel_may_have_more_shared_memory_than_its_last_launch():
 )  # fmt: skip
 def test_depthwise_convolution_on_channels_last(size, stride, precision, monkeypatch):
     monkeypatch.setattr(depthwise, "_ENOUGH", {size: 0})
-    dtype, by_tensor_cores = PRECISIONS[precision], precision != "tf32" and stride == 1
+    dtype, headers = PRECISIONS[precision], ["depthwise_nhwc.cuh"]
+    if precision != "tf32" and stride == 1:
+        headers.insert(0, "depthwise_mma.cuh")
     for shape, padding in (
         ((1, 8, 23, 60), size // 2),  # bands of rows, tiles side by side, the last of them narrower
         ((2, 72, 9, 8), size - 1),  # more channels than a tile has, a part of them in the last; a strip of one column
@@ -244,9 +247,10 @@ def test_depthwise_convolution_on_channels_last(size, stride, precision, monkeyp
         # taps that follow each other and are copied by 16 bytes; the same, not aligned; and apart
         adjacent, shifted = filters[..., :-1].contiguous(), filters.flatten()[1:][: channels * size * size]
         for weight in (adjacent, shifted.view(channels, 1, size, size), filters[..., 1:]):
-            (kernel,) = depthwise.kernels(convolution(x, weight, precision, **options))
-            assert kernel.header == ("depthwise_mma.cuh" if by_tensor_cores else "depthwise_nhwc.cuh")
-            check_convolution(kernel, x, weight, residual=weight is adjacent, precision=precision, **options)
+            kernels = depthwise.kernels(convolution(x, weight, precision, **options))
+            assert [kernel.header for kernel in kernels] == headers
+            for kernel in kernels:
+                check_convolution(kernel, x, weight, residual=weight is adjacent, precision=precision, **options)
 
 
 @pytest.mark.parametrize(("size", "precision"), [(3, "bf16"), (5, "fp16"), (7, "bf16")])
@@ -256,9 +260,9 @@ def test_depthwise_convolution_by_tensor_cores_keeps_infinities_and_nan_in_their
     x = integers(3, 48, 11, 19, dtype=dtype).to(memory_format=torch.channels_last)
     weight = integers(48, 1, size, size, dtype=dtype)
     x[0, 3, 4, 5], x[1, 20, 0, 0], x[1, 41, 7, 18], x[2, 0, -1, -1] = math.inf, math.nan, math.inf, -math.inf
-    (kernel,) = depthwise.kernels(convolution(x, weight, precision, **options))
-    assert kernel.header == "depthwise_mma.cuh"
-    for residual in (False, True):
+    kernels = depthwise.kernels(convolution(x, weight, precision, **options))
+    assert kernels[0].header == "depthwise_mma.cuh"
+    for kernel, residual in itertools.product(kernels, (False, True)):
         check_convolution(kernel, x, weight, residual, precision=precision, **options)
 
 

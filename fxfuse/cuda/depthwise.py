@@ -12,13 +12,13 @@ _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
 """(kernel, stride) of all but depthwise.cuh: those of the common networks."""
 
 _ENOUGH: Final = {3: 80_000, 5: 15_500, 7: 0}
-"""By kernel: from so many outputs for a multiprocessor on depthwise_mma.cuh is faster than depthwise_nhwc.cuh (H200)."""
+"""Outputs for a multiprocessor from which on depthwise_mma.cuh is the faster on an H200, by kernel."""
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
 
 
 def kernels(problem: Conv2dProblem) -> list[Kernel]:
-    """The kernel for one input channel per output channel."""
+    """The kernels for one input channel per output channel, best first."""
     layout = problem.out_layout
     if problem.group_channels != 1 or (layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1):
         return []
@@ -29,21 +29,22 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
         return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
     kernel, stride = problem.kernel[0], problem.stride[0]
     name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
-    if _by_tensor_cores(problem):
-        name += ", tensor cores"
-        config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
-        header, cpp = "depthwise_mma.cuh", f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
-    elif layout == "nhwc":
-        header, config = "depthwise_nhwc.cuh", f"DepthwiseNhwcConfig<{element}, {kernel}, {stride}>"
-        cpp = f"DepthwiseNhwc<{config}, {{output}}, {{epilogue}}>"
-    else:
-        header, config = "depthwise_tile.cuh", f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {copied}>"
+    if layout == "nchw":
+        config = f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {copied}>"
         cpp = f"DepthwiseTileNchw<{config}, {{output}}, {{epilogue}}>"
-    return [Kernel(name, header, cpp, pack(problem))]
+        return [Kernel(name, "depthwise_tile.cuh", cpp, pack(problem))]
+    cpp = f"DepthwiseNhwc<DepthwiseNhwcConfig<{element}, {kernel}, {stride}>, {{output}}, {{epilogue}}>"
+    ring = Kernel(name, "depthwise_nhwc.cuh", cpp, pack(problem))
+    if not _by_tensor_cores(problem):
+        return [ring]
+    config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
+    cpp = f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
+    # Both are measured: a long epilogue may take back what products gain.
+    return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, pack(problem)), ring]
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:
-    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh: not with a stride, as measured."""
+    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh behind a short epilogue: not with a stride."""
     if problem.out_layout != "nhwc" or problem.element_bytes != 2 or problem.stride != (1, 1):
         return False
     return problem.pixels * problem.out_channels >= _ENOUGH[problem.kernel[0]] * problem.multiprocessors
