@@ -100,7 +100,7 @@ struct DepthwiseMma {
             const int chunk_count = ceil_div(problem.channels, kChunk);
             const int height = static_cast<int>(problem.out_height);
             const int64_t columns = int64_t{ceil_div(problem.images, parts)} * chunk_count * count_x;
-            constexpr int kFixed = 12;
+            constexpr int kFixed = 12;  // as measured on an H200
             rows = rows_of_tile(columns, height, kKernel - 1, Config::kBlocks, kThreads / 32, bytes, multiprocessors,
                                 kFixed);
             count = columns * ceil_div(height, rows);
