@@ -420,8 +420,8 @@ private:
         for (int i = 0; i < 2 * kQuads; ++i) {
             alignas(16) uint32_t pairs[kPairs];
             source.load(pairs, i % 2, i / 2, row);
-            // A load fills registers in a row with pairs, a product takes registers in a row of one pair. Were these the
-            // same numbers, ptxas would move them for every product anew.
+            // A load fills consecutive registers with different pairs, a product takes consecutive registers of one pair.
+            // Without an operation between them ptxas moves them anew for every product.
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) pixels[j][i / 2][i % 2] = pairs[j] ^ source.zero;
         }
