@@ -2,10 +2,10 @@
 // size is known at compile time.
 //
 // On ordinary cores the number of instructions is the limit: one for each tap of each output, one for each element that
-// must become a float. Here a filter's row is a band matrix: with pixels side by side as K and outputs side by side as N,
-// B[k, n] is tap k - n. Two channels, which lie in one register, share a product: K is 8 pixels of both, N 4 outputs of
-// both, and what would mix them is zero. Rows of A are runs of 4 outputs. So A's fragments are x as it lies in shared
-// memory, and a thread has neighbouring channels of D's pixels. With 7x7 half a product more takes another 4 pixels.
+// must become a float. Here a filter's row is a band matrix: with pixels side by side as K and outputs side by side as
+// N, B[k, n] is tap k - n. Two channels, which lie in one register, share a product: K is 8 pixels of both, N 4 outputs
+// of both, and what would mix them is zero. Rows of A are runs of 4 outputs. So A's fragments are x as it lies in
+// shared memory, and a thread has neighbouring channels of D's pixels. 7x7 takes half a product more, 4 pixels.
 //
 // An infinity or NaN times those zeros would be NaN in other outputs. So what may have met one is computed again,
 // without tensor cores.
@@ -281,7 +281,7 @@ private:
         return (pixel * kInPieces + (piece ^ pixel * kInPieces / 8 % kInPieces)) * kPiece;
     }
 
-    // Where a thread finds its part of A: with t = lane % 4 pixels t, t + 4, … of its two runs, a warp's channels of each.
+    // Where a thread finds its part of A: a warp's channels of pixels t, t + 4, … of its two runs, with t = lane % 4.
     struct Source {
         const unsigned char* quad[2][2];  // of run g and of run g + 8: the first quad of pixels and the second
         uint32_t zero;                    // which the assembler does not know
@@ -420,7 +420,7 @@ private:
         for (int i = 0; i < 2 * kQuads; ++i) {
             alignas(16) uint32_t pairs[kPairs];
             source.load(pairs, i % 2, i / 2, row);
-            // A load fills consecutive registers with different pairs, a product takes consecutive registers of one pair.
+            // A load fills registers that follow each other with different pairs, a product takes those of one pair.
             // Without an operation between them ptxas moves them anew for every product.
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) pixels[j][i / 2][i % 2] = pairs[j] ^ source.zero;
@@ -444,8 +444,8 @@ private:
         }
     }
 
-    // Fragments of B, whose column 2v + c is output v of a pair's channel c: pixel k's register has tap k - v of channel c
-    // in half c, and zero in the other.
+    // Fragments of B, whose column 2v + c is output v of a pair's channel c: pixel k's register has tap k - v of it in
+    // half c, and zero in the other.
     static __device__ __forceinline__ void read_filter(uint32_t (&filter)[kKernel][kPairs][kQuads],
                                                        const Element* filters, int thread) {
         const int lane = thread % 32, channel = lane / 4 % 2, tap = lane % 4 - lane / 8;
