@@ -22,25 +22,25 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
     layout = problem.out_layout
     if problem.group_channels != 1 or (layout == "nhwc" and problem.x_strides[1] != 1 and problem.channels > 1):
         return []
-    element = ELEMENT[problem.precision]
+    element, packed = ELEMENT[problem.precision], pack(problem)
     copied = _tiled_access(problem)
     if copied is None:
         cpp = f"Depthwise<{element}, {str(layout == 'nhwc').lower()}, {{output}}, {{epilogue}}>"
-        return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, pack(problem))]
+        return [Kernel(f"depthwise {layout} {element.lower()}", "depthwise.cuh", cpp, packed)]
     kernel, stride = problem.kernel[0], problem.stride[0]
     name = f"depthwise {layout} {element.lower()}, {kernel}x{kernel}, stride {stride}"
     if layout == "nchw":
         config = f"DepthwiseTileConfig<{element}, {kernel}, {stride}, {copied}>"
         cpp = f"DepthwiseTileNchw<{config}, {{output}}, {{epilogue}}>"
-        return [Kernel(name, "depthwise_tile.cuh", cpp, pack(problem))]
+        return [Kernel(name, "depthwise_tile.cuh", cpp, packed)]
     cpp = f"DepthwiseNhwc<DepthwiseNhwcConfig<{element}, {kernel}, {stride}>, {{output}}, {{epilogue}}>"
-    ring = Kernel(name, "depthwise_nhwc.cuh", cpp, pack(problem))
+    ring = Kernel(name, "depthwise_nhwc.cuh", cpp, packed)
     if not _by_tensor_cores(problem):
         return [ring]
     config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
     cpp = f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
     # Both are measured: a long epilogue may take back what products gain.
-    return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, pack(problem)), ring]
+    return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, packed), ring]
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:

@@ -1,5 +1,5 @@
-// The kernel of depthwise convolutions that are cut into tiles on the host (depthwise_tile.cuh, depthwise_nhwc.cuh), and
-// its launch.
+// The kernel of depthwise convolutions that are cut into tiles on the host (depthwise_tile.cuh, and those that
+// depthwise_ring.cuh launches), and its launch.
 #pragma once
 
 #include <cstdint>
