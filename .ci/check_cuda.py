@@ -90,7 +90,7 @@ def gated(precision: Precision) -> tuple[Kernel, ...]:
 
 
 def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """The first candidates of 3x3, a stem, depthwise and 1x1 convolutions, in both layouts.
+    """The first candidates of 3x3, a stem, depthwise (also with two filters a channel) and 1x1, in both layouts.
 
     Channels_last has filters in its own order, for 3x3 also in NCHW's.
     """
@@ -98,6 +98,7 @@ def convolutions(precision: Precision, first: int | None) -> Iterator[Kernel]:
         # channels, filters, kernel, groups, height and width
         (64, 128, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE), (8, 64, 3, 1, IMAGE + 1), (3, 64, 7, 1, IMAGE),
         (64, 64, 3, 64, IMAGE), (64, 64, 5, 64, IMAGE), (64, 64, 7, 64, IMAGE), (64, 64, 9, 64, IMAGE),
+        (64, 128, 3, 64, IMAGE),
         (64, 256, 1, 1, IMAGE), (24, 144, 1, 1, IMAGE), (512, 512, 3, 1, 9),
         (512, 64, 1, 1, 7), (512, 128, 3, 1, 9),
     )  # fmt: skip
