@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.state import copies, unchanged
+from fxfuse.state import copies, seed, unchanged
 
 ALLOWANCE: Final = 2.0
 """How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
@@ -86,7 +86,7 @@ def _may_use_tf32(model: nn.Module, outputs: Sequence[Any]) -> bool:
 def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
     """The leaves of what one call returns."""
     with unchanged(model):
-        torch.manual_seed(0)  # dropout drops the same in every run
+        seed(0)  # dropout drops the same in every run
         return _leaves(model(*copies(list(inputs))))
 
 
