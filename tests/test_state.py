@@ -209,7 +209,7 @@ MISSING = {
     "a mask that it is": lambda m, x, y=None: m.fc(x).masked_fill(y, 0.0).relu(),
     "a text": lambda m, x, y="a": m.fc(x) + y,
     "a tuple": lambda m, x, y=(1, 2): m.fc(x) + y,
-    "a list": lambda m, x, y=[1, 2]: m.fc(x) + y,  # noqa: B006
+    "a list": lambda m, x, y=[1, 2]: m.fc(x) + y,
 }
 
 
