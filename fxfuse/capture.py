@@ -211,6 +211,8 @@ class _Tracer(fx.Tracer):
                 unaware[-1] if unaware else None,
                 f"it sets a context variable, which hooks of a {type(m).__name__} would not find in a graph",
             )
+        if not has_hooks(m):
+            forward = m.forward  # hooks for all modules are not for traces
         if _modes() != self._modes:
             return super().call_module(m, forward, args, kwargs)
         self._entered.append((m, context))
@@ -380,21 +382,25 @@ def _is_literal(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _where(error: BaseException) -> tuple[nn.Module | None, str]:
-    """The innermost module in whose forward the trace stopped, and the line there that did it."""
-    module: nn.Module | None = None
+_MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpoint", __name__)
+"""Python modules whose functions run between a model's own."""
+
+
+def _where(error: BaseException) -> tuple[list[nn.Module], str]:
+    """The modules in whose forward the trace stopped, the innermost last, and the line there that did it."""
+    modules: list[nn.Module] = []
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         name, variables = frame.f_code.co_name, frame.f_code.co_varnames
         owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount else None  # a method's self
-        tracing = frame.f_globals.get("__name__", "").startswith(("torch.fx", "torch.nn.modules.module", __name__))
+        tracing = frame.f_globals.get("__name__", "").startswith(_MACHINERY)
         if isinstance(owner, nn.Module) and not tracing:
-            module = owner
+            modules.append(owner)
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, fx.proxy.TraceError):
         message = message.partition(". ")[0]  # the rest explains what torch.fx is
-    return module, f"{line}: {message}" if line else message
+    return modules, f"{line}: {message}" if line else message
 
 
 def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
@@ -445,10 +451,10 @@ def trace(
         refused: dict[nn.Module, str] = {}
         cause: Exception | None = None
 
-        def refuse(module: nn.Module | None, reason: str) -> None:
-            # what runs as Python already is not to blame
-            known = module is not None and module in paths and module not in opaque
-            refused[module if known and module is not None else root] = reason  # noqa: B023
+        def refuse(modules: Iterable[nn.Module | None], reason: str) -> None:
+            # the last of them; what runs as Python already is not to blame
+            known = [module for module in modules if module in paths and module not in opaque]
+            refused[known[-1] if known and known[-1] is not None else root] = reason  # noqa: B023
 
         try:
             with _tracing:
@@ -457,19 +463,17 @@ def trace(
             graph._tracer_cls = None
         except Exception as error:  # tracing runs the user's code, which may raise anything
             cause = error
-            module, reason = _where(error)
-            if isinstance(error, _StateError):
-                module = error.module or root
-            refuse(module, reason)
+            modules, reason = _where(error)
+            refuse([error.module] if isinstance(error, _StateError) else modules, reason)
         added = set(vars(root)).difference(names).intersection(tracer.tensor_attrs.values())
         lasting_read = {name: vars(root).pop(name) for name in added}
         _put_buffers_back(plain)
         for module, name in attributes.changes().items():
             if cause is None:
-                refuse(module, f"{type(module).__name__}.forward: it sets the attribute '{name}'")
+                refuse([module], f"{type(module).__name__}.forward: it sets the attribute '{name}'")
         attributes.restore()
         if cause is None and not randomness.is_present():
-            refuse(root, f"{type(root).__name__}.forward: {DRAWS}")
+            refuse([root], f"{type(root).__name__}.forward: {DRAWS}")
         randomness.restore()
         if not refused and tracer.unknown and lasting is None:
             lasting = tracer.unknown  # what forward makes is another object the next time

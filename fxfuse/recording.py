@@ -179,7 +179,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _memory(tensor: torch.Tensor) -> int:
     """What tells a tensor's memory from others'; 0 for those that have none of their own (sparse ones)."""
-    return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else 0
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _without_drawing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

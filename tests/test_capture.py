@@ -831,3 +831,37 @@ def test_what_runs_without_gradients_still_does():
     fast(torch.randn(3, 8)).sum().backward()
     assert model.backbone[0].weight.grad is None and model.head.weight.grad is not None
     assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]  # the backbone by itself
+
+
+GLOBAL_HOOKS = {
+    "forward": lambda hook: nn.modules.module.register_module_forward_hook(lambda m, args, result: hook(m)),
+    "before forward": lambda hook: nn.modules.module.register_module_forward_pre_hook(lambda m, args: hook(m)),
+    "backward": lambda hook: nn.modules.module.register_module_full_backward_hook(lambda m, *gradients: hook(m)),
+    "before backward": lambda hook: nn.modules.module.register_module_full_backward_pre_hook(lambda m, g: hook(m)),
+}
+
+
+@pytest.mark.parametrize("registered", ["before optimize", "after"])
+@pytest.mark.parametrize("name", GLOBAL_HOOKS)
+def test_hooks_for_all_modules_are_called_for_all_modules(name, registered):
+    branch = nn.Sequential(linear(), nn.Tanh(), Branching())
+    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), branch, linear(), nn.ReLU())
+    fast = fxfuse.optimize(model)
+    seen = []
+    handle = GLOBAL_HOOKS[name](lambda m: seen.append([*dict(m.named_parameters())]))
+    try:
+        if registered == "before optimize":
+            fast = fxfuse.optimize(model)
+        assert not seen, "no hook is for a trace"
+        called = []
+        for call in (model, fast):
+            call(X.clone().requires_grad_()).sum().backward()
+            called.append([*seen])
+            seen.clear()
+    finally:
+        handle.remove()
+    assert called[0] == called[1] and len(called[0]) >= 8
+    fast(X)
+    assert not seen
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)
