@@ -47,10 +47,14 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self._tracer = tracer
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
-        self._made: set[int] = set()  # the memory of tensors that the forward made, which may be written
+        self._made: dict[int, int] = {}  # the memory of tensors that the forward made, and how often it was written
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node whose value `tensor` is, if the trace saw where it comes from."""
+        with torch._C.DisableTorchFunction():
+            written = self._made.get(_memory(tensor))
+            if written is not None and tensor._version != written:
+                raise fx.proxy.TraceError("a tensor that it made is overwritten in a way that a graph does not hold")
         return self._nodes.get(id(tensor), (None, None))[1]
 
     def __torch_function__(
@@ -90,6 +94,7 @@ class Recording(TorchFunctionMode):
         node = self._node(func, args, kwargs)
         if own and not symbolic:
             _without_drawing(func, args, kwargs)
+            self._made[_memory(target)] = target._version
         if name == "__setitem__":
             return None
         self._nodes[id(target)] = target, node
@@ -115,7 +120,7 @@ class Recording(TorchFunctionMode):
             if any(result is tensor for tensor in given):
                 result = torch.ops.aten.alias(result)  # an object of its own: `x.float()` may return x
             elif _memory(result) and all(_memory(result) != _memory(tensor) for tensor in given):
-                self._made.add(_memory(result))
+                self._made[_memory(result)] = result._version
             self._nodes[id(result)] = result, node
             return result
         if not isinstance(result, tuple | list):
