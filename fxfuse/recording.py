@@ -48,6 +48,7 @@ class Recording(TorchFunctionMode):
         self._tracer = tracer
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._made: dict[int, int] = {}  # the memory of tensors that the forward made, and how often it was written
+        self._constant: set[int] = set()  # that of those among them that nothing but constants went into
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node whose value `tensor` is, if the trace saw where it comes from."""
@@ -92,8 +93,13 @@ class Recording(TorchFunctionMode):
         if name in _RESHAPING and (symbolic or not own):
             raise fx.proxy.TraceError(f"'{name}' changes the shape of a tensor that is there before the call")
         node = self._node(func, args, kwargs)
-        if own and not symbolic:
-            _without_drawing(func, args, kwargs)
+        if symbolic or not all(self._is_constant(leaf) for leaf in _leaves((args, kwargs))):
+            self._constant.discard(_memory(target))
+        if own:
+            if not symbolic:
+                _without_drawing(func, args, kwargs)
+            elif target.is_floating_point():
+                target.detach().fill_(torch.nan)  # what it holds is not known: wherever it is kept, nobody shall use it
             self._made[_memory(target)] = target._version
         if name == "__setitem__":
             return None
@@ -112,7 +118,18 @@ class Recording(TorchFunctionMode):
             if tensors:
                 raise fx.proxy.TraceError(f"'{name}' asks for the values of a tensor, which differ from call to call")
             return result  # a question about torch, or a switch
-        return self._noted(result, self._node(func, args, kwargs), tensors)
+        # whether gradients are switched off does not matter to what has none
+        constant = all(map(self._is_constant, tensors))
+        with torch.enable_grad() if constant else contextlib.nullcontext():
+            node = self._node(func, args, kwargs)
+        result = self._noted(result, node, tensors)
+        if constant:
+            self._constant.update(_memory(leaf) for leaf in _leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether nothing that gradients or calls might change went into it."""
+        return not isinstance(value, torch.Tensor) or (_memory(value) in self._constant and not value.requires_grad)
 
     def _noted(self, result: Any, node: fx.Node, given: Sequence[torch.Tensor]) -> Any:
         """`result`, each of whose tensors is known from now on as the value of `node` or of a part of it."""
