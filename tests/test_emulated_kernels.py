@@ -83,6 +83,7 @@ def check_convolution(kernel, x, weight, residual=False, **options):
 
 DIRECT = [
     *(("tf32", tile) for tile in conv2d_direct.TILES),
+    *(("tf32x3", tile) for tile in conv2d_direct.SPLIT_TILES),
     *(("bf16", tile) for tile in conv2d_direct.HALF_TILES),
     ("fp16", conv2d_direct.HALF_TILES[-1]),
 ]
@@ -93,7 +94,7 @@ WGMMA = [*(("tf32", tile) for tile in conv2d_wgmma.TILES), ("bf16", conv2d_wgmma
 
 @pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
 def test_direct_convolution(precision, tile, monkeypatch):
-    tiles = "TILES" if precision == "tf32" else "HALF_TILES"
+    tiles = {"tf32": "TILES", "tf32x3": "SPLIT_TILES"}.get(precision, "HALF_TILES")
     monkeypatch.setattr(conv2d_direct, tiles, (tile,))
     dtype = PRECISIONS[precision]
     # rows that start anywhere, and aligned ones; more filters than a tile has, fewer channels than a chunk
