@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -65,8 +64,8 @@ without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIEN
 
 def of_region(region: int) -> list[Plan]:
     """The plans that the region has used in this process, each once."""
-    with _lock:
-        return list({id(plan): plan for plan in _plans.get(region, {}).values()}.values())
+    plans = list(_plans.get(region, {}).values())  # at once: other threads may add to them
+    return list({id(plan): plan for plan in plans}.values())
 
 
 def reasons_without_plan(region: int) -> list[str]:
@@ -340,11 +339,10 @@ def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, stride
     """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
     if plan.provisional:
         return
-    with _lock:
-        found[_posed(key, problem)] = plan
-        found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
-        for oldest in list(itertools.islice(found, max(0, len(found) - MOST_KEPT))):
-            del found[oldest]
+    found[_posed(key, problem)] = plan
+    found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+    for oldest in list(found)[: max(0, len(found) - MOST_KEPT)]:
+        found.pop(oldest, None)  # another thread may have done it
 
 
 def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
