@@ -24,6 +24,7 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse import build, plans
+from fxfuse.backend import compile_graph
 from fxfuse.optimize import state_of
 
 ROOT = Path(__file__).parents[1]
@@ -122,6 +123,22 @@ def test_everything_that_belongs_to_a_model_goes_with_it(name):
         after = held()
     assert [reference() for reference in alive] == [None] * 3
     assert after == before
+
+
+def test_a_graph_of_dynamos_goes_with_the_compiled_model():
+    torch.compiler.reset()
+    before = held(), set(fxfuse.compiled_graphs())
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    with torch.no_grad():
+        torch.compile(model, backend=compile_graph)(randn(2, 8))
+    (graph,) = set(fxfuse.compiled_graphs()) - before[1]
+    alive = weakref.ref(graph)
+    del graph, model
+    torch.compiler.reset()
+    after = held()
+    assert alive() is None
+    for name in ("plans", "latest", "short cuts", "called without a plan", "FusedModule"):
+        assert after[name] <= before[0][name], name
 
 
 def test_the_source_stays_readable_as_long_as_the_code():
