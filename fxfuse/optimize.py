@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import linecache
 import logging
 import os
 import types
@@ -389,6 +390,7 @@ class FusedModule(fx.GraphModule):
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
             code = super().recompile()
+        _drop_source_with(type(self).forward)
         self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
         # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
         # traces a model around this one patches it.
@@ -453,6 +455,24 @@ class FusedModule(fx.GraphModule):
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
         state = state_of(self)
         return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
+
+
+def _drop_source_with(forward: Callable[..., Any]) -> None:
+    """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
+    assert isinstance(forward, types.FunctionType)
+    name = forward.__code__.co_filename
+    if name.startswith(_SOURCE_OF_ONE):
+        weakref.finalize(forward.__code__, _drop_source, name).atexit = False
+
+
+_SOURCE_OF_ONE: Final = "<eval_with_key>"
+"""How fx begins the file name of code that no other graph module has."""
+
+
+def _drop_source(name: str) -> None:
+    kept: dict[str, str] = getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {})
+    kept.pop(name, None)
+    linecache.cache.pop(name, None)
 
 
 def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:

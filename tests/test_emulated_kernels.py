@@ -89,7 +89,11 @@ DIRECT = [
 ]
 
 
-WGMMA = [*(("tf32", tile) for tile in conv2d_wgmma.TILES), ("bf16", conv2d_wgmma.TILES[-1])]
+WGMMA = [
+    ("tf32", conv2d_wgmma.TILES[0]),
+    *(pytest.param("tf32", tile, marks=pytest.mark.slow) for tile in conv2d_wgmma.TILES[1:]),
+    ("bf16", conv2d_wgmma.TILES[-1]),
+]
 
 
 @pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
@@ -368,7 +372,7 @@ def test_products_with_two_weights_by_warpgroups(output, precision, tile, monkey
 
 
 SPLITTING = [
-    (tile, splits, layout)
+    pytest.param(tile, splits, layout, marks=pytest.mark.slow if splits == 3 and layout == "kn" else ())
     for tile in gemm.WGMMA_TF32X3_TILES
     for splits, layout in ((1, "nk"), (3, "nk"), (1, "kn"), (3, "kn"))
     if layout == "nk" or tile.n != 96
