@@ -71,7 +71,7 @@ def as_operand(value: Any) -> torch.Tensor:
     if isinstance(value, fx.Proxy):  # somebody traces the optimised model
         return value.tracer.create_proxy("call_function", as_operand, (value,), {})  # type: ignore[return-value]
     # float64 keeps the number's digits; without dimensions it promotes as the number itself would
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def _hashable(value: Any) -> Any:
@@ -138,7 +138,10 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         if not observed:  # first: what follows is nothing that torch.compile could trace
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
-                result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                try:
+                    result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                except Exception:
+                    result = None  # the long way meets it, too, and knows what to do
                 if result is not None:
                     return result
         if (
@@ -234,7 +237,8 @@ def _implement(kind: str) -> None:
     ) -> torch.Tensor:
         # an operator's result is never its argument
         values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
-        return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
+        said = (kind, epilogue, values, strict, region, fp32, tuple(pool))
+        return plans.run(*said, x, weight, bias, operands, directly=False)
 
     def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return _reference(kind, values, epilogue, pool, x, weight, bias, operands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from fxfuse import ops
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Call, Const, Expr, Operand, operand_count, parse, postorder
+from fxfuse.expression import Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 from fxfuse.pooling import MaxPool, pooled
 from fxfuse.reference import evaluate
@@ -314,14 +315,22 @@ def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
 
 
 def channel_operands(expression: Expr) -> frozenset[int]:
-    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's)."""
-    return frozenset(
-        arg.index
-        for node in postorder(expression)
-        if isinstance(node, Call)
-        for arg in (node.args[i] for i in ops.row(node.op).channel_args if i < len(node.args))
-        if isinstance(arg, Operand)
-    )
+    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's).
+
+    Raises UnsupportedError if one is read along other dimensions, too: kernels read an operand in one way.
+    """
+    along_channels: set[Expr] = set()
+    elsewhere: set[Expr] = {expression}
+    for node in reversed(list(postorder(expression))):  # users first
+        if isinstance(node, Call):
+            ways = [way for way in (along_channels, elsewhere) if node in way]
+            for position, arg in enumerate(node.args):
+                for way in [along_channels] if position in ops.row(node.op).channel_args else ways:
+                    way.add(arg)
+    both = [f"o{node.index}" for node in along_channels & elsewhere if isinstance(node, Operand)]
+    if both:
+        raise UnsupportedError(f"{' and '.join(both)} is read along the channels and along other dimensions")
+    return frozenset(node.index for node in along_channels if isinstance(node, Operand))
 
 
 def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
@@ -363,6 +372,8 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
                 raise UnsupportedError(f"{row.name} of a tensor of {shapes}")
             if row.contiguous_on == problem.x.device.type and not values[0].is_contiguous():
                 raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
+            if row.name == "type_as" and _device(problem, node.args[1]) != problem.x.device:
+                raise UnsupportedError("type_as moves the tensor to another device")
             settled[node] = _settled(row, [settled[arg] for arg in node.args], values, value[node])
     if result.dtype not in RESULT_DTYPES:
         raise UnsupportedError(f"the result's dtype is {result.dtype}; kernels have float32, float16 and bfloat16")
@@ -388,6 +399,33 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     return value
 
 
+def _device(problem: Problem, node: Expr) -> torch.device:
+    return problem.operands[node.index].device if isinstance(node, Operand) else problem.x.device
+
+
+def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:
+    """The problem without the operands of which only the dtype counts, and which are left; None if all are read.
+
+    Nothing else is known of those: they may be of any shape, so that no kernel may be given their addresses.
+    Raises as `settle` does.
+    """
+    read = _operands_of(problem.expression)
+    dtypes_only = any(isinstance(node, Call) and node.op in _TYPED_BY for node in postorder(problem.expression))
+    if not dtypes_only and len(read) == len(problem.operands):
+        return None
+    settled, _ = settle(problem, acc)
+    left = tuple(sorted(_operands_of(settled)))
+    if len(left) == len(problem.operands):
+        return None
+    epilogue = rewrite(settled, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
+    operands = tuple(problem.operands[index] for index in left)
+    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands), left
+
+
+def _operands_of(expression: Expr) -> set[int]:
+    return {node.index for node in postorder(expression) if isinstance(node, Operand)}
+
+
 def check_operand(operand: TensorMeta) -> None:
     """Raises UnsupportedError if kernels do not read operands like it."""
     # a float64 scalar is fine: without dimensions it does not promote what it meets
@@ -395,6 +433,8 @@ def check_operand(operand: TensorMeta) -> None:
         raise UnsupportedError(f"an operand is of {operand.dtype}, which kernels do not read")
 
 
+_TYPED_BY: Final = ("type_as", "assign")
+"""Rows whose second argument gives the result's dtype, and nothing else."""
 _CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -407,6 +447,6 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
         computed = result.dtype
     if computed not in RESULT_DTYPES:
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
-    if row.name in ("type_as", "assign"):
+    if row.name in _TYPED_BY:
         return args[0] if values[0].dtype == result.dtype else Call(_CASTS[result.dtype], (args[0],))
     return Call(row.name, tuple(args))
