@@ -370,7 +370,8 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
             if row.channel_args and values[0].shape != result.shape:
                 shapes = f"{tuple(values[0].shape)} in a result of {tuple(result.shape)}"
                 raise UnsupportedError(f"{row.name} of a tensor of {shapes}")
-            if row.contiguous_on == problem.x.device.type and not values[0].is_contiguous():
+            formats = row.formats.get(problem.x.device.type)
+            if formats is not None and not any(values[0].is_contiguous(memory_format=kept) for kept in formats):
                 raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
             if row.name == "type_as" and _device(problem, node.args[1]) != problem.x.device:
                 raise UnsupportedError("type_as moves the tensor to another device")

@@ -84,7 +84,9 @@ def _numeric_leaves(root: Expr) -> list[Expr]:
             continue
         seen.add(node)
         if isinstance(node, Call):
-            if not ops.is_boolean(node):
+            if node.op == "masked_fill":
+                stack.append(node.args[0])
+            elif not ops.is_boolean(node):
                 stack.extend(node.args[1:] if node.op == "where" else node.args)
         else:
             leaves.append(node)
