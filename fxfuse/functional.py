@@ -220,13 +220,25 @@ def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None],
     return cast
 
 
+def _of_its_own(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The result in memory of its own: an operator's is never its argument, nor a view of one."""
+    for tensor in tensors:
+        strided = tensor.layout is result.layout is torch.strided and not tensor.is_nested
+        if tensor is result or (strided and tensor.untyped_storage()._cdata == result.untyped_storage()._cdata):
+            return result.clone()
+    return result
+
+
 _EAGER_KEYS: Final = (
-    "Meta",
     "FuncTorchBatched",  # torch.func.vmap
     # other layouts in inference mode, where nothing passes by "Autograd"
     "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
 """Dispatch keys under which the region runs as eager would, operation by operation."""
+
+
+_register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+"""Says what an operator gives for fake and for meta tensors; it has this name since torch 2.4."""
 
 
 def _implement(kind: str) -> None:
@@ -235,13 +247,17 @@ def _implement(kind: str) -> None:
     def kernel(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
-        # an operator's result is never its argument
         values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
         said = (kind, epilogue, values, strict, region, fp32, tuple(pool))
-        return plans.run(*said, x, weight, bias, operands, directly=False)
+        return _of_its_own(plans.run(*said, x, weight, bias, operands, directly=False), (x, *operands))
 
     def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
+
+    def fake(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        # fake tensors know their device, on which a convolution's strides depend
+        values = (False,) if kind == "pointwise" else values
+        return _of_its_own(_reference(kind, values, epilogue, pool, x, weight, bias, operands), (x, *operands))
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
@@ -273,6 +289,7 @@ def _implement(kind: str) -> None:
         _LIBRARY.impl(kind, kernel, device.upper())
         _LIBRARY.impl(kind, autocast(device), f"Autocast{device.upper()}")
     _LIBRARY.impl(kind, autograd, "Autograd")
+    _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
     for key in _EAGER_KEYS:
         _LIBRARY.impl(kind, reference, key)
 

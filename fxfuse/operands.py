@@ -177,6 +177,8 @@ def plan_operands(
         conversions.append(convert)
     layout = grouping(view.shape, accepted)
     assert layout is not None, "every operand was accepted beside the others"
+    if layout.sizes[2] > 1 and layout.strides[0][2] != 1:
+        return None  # kernels write along columns
     alignments = [16 if convert else meta.alignment for convert, meta in zip(conversions, operands, strict=True)]
     kinds = tuple(
         OperandKind(dtype, (strides[0] != 0, strides[1] != 0, strides[2] != 0), _access(dtype, strides, alignment))

@@ -158,6 +158,11 @@ def _logical(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return reference
 
 
+def _logsigmoid(x: torch.Tensor) -> torch.Tensor:
+    """On a CPU torch makes this copy itself, but neither meta nor fake tensors tell."""
+    return F.logsigmoid(x.contiguous() if x.device.type == "cpu" else x)
+
+
 def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x.to(dtype)
 
@@ -389,13 +394,13 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("tanhshrink", F.tanhshrink, "tanhshrink({0})", interval.increasing(), UNARY, (nn.Tanhshrink,)),
     PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
                 {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,), passing=True),
-    PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
+    PointwiseOp("logsigmoid", _logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
                 interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid, torch.ops.aten.log_sigmoid),
                 formats={"cpu": (torch.contiguous_format,)}),
     # no arithmetic: kept because gradients and strides depend on them
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),
-    Composite("clone", lambda x: x),
+    PointwiseOp("clone", torch.clone, "{0}", interval.same, passing=True),
     # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, passing=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
