@@ -118,11 +118,11 @@ def _maximum(a: Any, b: Any) -> Any:
 
 def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
-    if (
-        x.is_meta
-        and x.dim() > 1
-        and all(value is None or value.shape == x.shape[1:2] for value in (mean, var, *affine))
-    ):
+    parameters = [value for value in (mean, var, *affine) if value is not None]
+    if x.is_meta and x.dim() > 1 and all(value.shape == x.shape[1:2] for value in parameters):
+        dtypes = {value.dtype for value in parameters}
+        if dtypes != {x.dtype} and (dtypes != {torch.float32} or x.dtype not in (torch.float16, torch.bfloat16)):
+            raise RuntimeError(f"a normalisation of {x.dtype} by parameters of {dtypes}")
         return torch.empty_like(x)  # torch would import its compiler for this (1 to 2 s)
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 

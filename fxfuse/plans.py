@@ -21,6 +21,7 @@ import torch
 from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.expression import operand_count
 from fxfuse.layout import contiguous_strides
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
@@ -497,6 +498,11 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
 def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
     if problem.pool:
         raise Separate("only convolutions and max-pooling share a pass")
+    named = operand_count(problem.expression)
+    if len(problem.operands) > named + 1:  # behind the bias, which comes last
+        left = range(named + 1)
+        smaller = dataclasses.replace(problem, operands=problem.operands[: named + 1])
+        return _choosing(problem, _draft(smaller, strict), left)
     parts = gated.split(problem)
 
     def apart() -> Draft:

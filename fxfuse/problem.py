@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fxfuse import ops
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
+from fxfuse.expression import Acc, Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 from fxfuse.pooling import MaxPool, pooled
 from fxfuse.reference import evaluate
@@ -291,6 +291,8 @@ def anchor_alone(problem: Problem) -> Run:
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
     weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
+    if problem.kind == "conv2d":
+        _check_convolution(problem)
     try:
         acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -299,6 +301,16 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
         return acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
     # meta tensors keep the layout of x, of which torch makes a contiguous copy
     return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
+
+
+def _check_convolution(problem: Problem) -> None:
+    """What torch's meta function of a convolution does not look at, and its kernels do. Raises Refused."""
+    options, bias, filters = dict(problem.options), problem.bias, anchor_weight(problem).shape[0]
+    sizes = (*options["stride"], *options["dilation"], options["groups"])
+    if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
+        raise Refused(f"torch does not accept this convolution of {filters} filters: {options}")
+    if bias is not None and bias.shape != (filters,):
+        raise Refused(f"torch does not accept a bias of shape {bias.shape} for {filters} filters")
 
 
 def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
@@ -373,8 +385,6 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
             formats = row.formats.get(problem.x.device.type)
             if formats is not None and not any(values[0].is_contiguous(memory_format=kept) for kept in formats):
                 raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
-            if row.name == "type_as" and _device(problem, node.args[1]) != problem.x.device:
-                raise UnsupportedError("type_as moves the tensor to another device")
             settled[node] = _settled(row, [settled[arg] for arg in node.args], values, value[node])
     if result.dtype not in RESULT_DTYPES:
         raise UnsupportedError(f"the result's dtype is {result.dtype}; kernels have float32, float16 and bfloat16")
@@ -400,31 +410,45 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     return value
 
 
-def _device(problem: Problem, node: Expr) -> torch.device:
-    return problem.operands[node.index].device if isinstance(node, Operand) else problem.x.device
-
-
 def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:
-    """The problem without the operands of which only the dtype counts, and which are left; None if all are read.
+    """The problem without the operands that nothing reads, and which are left; None if all are read.
 
-    Nothing else is known of those: they may be of any shape, so that no kernel may be given their addresses.
-    Raises as `settle` does.
+    Of what `type_as` is given only the dtype counts. Nothing else is known of that operand: it may be of any shape, so
+    that no kernel may be given its address. Raises as `evaluate_all` does, and if `type_as` moves to another device.
     """
-    read = _operands_of(problem.expression)
-    dtypes_only = any(isinstance(node, Call) and node.op in _TYPED_BY for node in postorder(problem.expression))
-    if not dtypes_only and len(read) == len(problem.operands):
+    if _operands_of(problem.expression) == set(range(len(problem.operands))) and not any(
+        isinstance(node, Call) and node.op == "type_as" for node in postorder(problem.expression)
+    ):
         return None
-    settled, _ = settle(problem, acc)
-    left = tuple(sorted(_operands_of(settled)))
+    value = evaluate_all(problem, acc)
+    replaced: dict[Expr, Expr] = {}
+    for node in value:
+        replaced[node] = node
+        if isinstance(node, Call):
+            args = [replaced[arg] for arg in node.args]
+            replaced[node] = Call(node.op, tuple(args))
+            if node.op == "type_as" and value[node].dtype in _CASTS:
+                if not _is_on_device(problem, node.args[1]):
+                    raise UnsupportedError("type_as moves a tensor to another device")
+                replaced[node] = _cast_to(value[node].dtype, args[0], value[node.args[0]].dtype)
+    expression = replaced[problem.expression]
+    left = tuple(sorted(_operands_of(expression)))
     if len(left) == len(problem.operands):
         return None
-    epilogue = rewrite(settled, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
+    epilogue = rewrite(expression, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
     operands = tuple(problem.operands[index] for index in left)
     return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands), left
 
 
 def _operands_of(expression: Expr) -> set[int]:
     return {node.index for node in postorder(expression) if isinstance(node, Operand)}
+
+
+def _is_on_device(problem: Problem, expression: Expr) -> bool:
+    """Whether its value is where x is, and not made of numbers on the CPU alone."""
+    leaves = [node for node in postorder(expression) if isinstance(node, Acc | Operand)]
+    metas = [problem.operands[leaf.index] if isinstance(leaf, Operand) else problem.x for leaf in leaves]
+    return any(meta.device == problem.x.device for meta in metas)
 
 
 def check_operand(operand: TensorMeta) -> None:
@@ -434,8 +458,6 @@ def check_operand(operand: TensorMeta) -> None:
         raise UnsupportedError(f"an operand is of {operand.dtype}, which kernels do not read")
 
 
-_TYPED_BY: Final = ("type_as", "assign")
-"""Rows whose second argument gives the result's dtype, and nothing else."""
 _CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -448,6 +470,10 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
         computed = result.dtype
     if computed not in RESULT_DTYPES:
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
-    if row.name in _TYPED_BY:
-        return args[0] if values[0].dtype == result.dtype else Call(_CASTS[result.dtype], (args[0],))
+    if row.name in ("type_as", "assign"):
+        return _cast_to(result.dtype, args[0], values[0].dtype)
     return Call(row.name, tuple(args))
+
+
+def _cast_to(dtype: torch.dtype, node: Expr, before: torch.dtype) -> Expr:
+    return node if before == dtype else Call(_CASTS[dtype], (node,))
