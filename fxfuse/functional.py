@@ -72,7 +72,7 @@ def as_operand(value: Any) -> torch.Tensor:
     if isinstance(value, fx.Proxy):  # somebody traces the optimised model
         return value.tracer.create_proxy("call_function", as_operand, (value,), {})  # type: ignore[return-value]
     # float64 keeps the number's digits; without dimensions it promotes as the number itself would
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def _hashable(value: Any) -> Any:
@@ -139,7 +139,10 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         if not observed:  # first: what follows is nothing that torch.compile could trace
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
-                result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                try:
+                    result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                except Exception:
+                    result = None  # the long way meets it, too, and knows what to do
                 if result is not None:
                     return result
         if (
@@ -220,6 +223,15 @@ def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None],
     return cast
 
 
+def _of_its_own(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The result in memory of its own: an operator's is never its argument, nor a view of one."""
+    for tensor in tensors:
+        strided = tensor.layout is result.layout is torch.strided and not tensor.is_nested
+        if tensor is result or (strided and tensor.untyped_storage()._cdata == result.untyped_storage()._cdata):
+            return result.clone()
+    return result
+
+
 _EAGER_KEYS: Final = (
     "FuncTorchBatched",  # torch.func.vmap
     # other layouts in inference mode, where nothing passes by "Autograd"
@@ -228,15 +240,19 @@ _EAGER_KEYS: Final = (
 """Dispatch keys under which the region runs as eager would, operation by operation."""
 
 
+_register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+"""Says what an operator gives for fake and for meta tensors; it has this name since torch 2.4."""
+
+
 def _implement(kind: str) -> None:
     overload = operator(kind)
 
     def kernel(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
-        # an operator's result is never its argument
         values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
-        return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
+        said = (kind, epilogue, values, strict, region, fp32, tuple(pool))
+        return _of_its_own(plans.run(*said, x, weight, bias, operands, directly=False), (x, *operands))
 
     def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
@@ -244,6 +260,11 @@ def _implement(kind: str) -> None:
     def transformed(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         plans.without_plan[TRANSFORMED].add(caller.get("region", 0))
         return reference(x, weight, bias, operands, epilogue, *values, **caller)
+
+    def fake(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        # fake tensors know their device, on which a convolution's strides depend
+        values = (False,) if kind == "pointwise" else values
+        return _of_its_own(_reference(kind, values, epilogue, pool, x, weight, bias, operands), (x, *operands))
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
@@ -278,7 +299,7 @@ def _implement(kind: str) -> None:
         _LIBRARY.impl(kind, kernel, device.upper())
         _LIBRARY.impl(kind, autocast(device), f"Autocast{device.upper()}")
     _LIBRARY.impl(kind, autograd, "Autograd")
-    _LIBRARY.impl(kind, reference, "Meta")
+    _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
     for key in _EAGER_KEYS:
         _LIBRARY.impl(kind, transformed, key)
 

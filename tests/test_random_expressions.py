@@ -75,6 +75,8 @@ def expressions(draw: st.DrawFn, most_calls: int = 8, last: str | None = None) -
             node = call(name, number(), *draw(st.sampled_from(PARAMETERS[name])))
         elif name == "where":
             node = call(name, truth(), number_or_constant(), number_or_constant())
+        elif name == "masked_fill":
+            node = call(name, number(), truth(), Const(draw(st.sampled_from(NUMBERS))))
         elif name.startswith("logical"):
             node = call(name, *(truth() for _ in range(count)))
         elif name == "lerp":

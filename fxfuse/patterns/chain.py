@@ -23,7 +23,7 @@ from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.patterns.region import Region, compact
 from fxfuse.patterns.tensors import tensors_of
 from fxfuse.patterns.values import BATCH_NORMS, Growth, check_overwritten, is_nothing, overwritten_by, value_of
-from fxfuse.simplify import simplify
+from fxfuse.simplify import is_fresh, simplify
 
 LEAST: Final = 2
 """Operations that a chain has, of those for which eager makes a pass each: one alone gains nothing."""
@@ -152,9 +152,12 @@ class Chains:
                 return None
         if sum(map(self._launches, members)) < LEAST:
             return (source.node, f"only '{output.name}' follows, one pass in torch, too") if source.owned else None
-        epilogue = simplify(growth.values[output])
+        value = growth.values[output]
+        epilogue = simplify(value, fresh_acc=source.owned)
         if isinstance(epilogue, Acc) or not depends_on_acc(epilogue):
             return None
+        if is_fresh(value, source.owned) and not is_fresh(epilogue, source.owned):
+            return None  # of what eager computes anew a tensor from outside is left
         anchor = Anchor("pointwise", source.node, None, options={"overwrite": source.owned})
         nodes = members if source.library is None else [source.node, *members]
         return Region(anchor, tuple(nodes), *compact(epilogue, growth.operands), library=source.library)
