@@ -28,7 +28,7 @@ from torch import nn
 
 from fxfuse import interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call, postorder
+from fxfuse.expression import NUMBERS, Call, Const, Expr, call, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -526,6 +526,9 @@ def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
             if default is REQUIRED:
                 raise Rejected(f"{row.name} without argument {name}")
             bound[name] = default
+    for name, value in bound.items():
+        if type(value) is int and value not in NUMBERS:
+            raise Rejected(f"{row.name}'s argument {name} is a number that torch does not take")
     return tuple(bound[name] for name in params)
 
 

@@ -22,7 +22,7 @@ from fxfuse.patterns.library import LibraryCall, find_library
 from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.patterns.region import Region, compact
 from fxfuse.patterns.tensors import tensors_of
-from fxfuse.patterns.values import BATCH_NORMS, Growth, check_overwritten, is_nothing, overwritten_by, value_of
+from fxfuse.patterns.values import BATCH_NORMS, Full, Growth, check_overwritten, is_nothing, overwritten_by, value_of
 from fxfuse.simplify import simplify
 
 LEAST: Final = 2
@@ -124,15 +124,22 @@ class Chains:
         return min(sources, key=rank, default=None)
 
     def _first_misfit(self, growth: Growth, members: list[fx.Node], source: _Source) -> fx.Node | None:
-        """Gives each of `members` its expression. Returns the first that has none here, if any."""
+        """Gives each of `members` its expression. Returns the first that has none here, if any.
+
+        Where there is no room for more, the last one that fits: another chain ends there.
+        """
+        latest: fx.Node | None = None
         own = {*members, source.node} if source.owned else set(members)
         for node in members:
             try:
                 value = value_of(growth, node)
                 self._check_written(node, own)
                 check_overwritten(growth, node, self._mutations)
+            except Full:
+                return latest or node
             except Rejected:
                 return node
+            latest = node
             if value is None or (node is members[-1] and ops.is_boolean(value)):
                 return node
             growth.values[node] = value
