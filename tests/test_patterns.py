@@ -456,7 +456,7 @@ def test_thousands_of_operations_are_fused_in_pieces(name):
     model, x = LONG[name], torch.randn(2, 8)
     fast = fxfuse.optimize(model)
     regions = fxfuse.explain(fast).regions
-    assert 8 <= len(regions) <= 16 and sum(len(region.nodes) for region in regions) >= 2000
+    assert 8 <= len(regions) <= 20 and sum(len(region.nodes) for region in regions) >= 2000
     assert_as_eager(model, fast, x.requires_grad_())  # the regions' torch reference runs
 
 
