@@ -242,6 +242,8 @@ class Settings:
     fp32: str = "exact"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise FxfuseError(f"strict is True or False, not {self.strict!r}")
         if self.fp32 not in ("exact", "fast"):
             raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
 
