@@ -2,9 +2,9 @@
 
 Dynamo finds it by an entry point: that of the installed package (pyproject.toml), so that fxfuse need not be imported,
 or the one that importing fxfuse adds. Dynamo captures the model: with graph breaks where Python must run, symbols for
-sizes that vary, and parameters as inputs. Its graphs are matched and replaced as those of `optimize` are. They are taken
-as they come, above AOTAutograd, which would take linears and batch normalisations apart only for them to be put together
-again; gradients come as from every optimised model.
+sizes that vary, and parameters as inputs. Its graphs are matched and replaced as those of `optimize` are. They are
+taken as they come, above AOTAutograd, which would take linears and batch normalisations apart only for them to be put
+together again; gradients come as from every optimised model.
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ class Composite:
     """Takes the bound arguments (expressions, numbers, None, strings); returns the expression or raises Rejected."""
     params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
     spellings: Sequence[Any] = ()
+    of_two_tensors: bool = False
+    """Whether its functions mean something else unless both arguments are tensors (torch.max(x, 1) reduces)."""
 
     def build(self, *args: Any) -> Expr:
         return self.expand(*args)
@@ -313,6 +315,8 @@ _ROWS: Final[list[Row]] = [
     Composite("masked_fill", _masked_fill, {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
     PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, passing=True),
+    Composite("min", lambda a, b: call("minimum", a, b), BINARY, of_two_tensors=True),
+    Composite("max", lambda a, b: call("maximum", a, b), BINARY, of_two_tensors=True),
     PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
@@ -402,6 +406,11 @@ class Spelling:
 
     row: Row
     in_place: bool
+
+    @property
+    def of_two_tensors(self) -> bool:
+        """See Composite.of_two_tensors."""
+        return isinstance(self.row, Composite) and self.row.of_two_tensors
 
 
 _by_name: dict[str, PointwiseOp] = {}

@@ -13,7 +13,7 @@ from fxfuse import ops
 from fxfuse.expression import Expr, Operand, call
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, Source, has_hooks, known_tensor, noted
-from fxfuse.patterns.mutation import Mutations, spelling
+from fxfuse.patterns.mutation import Mutations, second_arguments, spelling
 from fxfuse.problem import MAX_OPERANDS
 
 _DROPOUT_MODULES: Final = (
@@ -46,6 +46,8 @@ class Growth:
     root: nn.Module
     anchor_node: fx.Node
     anchor: Anchor
+    tensors: frozenset[fx.Node] = frozenset()
+    """The graph's nodes whose values are surely tensors."""
     values: dict[fx.Node, Expr] = field(default_factory=dict)
     operands: list[Source] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)
@@ -182,6 +184,8 @@ def value_of(growth: Growth, node: fx.Node) -> Expr | None:
     found = spelling(growth.root, node)
     if found is None:
         return None
+    if found.of_two_tensors and not growth.tensors.issuperset(second_arguments(node)):
+        raise Rejected(f"'{node.name}' may have a dimension for its second argument")
     args, kwargs, _ = ops.split_in_place(node.target, node.args, node.kwargs)
     args = [growth.argument(arg) for arg in args]
     kwargs = {name: growth.argument(arg) for name, arg in kwargs.items()}
