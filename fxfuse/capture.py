@@ -240,6 +240,9 @@ class _Tracer(fx.Tracer):
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
+            if self.defaults and not has_default and not stars:
+                reason = f"'{parameter.name}' is required although it follows arguments with defaults"
+                raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
             value: Any = self.create_proxy(
                 "placeholder",

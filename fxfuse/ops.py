@@ -28,7 +28,7 @@ from torch import nn
 
 from fxfuse import interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call, postorder
+from fxfuse.expression import NUMBERS, Call, Const, Expr, call, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -87,6 +87,8 @@ class Composite:
     """Takes the bound arguments (expressions, numbers, None, strings); returns the expression or raises Rejected."""
     params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
     spellings: Sequence[Any] = ()
+    of_two_tensors: bool = False
+    """Whether its functions mean something else unless both arguments are tensors (torch.max(x, 1) reduces)."""
 
     def build(self, *args: Any) -> Expr:
         return self.expand(*args)
@@ -334,6 +336,8 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}, passing=True),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
     PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, passing=True),
+    Composite("min", lambda a, b: call("minimum", a, b), BINARY, of_two_tensors=True),
+    Composite("max", lambda a, b: call("maximum", a, b), BINARY, of_two_tensors=True),
     PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
@@ -424,6 +428,11 @@ class Spelling:
 
     row: Row
     in_place: bool
+
+    @property
+    def of_two_tensors(self) -> bool:
+        """See Composite.of_two_tensors."""
+        return isinstance(self.row, Composite) and self.row.of_two_tensors
 
 
 _by_name: dict[str, PointwiseOp] = {}
@@ -548,6 +557,9 @@ def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
             if default is REQUIRED:
                 raise Rejected(f"{row.name} without argument {name}")
             bound[name] = default
+    for name, value in bound.items():
+        if type(value) is int and value not in NUMBERS:
+            raise Rejected(f"{row.name}'s argument {name} is a number that torch does not take")
     return tuple(bound[name] for name in params)
 
 

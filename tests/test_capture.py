@@ -842,3 +842,20 @@ def test_what_runs_without_gradients_still_does():
     fast(torch.randn(3, 8)).sum().backward()
     assert model.backbone[0].weight.grad is None and model.head.weight.grad is not None
     assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]  # the backbone by itself
+
+
+def test_a_required_keyword_after_defaults_runs_as_python():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(linear(), nn.ReLU())
+
+        def forward(self, x, scale=None, *, shift):
+            return self.block(x) + shift
+
+    model = Model().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 8), shift=randn(8))
+        assert_as_eager(model, fast, randn(2, 8))  # the same exception
+    assert "'shift' is required" in str(fxfuse.explain(fast)) and epilogues(fast) == ["relu(acc)"]
