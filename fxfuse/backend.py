@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
-from fxfuse.optimize import FusedModule, Settings
+from fxfuse.optimize import FusedModule, Settings, state_of
 
 _MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -56,7 +57,7 @@ def compile_graph(
     if unknown:
         instead = "; use fxfuse.optimize(model, cuda_graphs=True)" if unknown[0] == "cuda_graphs" else ""
         raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}{instead}")
-    fused = FusedModule(Captured(gm, copy.deepcopy(gm.graph)), Settings(**given))
+    fused = _fused(gm, Settings(**given))
     _graphs.add(fused)
     return _prepared_by_first_call(fused)
 
@@ -64,6 +65,25 @@ def compile_graph(
 def compiled_graphs() -> tuple[FusedModule, ...]:
     """The graphs that torch.compile(…, backend="fxfuse") uses now, for `explain`; in no particular order."""
     return tuple(_graphs)
+
+
+def _fused(gm: fx.GraphModule, settings: Settings) -> FusedModule:
+    """The graph with its regions fused, and those of the graphs that it checkpoints."""
+    graph = copy.deepcopy(gm.graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            body, node.target = node.args[0].target, recomputed
+            setattr(gm, body, _fused(getattr(gm, body), settings))
+    return FusedModule(Captured(gm, graph), settings)
+
+
+def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
+    """torch.utils.checkpoint of a part of the graph: the operator that stands for it leaves it to AOTAutograd."""
+    root = state_of(body).captured.root
+    context = root.meta.get("_checkpoint_context_fn") if isinstance(root, fx.GraphModule) else None
+    if context is not None:  # what selective checkpointing keeps
+        options["context_fn"] = context
+    return checkpoint(body, *args, use_reentrant=False, **options)
 
 
 def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxfuse import interval
+from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import NUMBERS, Call, Const, Expr, call, postorder
+from fxfuse.expression import NUMBERS, Call, Const, Expr, Number, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -39,6 +39,14 @@ BINARY: Final[Mapping[str, Any]] = {"input": REQUIRED, "other": REQUIRED}
 
 class Rejected(Exception):
     """A spelling's arguments ask for something its row does not do; str() is the reason for the report."""
+
+
+def call(name: str, *args: Expr | Number) -> Call:
+    """The expression of a row's call; what a traced graph hands on may be anything (None, a tuple)."""
+    for arg in args:
+        if not isinstance(arg, Expr | bool | int | float):
+            raise Rejected(f"{name}'s argument {arg!r} is neither a tensor nor a number")
+    return expression.call(name, *args)
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,6 @@ class PointwiseOp:
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
-        for name, arg in zip(self.params, args, strict=True):
-            if not isinstance(arg, Expr | bool | int | float):
-                raise Rejected(f"{self.name}'s argument {name}={arg!r} is neither a tensor nor a number")
         if self.commutative and not isinstance(args[0], Expr):
             args = args[::-1]
         return call(self.name, *args)
@@ -202,7 +207,7 @@ def _pow(base: Any, exponent: Any) -> Expr:
             -1.0: lambda x: call("reciprocal", x),
             -2.0: lambda x: call("reciprocal", call("square", x)),
         }
-        if float(exponent) in special:
+        if isinstance(exponent, int | float) and float(exponent) in special:
             return special[float(exponent)](base)
     return call("pow", base, exponent)
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
+from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError, UnsupportedError
 from fxfuse.patterns import (
@@ -408,6 +408,9 @@ class FusedModule(fx.GraphModule):
             del type(self).__call__
         if _STATE in self.__dict__:
             state = state_of(self)
+            if state.captured.graph is None and has_own_call(state.captured.root):
+                type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
+            type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.modes:
@@ -566,6 +569,34 @@ def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
     return tuple((module, module.training) for module in modules if isinstance(module, MODE_DEPENDENT))
 
 
+def _calling(root: nn.Module) -> Callable[..., Any]:
+    """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
+
+    def call(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        return root(*args, **kwargs)
+
+    return _with_own_code(call)
+
+
+_GLOBAL_HOOKS: Final = tuple(
+    getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
+    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules."""
+    before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
+
+    @functools.wraps(forward)
+    def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if before_forward or after_forward or backward or before_backward:
+            return root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(unless_hooked)
+
+
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, after deriving the graph anew if a dropout or normalisation has changed its mode on its own."""
 
@@ -616,7 +647,7 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def replaying(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         replays = state_of(self).replays
-        if replays is None or torch.compiler.is_compiling():
+        if replays is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
             return forward(self, *args, **kwargs)
         return replays.call(self, forward, args, kwargs)
 

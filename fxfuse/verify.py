@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.state import copies, unchanged
+from fxfuse.state import copies, seed, unchanged
 
 ALLOWANCE: Final = 2.0
 """How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
@@ -81,7 +81,7 @@ def verify(
 def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """The leaves of what one call returns."""
     with unchanged(model):
-        torch.manual_seed(0)  # dropout drops the same in every run
+        seed(0)  # dropout drops the same in every run
         args, kwargs = copies(call)
         return _leaves(model(*args, **kwargs))
 

@@ -859,3 +859,37 @@ def test_a_required_keyword_after_defaults_runs_as_python():
         assert_as_eager(model, fast, randn(2, 8), shift=randn(8))
         assert_as_eager(model, fast, randn(2, 8))  # the same exception
     assert "'shift' is required" in str(fxfuse.explain(fast)) and epilogues(fast) == ["relu(acc)"]
+
+
+GLOBAL_HOOKS = {
+    "forward": lambda hook: nn.modules.module.register_module_forward_hook(lambda m, args, result: hook(m)),
+    "before forward": lambda hook: nn.modules.module.register_module_forward_pre_hook(lambda m, args: hook(m)),
+    "backward": lambda hook: nn.modules.module.register_module_full_backward_hook(lambda m, *gradients: hook(m)),
+    "before backward": lambda hook: nn.modules.module.register_module_full_backward_pre_hook(lambda m, g: hook(m)),
+}
+
+
+@pytest.mark.parametrize("registered", ["before optimize", "after"])
+@pytest.mark.parametrize("name", GLOBAL_HOOKS)
+def test_hooks_for_all_modules_are_called_for_all_modules(name, registered):
+    branch = nn.Sequential(linear(), nn.Tanh(), Branching())
+    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), branch, linear(), nn.ReLU())
+    fast = fxfuse.optimize(model)
+    seen = []
+    handle = GLOBAL_HOOKS[name](lambda m: seen.append([*dict(m.named_parameters())]))
+    try:
+        if registered == "before optimize":
+            fast = fxfuse.optimize(model)
+        assert not seen, "no hook is for a trace"
+        called = []
+        for call in (model, fast):
+            call(X.clone().requires_grad_()).sum().backward()
+            called.append([*seen])
+            seen.clear()
+    finally:
+        handle.remove()
+    assert called[0] == called[1] and len(called[0]) >= 8
+    fast(X)
+    assert not seen
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)

@@ -21,7 +21,6 @@ from fxfuse.patterns.anchors import Anchor, noted
 from fxfuse.patterns.library import LibraryCall, find_library
 from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.patterns.region import Region, compact
-from fxfuse.patterns.tensors import tensors_of
 from fxfuse.patterns.values import BATCH_NORMS, Full, Growth, check_overwritten, is_nothing, overwritten_by, value_of
 from fxfuse.simplify import is_fresh, simplify
 
