@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
+from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
 
 logger = logging.getLogger("fxfuse")
@@ -371,7 +372,7 @@ def _is_same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-_tracing: Final = threading.RLock()
+_tracing: Final = free_in_children(threading.RLock())
 """fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
 
 

@@ -21,6 +21,7 @@ import torch
 from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
@@ -48,7 +49,7 @@ Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
 # -------------------------------------------------------------------------------------------- look-up
 
 _plans: dict[int, dict[Key, Plan]] = {}
-_lock = threading.RLock()
+_lock = free_in_children(threading.RLock())
 _collecting = threading.local()
 
 
@@ -313,6 +314,10 @@ def preparing() -> Iterator[Drafts]:
         with collect(drafts.note):
             yield drafts
         drafts.decide()
+    except KeyboardInterrupt:
+        drafts.close()  # first, so that nothing else begins
+        build.interrupt()
+        raise
     finally:
         drafts.close()
 
