@@ -170,8 +170,8 @@ class Job:
 
     @contextlib.contextmanager
     def _compiler(self, directory: Path) -> Iterator[None]:
-        """torch takes CXX for one program's name; a command of several words becomes a program."""
-        if len(self._command) == 1:
+        """torch takes CXX for one program's name, of no special characters: any other command becomes a program."""
+        if len(self._command) == 1 and _SAFE.fullmatch(os.environ.get("CXX", "")):
             yield
             return
         script = directory / "c++"
