@@ -131,6 +131,10 @@ class TimeLimit(Exception):
     """Compilers took longer than they may, and were ended."""
 
 
+class _Ended(BaseException):
+    """The same within load_inline, which has an answer to some exceptions."""
+
+
 class Job:
     """What load_inline starts in one thread, which another may end."""
 
@@ -139,7 +143,6 @@ class Job:
         """Whether somebody asked for its end."""
         self.compiler: str | None = None
         """What torch is to take for the compiler, if not what CXX says."""
-        self._timed_out = False
         self._deadline = 0.0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[Any] | None = None
@@ -161,10 +164,8 @@ class Job:
         try:
             with self._compiler(directory), self._folder_for_links(directory):
                 load_inline()
-        except Exception as error:
-            if self._timed_out:
-                raise TimeLimit(f"{shlex.join(self._command)} was ended after {limit():g} s") from error
-            raise
+        except _Ended:
+            raise TimeLimit(f"{shlex.join(self._command)} was ended after {limit():g} s") from None
         finally:
             _thread.job = None
 
@@ -215,10 +216,10 @@ class Job:
             try:
                 output, errors = process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._timed_out = True
                 _end(process)
-                process.communicate(timeout=GRACE)
-                raise
+                with contextlib.suppress(subprocess.TimeoutExpired):  # somebody else has its output open
+                    process.communicate(timeout=GRACE)
+                raise _Ended from None
         finally:
             with self._lock:
                 self._process = None
