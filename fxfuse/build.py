@@ -216,8 +216,8 @@ Where kernels are for a GPU one less: what is compiled already is measured meanw
 """
 _worked: set[str] = set()
 """Compilers that made a kernel in this process."""
-_hung: dict[str, ToolchainError] = {}
-"""Those that made none within the limit of time: nobody waits for them again."""
+_hung: dict[tuple[str, float], ToolchainError] = {}
+"""Those that made none within a limit of time: nobody waits for them as long again."""
 
 
 def _renew() -> None:
@@ -289,8 +289,9 @@ def _leave(key: str, build: _Running) -> None:
 
 def _compile(source: Source, key: str, job: toolchain.Job) -> Launch:
     compilers = toolchain.identity(source.is_cuda) or ""
-    if compilers in _hung:
-        raise _hung[compilers]
+    hung = (compilers, toolchain.limit())
+    if hung in _hung:
+        raise _hung[hung]
     started = time.monotonic()
     logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
     with contextlib.ExitStack() as stack:
@@ -306,7 +307,7 @@ def _compile(source: Source, key: str, job: toolchain.Job) -> Launch:
             text = f"{error} (FXFUSE_COMPILE_TIMEOUT sets this limit)"
             if compilers in _worked:
                 raise BuildError(f"{source.label}: {text}") from error
-            raise _hung.setdefault(compilers, ToolchainError(text)) from error
+            raise _hung.setdefault(hung, ToolchainError(text)) from error
         except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
             kept = cache.keep_failed(folder, key)
             raise BuildError(

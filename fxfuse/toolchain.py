@@ -155,17 +155,18 @@ class Job:
 
         Raises what it raises; TimeLimit after FXFUSE_COMPILE_TIMEOUT, KeyboardInterrupt after `end`.
         """
-        self._deadline = time.monotonic() + limit()
         if self.ended:
             raise KeyboardInterrupt
         self._command, self._ninja = cxx() or [], ninja()
         _redirect()
+        seconds = limit()
+        self._deadline = time.monotonic() + seconds
         _thread.job = self
         try:
             with self._compiler(directory), self._folder_for_links(directory):
                 load_inline()
         except _Ended:
-            raise TimeLimit(f"{shlex.join(self._command)} was ended after {limit():g} s") from None
+            raise TimeLimit(f"{shlex.join(self._command)} was ended after {seconds:g} s") from None
         finally:
             _thread.job = None
 
@@ -197,8 +198,8 @@ class Job:
         with self._lock:
             self.ended = True
             process = self._process
-        if process is not None:
-            _end(process)
+        if process is not None:  # without waiting, since others are to end as well
+            threading.Thread(target=_end, args=(process,), name="fxfuse: end").start()
 
     def execute(self, command: Sequence[str], check: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:
         """subprocess.run in a session of its own, until the limit."""

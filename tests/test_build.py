@@ -8,8 +8,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -206,6 +206,23 @@ def test_whole_entries_are_used(entry, builds):
     assert not builds
 
 
+def test_loading_a_kernel_notes_that_it_was_used(entry):
+    long_ago = time.time() - 1e6
+    os.utime(entry / "manifest.json", (long_ago, long_ago))
+    build.load(KERNEL)
+    assert cache.entries()[0].path == entry and time.time() - cache.entries()[0].used < 1000
+
+
+def test_a_processs_first_build_removes_what_is_too_much(entry, monkeypatch):
+    other = next(path for path in entry.parent.iterdir() if path != entry)
+    os.utime(other / "manifest.json", (0, 0))
+    (entry / "manifest.json").unlink()
+    monkeypatch.setenv("FXFUSE_CACHE_LIMIT", str(sum(path.stat().st_size for path in other.iterdir()) + 2000))
+    monkeypatch.setattr(build, "_finished", 0)
+    build.load(KERNEL)
+    assert entry.exists() and not other.exists()
+
+
 @pytest.mark.parametrize("file", ["library", "manifest"])
 def test_any_flipped_bit_is_noticed(file, entry):
     path = library(entry) if file == "library" else entry / "manifest.json"
@@ -255,37 +272,6 @@ def test_a_cache_that_vanishes_is_made_again(new_cache):
     run()
     shutil.rmtree(new_cache)
     assert run(nn.Sequential(linear(), nn.Softsign()).eval()).kernel is not None
-
-
-PROCESS = textwrap.dedent("""
-    import os, sys, time
-    import torch
-    from torch import nn
-    import fxfuse
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval()
-    fast, x = fxfuse.optimize(model), torch.ones(2, 8)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x))
-    print(fxfuse.explain(fast).regions[0].kernel is not None, flush=True)
-""")
-
-
-def start_process():
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def test_two_processes_may_build_the_same_kernel_at_once(new_cache):
-    processes = [start_process() for _ in range(2)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    outputs = [process.communicate("go\n", timeout=60)[0] for process in processes]
-    assert outputs == ["True\n"] * 2
-    assert [path.name for path in entries(new_cache)] == [path.name for path in new_cache.iterdir()]
-    assert len(entries(new_cache)) == 1
 
 
 def refuse(new_cache, monkeypatch):

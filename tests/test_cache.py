@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -117,6 +119,33 @@ def test_temporary_caches_of_processes_that_were_killed_go_after_a_day(folder, t
     os.close(descriptor)
     cache.prune()
     assert not left.exists()
+
+
+TEMPORARY = """
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("cache", sys.argv[1])
+cache = importlib.util.module_from_spec(spec)
+sys.modules["cache"] = cache
+spec.loader.exec_module(cache)
+folder = cache.writable()
+(folder / "kernel").write_text("")
+child = os.fork()
+if child == 0:
+    sys.exit()  # runs what is registered for the end of a process
+assert os.waitpid(child, 0)[1] == 0
+assert folder.exists()
+print(folder)
+"""
+
+
+def test_the_temporary_cache_goes_with_its_process_and_not_with_a_child(folder, tmp_path, monkeypatch):
+    file = tmp_path / "a file"
+    file.touch()
+    environment = {**os.environ, "FXFUSE_CACHE_DIR": str(file), "TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, "-c", TEMPORARY, cache.__file__]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    assert output.startswith(str(tmp_path / "temporary" / "fxfuse-cache-"))
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_other_peoples_folders_are_left_alone(folder, tmp_path):
