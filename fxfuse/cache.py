@@ -164,6 +164,8 @@ def _plain(name: str) -> str:
 def read_document(cache: Path, *names: str, key: str) -> Any:
     """The value that `write_document` stored for `key`; one of UNREADABLE if it is not what was stored there."""
     document = json.loads(read(cache, *names))
+    if not isinstance(document, dict) or document.keys() != {"key", "digest", "value"}:
+        raise ValueError("it is none of this version's")
     if document["key"] != key:
         raise ValueError(f"it is another one's, of key {document['key']}")
     if document["digest"] != _digest(document["value"]):

@@ -173,7 +173,8 @@ class Job:
     @contextlib.contextmanager
     def _compiler(self, directory: Path) -> Iterator[None]:
         """torch takes CXX for one program's name, of no special characters: any other command becomes a program."""
-        if len(self._command) == 1 and _SAFE.fullmatch(os.environ.get("CXX", "")):
+        named = os.environ.get("CXX", "c++")
+        if len(self._command) == 1 and named and _SAFE.fullmatch(named):
             yield
             return
         script = directory / "c++"
@@ -290,15 +291,26 @@ def _redirect() -> None:
     with _redirected:
         if isinstance(cpp_extension.subprocess, _Subprocess):
             return
-        compiler = cpp_extension.get_cxx_compiler
-
-        @functools.wraps(compiler)
-        def get_cxx_compiler() -> Any:
-            job = _job()
-            return compiler() if job is None or job.compiler is None else job.compiler
-
-        cpp_extension.get_cxx_compiler = get_cxx_compiler
+        replaced: dict[str, Callable[[Job], Any]] = {
+            "get_cxx_compiler": lambda job: job.compiler,
+            # flags name the architecture; older versions of torch add all that they see, and compile for each
+            "_get_cuda_arch_flags": lambda job: [],
+        }
+        for name, instead in replaced.items():
+            setattr(cpp_extension, name, _in_jobs(getattr(cpp_extension, name), instead))
         cpp_extension.subprocess = _Subprocess()
+
+
+def _in_jobs(function: Callable[..., Any], instead: Callable[[Job], Any]) -> Callable[..., Any]:
+    """`function`, but in a job's thread what `instead` gives, if not None."""
+
+    @functools.wraps(function)
+    def either(*args: Any, **options: Any) -> Any:
+        job = _job()
+        result = None if job is None else instead(job)
+        return function(*args, **options) if result is None else result
+
+    return either
 
 
 # ---------------------------------------------------------------------------------------- paths of any name

@@ -428,7 +428,7 @@ def test_a_package_under_any_path_builds_and_writes_nowhere_but_in_its_cache(tmp
     assert left == [], "torch makes a folder of its own, where the system's temporary files belong"
 
 
-@pytest.mark.parametrize("command", ["g++ -pipe", "env g++", "env 'g++' -DODD='\"a $b\"'", "  g++  "])
+@pytest.mark.parametrize("command", ["g++ -pipe", "env g++", "env 'g++' -DODD='\"a $b\"'", "  g++  ", ""])
 def test_the_compiler_may_be_a_command(command, new_cache, monkeypatch, caplog):
     monkeypatch.setenv("CXX", command)
     build.load(kernel("a"))(b"", 0)
@@ -462,6 +462,15 @@ def test_an_old_torch_includes_headers_that_are_empty(new_cache, monkeypatch):
     build.load(build.Source(torch_is_there + TEXT))(b"", 0)
     (entry,) = cache.entries()
     assert "torch/extension.h" in next(entry.path.glob("*.cpp")).read_text()
+
+
+def test_only_the_architecture_in_the_flags_is_compiled_for(tmp_path):
+    """torch before 2.6 adds all GPUs that it sees, whatever the flags say."""
+    from torch.utils import cpp_extension
+
+    flags = []
+    toolchain.Job().run(lambda: flags.append(cpp_extension._get_cuda_arch_flags()), tmp_path)
+    assert flags == [[]]
 
 
 def test_other_builds_of_torch_extensions_are_left_alone(new_cache, tmp_path):
