@@ -270,15 +270,17 @@ def _work(source: Source, key: str, build: _Running) -> None:
         with _compilers[source.is_cuda]:
             launch = _load_cached(key, source) or _compile(source, key, build.job)  # another process may have made it
             _loaded[key] = launch
-            _finished += 1
-            if _finished % _PRUNE_EVERY == 1:
-                cache.prune()
     except BaseException as error:  # it is those' who wait
         _leave(key, build)
         build.launch.set_exception(error)
     else:
         _leave(key, build)
         build.launch.set_result(launch)
+        with _lock:
+            _finished += 1
+            prune = _finished % _PRUNE_EVERY == 1
+        if prune:  # nobody waits for it
+            cache.prune()
 
 
 def _leave(key: str, build: _Running) -> None:

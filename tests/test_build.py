@@ -220,6 +220,9 @@ def test_a_processs_first_build_removes_what_is_too_much(entry, monkeypatch):
     monkeypatch.setenv("FXFUSE_CACHE_LIMIT", str(sum(path.stat().st_size for path in other.iterdir()) + 2000))
     monkeypatch.setattr(build, "_finished", 0)
     build.load(KERNEL)
+    for thread in threading.enumerate():
+        if thread.name.startswith("fxfuse"):
+            thread.join(60)
     assert entry.exists() and not other.exists()
 
 

@@ -465,7 +465,7 @@ def test_an_old_torch_includes_headers_that_are_empty(new_cache, monkeypatch):
 
 
 def test_only_the_architecture_in_the_flags_is_compiled_for(tmp_path):
-    """torch before 2.6 adds all GPUs that it sees, whatever the flags say."""
+    """Older versions of torch add all GPUs that they see, whatever the flags say."""
     from torch.utils import cpp_extension
 
     flags = []
