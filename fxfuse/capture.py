@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
+from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
@@ -414,7 +415,7 @@ def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
                 module._buffers[name] = value._buffer
 
 
-_tracing: Final = threading.RLock()
+_tracing: Final = free_in_children(threading.RLock())
 """fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, TypeAlias
 
 from fxfuse.errors import ExpressionError
+from fxfuse.locks import free_in_children
 
 Number: TypeAlias = bool | int | float
 
@@ -51,7 +52,7 @@ class _Interned(type):
     """Makes construction return the one existing node with the same contents."""
 
     _nodes: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = weakref.WeakValueDictionary()
-    _lock = threading.Lock()
+    _lock = free_in_children(threading.Lock())
 
     def __call__(cls, *args: Any) -> Any:
         key = (cls, *(cls._key(arg) for arg in args))

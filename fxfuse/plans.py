@@ -23,6 +23,7 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import operand_count
 from fxfuse.layout import contiguous_strides
+from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
@@ -54,7 +55,7 @@ MOST_KEPT: Final = 1024
 """Look-ups that a region keeps, two for each kind of call: the oldest go first. Some models meet new sizes for ever."""
 
 _plans: dict[int, dict[Key, Plan]] = {}
-_lock = threading.RLock()
+_lock = free_in_children(threading.RLock())
 _collecting = threading.local()
 
 GRADIENTS_DUE: Final = "gradients are due"
@@ -393,6 +394,10 @@ def preparing() -> Iterator[Drafts]:
         with collect(drafts.note):
             yield drafts
         drafts.decide()
+    except KeyboardInterrupt:
+        drafts.close()  # first, so that nothing else begins
+        build.interrupt()
+        raise
     finally:
         drafts.close()
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxfuse import build, ops, plans
+from fxfuse import build, cache, ops, plans
 from fxfuse.cuda import plan, tune
 from fxfuse.problem import anchor_meta
 
@@ -55,11 +55,14 @@ def forget(monkeypatch):
             monkeypatch.setattr(plans, table, {})
         monkeypatch.setattr(plans, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
-        build._temporary.cache_clear()
+        cache._temporary.cache_clear()
+        monkeypatch.setattr(cache, "_used_instead", [])
+        for table in ("_hung", "_worked"):
+            monkeypatch.setattr(build, table, type(getattr(build, table))())
 
     forget_everything()
     yield forget_everything
-    build._temporary.cache_clear()
+    cache._temporary.cache_clear()
 
 
 @pytest.fixture
