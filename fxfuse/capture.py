@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
+from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
@@ -291,6 +292,9 @@ class _Tracer(fx.Tracer):
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
+            if self.defaults and not has_default and not stars:
+                reason = f"'{parameter.name}' is required although it follows arguments with defaults"
+                raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
             value: Any = self.create_proxy(
                 "placeholder",
@@ -411,7 +415,7 @@ def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
                 module._buffers[name] = value._buffer
 
 
-_tracing: Final = threading.RLock()
+_tracing: Final = free_in_children(threading.RLock())
 """fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
 
 
