@@ -483,4 +483,4 @@ def test_integers_are_numbers_as_far_as_torch_takes_them(number):
     model = Net(lambda m, x: (m.fc(x) * number).relu() if number == 2**63 else m.fc(x) * number, fc=linear())
     fast = fxfuse.optimize(model)
     assert len(fxfuse.explain(fast).regions) == (number == 2**63)
-    assert_as_eager(model, fast, torch.randn(2, 8).requires_grad_())
+    assert_as_eager(model, fast, torch.randn(2, 8).requires_grad_(), raises=None if number == 2**63 else OverflowError)
