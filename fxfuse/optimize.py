@@ -28,6 +28,7 @@ from fxfuse.patterns import (
     Attribute,
     Region,
     Skipped,
+    ask_earlier,
     find_regions,
     is_region_alone,
     keep_numbers,
@@ -364,6 +365,7 @@ class FusedModule(fx.GraphModule):
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
                 recompose(captured.root, graph)
+                ask_earlier(captured.root, graph)
                 found, skipped = find_regions(captured.root, graph)
                 known = tensors_of(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}

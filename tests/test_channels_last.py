@@ -72,6 +72,11 @@ def in_place(m, x):
     return x
 
 
+def reduced(m, x):
+    y = F.avg_pool2d(chain(m, x), 3, 1, 1)
+    return torch.max(y, 1), y.max(), y.min(dim=2, keepdim=True).values, torch.max(y, F.avg_pool2d(y, 3, 1, 1))
+
+
 MODELS = {
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
     "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
@@ -86,6 +91,7 @@ MODELS = {
     "deep": Net(deep, layers=convolutions(3, 3, 3, 3, 3)),
     "dense": Net(dense, layers=convolutions(3, 4, 4, 4, 4)),
     "gated": Net(gated, layers=convolutions(3, 8, 8, 8), squeeze=nn.Conv2d(8, 8, 1)),
+    "reduced": Net(reduced, layers=convolutions(3, 8, 8, 8, 8)),
     "unfused": Net(lambda m, x: m.layers(x) * 2, layers=nn.Sequential(*convolutions(3, 4, 5, 6, 7))),
 }
 
@@ -113,7 +119,7 @@ def test_results_and_strides_are_eagers(name, layout):
 
 @pytest.mark.parametrize(
     ("name", "back"),
-    [*((name, 1) for name in MODELS if name not in ("dense", "gated")), ("dense", 2), ("gated", 2)],
+    [(name, 2 if name in ("dense", "gated", "reduced") else 1) for name in MODELS],
 )
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())

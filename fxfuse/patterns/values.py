@@ -26,9 +26,13 @@ _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
     torch.ops.aten.dropout,
 )  # fmt: skip
-_STOCHASTIC_DEPTH: Final = ("torchvision.ops.stochastic_depth", "stochastic_depth")
-"""Drops whole samples. torchvision's models call it wrapped, so that it stands in their graphs; named here so as not to
-import torchvision."""
+_TORCHVISIONS: Final = {
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"): 3,
+    ("torchvision.ops.drop_block", "drop_block2d"): 5,
+    ("torchvision.ops.drop_block", "drop_block3d"): 5,
+}
+"""Functions that drop samples or blocks, with the position of their flag `training`. torchvision's models call them
+wrapped, so that they stand in graphs; named here so as not to import torchvision."""
 
 
 MAX_OPERATIONS: Final = 256
@@ -145,10 +149,11 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
     target = ops.function_of(node.target)
     if target in _DROPOUT_FUNCTIONS:
         position = 2
-    elif (getattr(target, "__module__", None), getattr(target, "__name__", None)) == _STOCHASTIC_DEPTH:
-        position = 3
     else:
-        return False
+        name = (getattr(target, "__module__", ""), getattr(target, "__name__", ""))
+        if name not in _TORCHVISIONS:
+            return False
+        position = _TORCHVISIONS[name]
     training = node.args[position] if len(node.args) > position else True
     return node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
