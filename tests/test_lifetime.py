@@ -6,6 +6,7 @@ By hand, for other numbers of models and kernels: `PYTHONPATH=. python tests/tes
 import argparse
 import copy
 import gc
+import inspect
 import linecache
 import os
 import pickle
@@ -143,7 +144,7 @@ def test_a_graph_of_dynamos_goes_with_the_compiled_model():
 
 def test_the_source_stays_readable_as_long_as_the_code():
     fast = fxfuse.optimize(nn.Sequential(linear(), nn.ReLU(), nn.Dropout()))
-    forward = type(fast).forward.__wrapped__
+    forward = inspect.unwrap(type(fast).forward)
     name = forward.__code__.co_filename
     assert "fused" in "".join(linecache.getlines(name))
     fast.eval()

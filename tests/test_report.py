@@ -8,7 +8,7 @@ from helpers import Net, linear, randn, regions
 from torch import nn
 
 import fxfuse
-from fxfuse import build, plans
+from fxfuse import plans, toolchain
 from fxfuse.errors import ToolchainError
 
 
@@ -98,7 +98,7 @@ def test_without_a_compiler_nothing_is_called_fused(new_cache, monkeypatch):
     def missing(cuda):
         raise ToolchainError("no C++ compiler found: install one")
 
-    monkeypatch.setattr(build, "check_toolchain", missing)
+    monkeypatch.setattr(toolchain, "check", missing)
     fast = fxfuse.optimize(two_layers())
     assert "fused" not in headline(fast)
     with torch.no_grad(), pytest.warns(fxfuse.FxfuseWarning, match="no C"):

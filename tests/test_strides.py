@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ON_GPU, Net, Net2, assert_as_eager, randn, regions
+from helpers import ON_GPU, Net, Net2, assert_as_eager, outcome, randn, regions
 from torch import nn
 
 import fxfuse
@@ -100,9 +100,15 @@ def test_chains_have_eagers_strides(name):
     model = Net2(CHAINS[name], mean=randn(3), var=randn(3).exp()).eval()
     fast = fxfuse.optimize(model)
     assert len(regions(fast)) == 1
+    compared = 0
     for x, y in [(x, y) for x in ("contiguous", "channels last", "permuted", "expanded") for y in layouts]:
         for pair in ((x, y), (y, x)):
-            assert_as_eager(model, fast, *(layouts[layout]() for layout in pair), exact=False)
+            tensors = [layouts[layout]() for layout in pair]
+            # eager itself refuses some: an overwritten value does not broadcast, statistics are of three channels
+            refused = RuntimeError if isinstance(outcome(model, *tensors), RuntimeError) else None
+            compared += refused is None
+            assert_as_eager(model, fast, *tensors, exact=False, raises=refused)
+    assert compared >= len(layouts)
 
 
 @torch.no_grad()
