@@ -19,7 +19,7 @@ import logging
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -404,11 +404,13 @@ class Replays:
                         return recording.replay(leaves)
         return forward(module, *args, **kwargs)
 
-    def prepare(self, module: nn.Module, forward: Forward, args: Sequence[Any]) -> str | None:
-        """Captures forward(module, *args) now; the reason if that is not possible."""
+    def prepare(
+        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Captures forward(module, *args, **kwargs) now; the reason if that is not possible."""
         with self._lock, torch.no_grad():
             try:
-                self._recording(module, forward, args, {}, [], at_once=True)
+                self._recording(module, forward, args, dict(kwargs), [], at_once=True)
             except Unfit as unfit:
                 return str(unfit)
         return None

@@ -29,6 +29,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
+from fxfuse.plans import GRADIENTS_DUE, RECAST, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
@@ -154,11 +155,13 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not x.is_nested
         ):
             if _needs_gradient(tensors):
+                plans.without_plan[GRADIENTS_DUE].add(region)
                 return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
+            plans.without_plan[TRANSFORMED].add(region)
             return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32, pool=pool
@@ -254,6 +257,10 @@ def _implement(kind: str) -> None:
     def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
 
+    def transformed(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        plans.without_plan[TRANSFORMED].add(caller.get("region", 0))
+        return reference(x, weight, bias, operands, epilogue, *values, **caller)
+
     def fake(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         # fake tensors know their device, on which a convolution's strides depend
         values = (False,) if kind == "pointwise" else values
@@ -261,7 +268,9 @@ def _implement(kind: str) -> None:
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
-        if _needs_gradient(tensors) or _transformed(tensors):
+        due = _needs_gradient(tensors)
+        if due or _transformed(tensors):
+            plans.without_plan[GRADIENTS_DUE if due else TRANSFORMED].add(caller.get("region", 0))
             return reference(x, weight, bias, operands, epilogue, *values, **caller)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
@@ -272,6 +281,7 @@ def _implement(kind: str) -> None:
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
             normalises = kind == "layer_norm"  # on a GPU in float32, on a CPU as it comes
             if ops.is_recast(parsed(epilogue)) or (normalises and device == "cpu"):
+                plans.without_plan[RECAST].add(caller.get("region", 0))
                 return reference(x, weight, bias, operands, epilogue, *values, **caller)
             tensors = (x, weight, bias)
             if kind != "pointwise":
@@ -291,7 +301,7 @@ def _implement(kind: str) -> None:
     _LIBRARY.impl(kind, autograd, "Autograd")
     _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
     for key in _EAGER_KEYS:
-        _LIBRARY.impl(kind, reference, key)
+        _LIBRARY.impl(kind, transformed, key)
 
 
 for _kind in ANCHORS:

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxfuse import interval
+from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call, postorder
+from fxfuse.expression import NUMBERS, Call, Const, Expr, Number, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -39,6 +39,14 @@ BINARY: Final[Mapping[str, Any]] = {"input": REQUIRED, "other": REQUIRED}
 
 class Rejected(Exception):
     """A spelling's arguments ask for something its row does not do; str() is the reason for the report."""
+
+
+def call(name: str, *args: Expr | Number) -> Call:
+    """The expression of a row's call; what a traced graph hands on may be anything (None, a tuple)."""
+    for arg in args:
+        if not isinstance(arg, Expr | bool | int | float):
+            raise Rejected(f"{name}'s argument {arg!r} is neither a tensor nor a number")
+    return expression.call(name, *args)
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,6 @@ class PointwiseOp:
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
-        for name, arg in zip(self.params, args, strict=True):
-            if not isinstance(arg, Expr | bool | int | float):
-                raise Rejected(f"{self.name}'s argument {name}={arg!r} is neither a tensor nor a number")
         if self.commutative and not isinstance(args[0], Expr):
             args = args[::-1]
         return call(self.name, *args)
@@ -87,6 +92,8 @@ class Composite:
     """Takes the bound arguments (expressions, numbers, None, strings); returns the expression or raises Rejected."""
     params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
     spellings: Sequence[Any] = ()
+    of_two_tensors: bool = False
+    """Whether its functions mean something else unless both arguments are tensors (torch.max(x, 1) reduces)."""
 
     def build(self, *args: Any) -> Expr:
         return self.expand(*args)
@@ -205,7 +212,7 @@ def _pow(base: Any, exponent: Any) -> Expr:
             -1.0: lambda x: call("reciprocal", x),
             -2.0: lambda x: call("reciprocal", call("square", x)),
         }
-        if float(exponent) in special:
+        if isinstance(exponent, int | float) and float(exponent) in special:
             return special[float(exponent)](base)
     return call("pow", base, exponent)
 
@@ -339,6 +346,8 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}, passing=True),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
     PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, passing=True),
+    Composite("min", lambda a, b: call("minimum", a, b), BINARY, of_two_tensors=True),
+    Composite("max", lambda a, b: call("maximum", a, b), BINARY, of_two_tensors=True),
     PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
@@ -429,6 +438,11 @@ class Spelling:
 
     row: Row
     in_place: bool
+
+    @property
+    def of_two_tensors(self) -> bool:
+        """See Composite.of_two_tensors."""
+        return isinstance(self.row, Composite) and self.row.of_two_tensors
 
 
 _by_name: dict[str, PointwiseOp] = {}
@@ -553,6 +567,9 @@ def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
             if default is REQUIRED:
                 raise Rejected(f"{row.name} without argument {name}")
             bound[name] = default
+    for name, value in bound.items():
+        if type(value) is int and value not in NUMBERS:
+            raise Rejected(f"{row.name}'s argument {name} is a number that torch does not take")
     return tuple(bound[name] for name in params)
 
 

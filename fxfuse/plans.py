@@ -23,6 +23,7 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import operand_count
 from fxfuse.layout import contiguous_strides
+from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
@@ -50,22 +51,40 @@ Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
 
 # -------------------------------------------------------------------------------------------- look-up
 
+MOST_KEPT: Final = 1024
+"""Look-ups that a region keeps, two for each kind of call: the oldest go first. Some models meet new sizes for ever."""
+
 _plans: dict[int, dict[Key, Plan]] = {}
-_lock = threading.RLock()
+_lock = free_in_children(threading.RLock())
 _collecting = threading.local()
+
+GRADIENTS_DUE: Final = "gradients are due"
+TRANSFORMED: Final = "torch.func, forward-mode derivatives or tensors that are not strided need single operations"
+RECAST: Final = "torch.autocast casts within it"
+
+without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, RECAST)}
+"""For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
 
 
 def of_region(region: int) -> list[Plan]:
-    """How the problems are run that a region met so far in this process."""
-    return list({id(plan): plan for plan in _plans.get(region, {}).values()}.values())
+    """The plans that the region has used in this process, each once."""
+    plans = list(_plans.get(region, {}).values())  # at once: other threads may add to them
+    return list({id(plan): plan for plan in plans}.values())
+
+
+def reasons_without_plan(region: int) -> list[str]:
+    """Why calls of the region ran by torch without asking for a plan."""
+    return [reason for reason, regions in without_plan.items() if region in regions]
 
 
 def forget(regions: Sequence[int]) -> None:
-    """Drops the plans of regions that no longer exist."""
+    """Drops all that is known of regions that no longer exist."""
     for region in regions:
         shortcuts.pop(region, None)
         _latest.pop(region, None)
         _plans.pop(region, None)
+        for called in without_plan.values():
+            called.discard(region)
 
 
 def assign(region: int, key: Key, plan: Plan) -> None:
@@ -375,15 +394,22 @@ def preparing() -> Iterator[Drafts]:
         with collect(drafts.note):
             yield drafts
         drafts.decide()
+    except KeyboardInterrupt:
+        drafts.close()  # first, so that nothing else begins
+        build.interrupt()
+        raise
     finally:
         drafts.close()
 
 
 def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:
     """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
-    if not plan.provisional:
-        found[_posed(key, problem)] = plan
-        found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+    if plan.provisional:
+        return
+    found[_posed(key, problem)] = plan
+    found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+    for oldest in list(found)[: max(0, len(found) - MOST_KEPT)]:
+        found.pop(oldest, None)  # another thread may have done it
 
 
 def _restrided(run: Run, strides: tuple[int, ...]) -> Run:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from fxfuse import ops
-from fxfuse.errors import UnsupportedError
+from fxfuse.errors import ExpressionError, UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 from fxfuse.pooling import MaxPool, pooled
-from fxfuse.reference import evaluate
+from fxfuse.reference import evaluate, operand_at
 
 Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
 """run(x, weight, bias, operands) -> result; weight is a tensor for PRODUCTS, and None for a chain"""
@@ -56,6 +56,9 @@ class Refused(UnsupportedError):
 class Declined(UnsupportedError):
     """A kernel would gain nothing, or what the region computes are no floating-point numbers: nothing is amiss."""
 
+
+MAX_OPERANDS: Final = 48
+"""That a kernel takes: a launch takes 64 addresses (binding.h), of which some are the anchor's own tensors."""
 
 OPERAND_DTYPES: Final = (
     *RESULT_DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -173,8 +176,28 @@ Draft: TypeAlias = Callable[[], Plan]
 
 @functools.lru_cache(maxsize=4096)
 def parsed(epilogue: str) -> Expr:
-    """The epilogue's expression; parsed once."""
-    return parse(epilogue)
+    """The epilogue's expression; parsed once.
+
+    Raises ExpressionError if it is none, names no operation of the table, gives one too few or too many arguments, or
+    computes with numbers alone.
+    """
+    expression = parse(epilogue)
+    for node in postorder(expression):
+        if isinstance(node, Call):
+            row = ops.row(node.op)
+            if len(node.args) != len(row.params):
+                wanted = f"{len(row.params)} ({', '.join(row.params)})"
+                raise ExpressionError(f"{row.name} takes {wanted}, not {len(node.args)} arguments: {_shortened(node)}")
+            if all(isinstance(arg, Const) for arg in node.args):
+                raise ExpressionError(f"an operation on numbers alone: {_shortened(node)}; write its value")
+    if isinstance(expression, Const):
+        raise ExpressionError(f"the epilogue {expression} is a number; it must read acc or an operand")
+    return expression
+
+
+def _shortened(expression: Expr) -> str:
+    text = str(expression)
+    return text if len(text) <= 120 else f"{text[:60]}…{text[-60:]}"
 
 
 # --------------------------------------------------------------------------------------------- anchors
@@ -274,6 +297,7 @@ def gate_of(epilogue: Expr, operands: Sequence[_T]) -> tuple[_T, _T | None, tupl
     What the epilogue calls o0 is x's product with that weight, bias included. The bias comes last, if there is one.
     """
     named = operand_count(epilogue)
+    operand_at(operands, max(named, 1) - 1)
     return operands[0], operands[named] if len(operands) > named else None, tuple(operands[1:named])
 
 
@@ -368,8 +392,11 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
     is of a floating dtype up to float32: integer arithmetic wraps and truncates, float64 has more digits. `type_as`
     becomes a cast to the dtype it means, or nothing.
 
-    Raises UnsupportedError if something on the way, or the result, is of another dtype.
+    Raises UnsupportedError if something on the way, or the result, is of another dtype, or if there are more operands
+    than MAX_OPERANDS.
     """
+    if len(problem.operands) > MAX_OPERANDS:
+        raise UnsupportedError(f"{len(problem.operands)} operands; kernels take {MAX_OPERANDS}")
     value = evaluate_all(problem, acc)
     result = value[problem.expression]
     settled: dict[Expr, Expr] = {}
@@ -402,7 +429,7 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     raise Refused(f"torch does not accept these tensors: {error}") from None
             case Operand(index):
-                value[node] = problem.operands[index].empty()
+                value[node] = operand_at(problem.operands, index).empty()
             case Const(number):
                 value[node] = number
             case _:

@@ -32,12 +32,12 @@ ALL_DTYPES = (
 )  # fmt: skip
 
 
-def fused(model, *inputs, exact=True):
+def fused(model, *inputs, exact=True, raises=None):
     """Optimises, compares with eager without gradients, and returns the report's only region."""
     fast = fxfuse.optimize(model.eval())
     assert len(regions(fast)) == 1, fxfuse.explain(fast)
     with torch.no_grad():
-        assert_as_eager(model, fast, *inputs, exact=exact)
+        assert_as_eager(model, fast, *inputs, exact=exact, raises=raises)
     return regions(fast)[0]
 
 
@@ -127,7 +127,18 @@ WIDE = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_vectors_whose_dtype_kernels_do_not_have(dtype, name):
     """The result is float32 all the same."""
-    fused(Net2(WIDE[name], fc=linear()), randn(5, 8), (torch.arange(8) - 0.0).to(dtype), exact=False)
+    refused = NotImplementedError if name == "chosen by" and not can_compare(dtype) else None
+    y = (torch.arange(8) - 0.0).to(dtype)
+    fused(Net2(WIDE[name], fc=linear()), randn(5, 8), y, exact=False, raises=refused)
+
+
+def can_compare(dtype):
+    """torch compares most unsigned integers with floats, but not with numbers."""
+    try:
+        torch.zeros(1, dtype=dtype) > 2  # noqa: B015
+    except NotImplementedError:
+        return False
+    return True
 
 
 def test_numbers_given_as_arguments():
@@ -533,7 +544,7 @@ def assert_refused_alike(model, strict, inputs):
     fast = fxfuse.optimize(model.eval(), strict=strict)
     with torch.no_grad():
         for _ in range(2):
-            assert isinstance(assert_as_eager(model, fast, *inputs, exact=False), Exception)
+            assert_as_eager(model, fast, *inputs, raises=Exception)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])

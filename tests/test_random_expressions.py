@@ -244,6 +244,8 @@ def test_generated_code_computes_the_expression(run_expression, index):
 
 OPERAND_SHAPES = ((), (1,), (7,), (90, 1), (90, 7), (1, 7))
 OPERAND_DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.bool)
+REFUSED_BY_TORCH = frozenset({5})
+"""Of the drawn expressions: elu of integers. There both raise the same."""
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -259,6 +261,7 @@ def test_the_operator_computes_the_expression(index):
     try:
         evaluate(expression, x @ weight.t(), operands)
     except RuntimeError as error:
+        assert index in REFUSED_BY_TORCH, error
         with pytest.raises(type(error)), torch.no_grad():
             torch.ops.fxfuse.linear(x, weight, None, operands, str(simplify(expression)))
         return
