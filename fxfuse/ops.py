@@ -165,6 +165,11 @@ def _logical(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return reference
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers torch gives gradients if they are overwritten only; an expression does not tell."""
+    return F.silu(x.clone(), inplace=True) if x.is_complex() else F.silu(x)
+
+
 def _logsigmoid(x: torch.Tensor) -> torch.Tensor:
     """On a CPU torch makes this copy itself, but neither meta nor fake tensors tell."""
     return F.logsigmoid(x.contiguous() if x.device.type == "cpu" else x)
@@ -383,7 +388,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh({0})",
                 interval.valley(-0.75246, -0.17005, left_limit=0.0), passing=True),
     Composite("gelu", _gelu, {"input": REQUIRED, "approximate": "none"}, (nn.GELU,)),
-    PointwiseOp("silu", F.silu, "{0} * sigmoid({0})",
+    PointwiseOp("silu", _silu, "{0} * sigmoid({0})",
                 interval.valley(-1.27847, -0.27847, left_limit=0.0), UNARY, (nn.SiLU,), passing=True),
     PointwiseOp("mish", F.mish, "mish({0})",
                 interval.valley(-1.19245, -0.30885, left_limit=0.0), UNARY, (nn.Mish,), passing=True),

@@ -361,6 +361,16 @@ def test_gradients_are_eagers(name, training):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_gradients_of_complex_numbers_that_are_overwritten():
+    model = Net(lambda m, x: F.silu(m.fc(x), inplace=True) * 2, fc=linear()).to(torch.complex64)
+    x = randn(3, 8, dtype=torch.complex64)
+    gradients = [
+        torch.autograd.grad(call(x).abs().sum(), list(model.parameters())) for call in (fxfuse.optimize(model), model)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 def test_second_derivatives():
     model = Net(lambda m, x: m.fc(x).tanh() * m.fc(x), fc=linear()).double()
     assert torch.autograd.gradgradcheck(fxfuse.optimize(model), (randn(2, 8, dtype=torch.float64, requires_grad=True),))
