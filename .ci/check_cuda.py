@@ -1,7 +1,8 @@
 """Compiles every kernel template, with generated epilogues, for sm_80: no GPU needed.
 
 With nvcc: no register spills, no arrays in local memory, at most 163 KB of shared memory. With NVRTC 12.1, if it is
-installed: the sources stay within CUDA 12.1. Exits non-zero with a table of what failed.
+installed: the sources stay within CUDA 12.1. A few of the kernels that other architectures are offered are compiled for
+those, within the shared memory that they have. Exits non-zero with a table of what failed.
 
     python .ci/check_cuda.py [--arch 80] [--only SUBSTRING]
 """
@@ -38,6 +39,8 @@ HOPPER = "90a"
 """Kernels by warpgroup products take its own instructions."""
 SHARED_LIMIT = 163 << 10  # bytes per block on sm_80
 HOPPER_SHARED = 228 << 10  # bytes per multiprocessor
+OTHERS = {"86": 99 << 10, "89": 99 << 10, "100a": 227 << 10, "120a": 99 << 10}
+"""Further architectures, and bytes of shared memory that a block has there."""
 KERNELS = PACKAGE / "cuda" / "kernels"
 
 
@@ -181,6 +184,28 @@ def sources() -> dict[str, str]:
     return found
 
 
+def others() -> Iterator[tuple[str, str, str]]:
+    """Type, text and architecture of the first kernels that architectures beside the main one are offered."""
+    strides = _strides("nchw", 64, IMAGE)
+    for arch, shared in OTHERS.items():
+        room = {"shared_memory": shared + gemm_problem.RESERVED_SHARED}
+        for precision in ("tf32x3", "tf32", "fp16x3", "bf16"):
+            product = gemm_problem.Problem(1024, 8192, 8192, precision, "nk", 8192, 8192, 8192, **room)
+            image = Conv2dProblem(
+                8, 64, (IMAGE, IMAGE), 128, (IMAGE, IMAGE), (3, 3), (1, 1), (1, 1), (1, 1), 1, strides,
+                _strides("nchw", 64, 3), "nchw", precision, **room,
+            )  # fmt: skip
+            kernels = gemm.candidates(product)[:1]
+            kernels += conv2d.candidates(image)[:1] if precision != "fp16x3" else ()
+            for kernel in kernels:
+                if kernel.shared > shared:
+                    raise SystemExit(f"{kernel.name} takes {kernel.shared} bytes of shared memory on sm_{arch}")
+                text = codegen.generate(
+                    EPILOGUE, OUTPUTS[precision], OPERANDS, kernel, columns=8, tf32=precision == "tf32"
+                )
+                yield kernel.type, text, arch
+
+
 @dataclass
 class Outcome:
     """What the compilers said of one source."""
@@ -254,28 +279,37 @@ def main() -> int:
     parser.add_argument("--arch", default="80", help="compute capability, e.g. 80 or 90")
     parser.add_argument("--only", default="", help="check only kernels whose name contains this")
     arguments = parser.parse_args()
-    catalogue = [(label, text) for label, text in sources().items() if arguments.only in label]
+    catalogue = [
+        (label, text, HOPPER if "Wgmma" in label else arguments.arch)
+        for label, text in sources().items()
+        if arguments.only in label
+    ]
     with_nvrtc = util.find_spec("nvidia") is not None and util.find_spec("nvidia.cuda_nvrtc") is not None
 
     # Tiles differ in numbers only: one of each kind is enough to see whether the language is CUDA 12.1's.
-    kinds = {re.sub(r"\d+", "", label): label for label, _ in catalogue}
+    kinds = {re.sub(r"\d+", "", label): label for label, _, _ in catalogue}
 
-    def check(item: tuple[str, str]) -> Outcome:
-        arch = HOPPER if "Wgmma" in item[0] else arguments.arch
-        outcome = compile_with_nvcc(*item, arch)
-        if with_nvrtc and not outcome.error and item[0] in kinds.values():
-            errors = nvrtc_errors(item[1], arch)
+    def check(item: tuple[str, str, str]) -> Outcome:
+        label, text, arch = item
+        outcome = compile_with_nvcc(label if arch in (HOPPER, arguments.arch) else f"sm_{arch}: {label}", text, arch)
+        if arch in OTHERS:
+            return outcome
+        if with_nvrtc and not outcome.error and label in kinds.values():
+            errors = nvrtc_errors(text, arch)
             outcome.error = f"NVRTC 12.1: {errors}" if errors else ""
         return outcome
 
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        outcomes = list(pool.map(check, catalogue))
+        outcomes = list(
+            pool.map(check, [*catalogue, *(item for item in others() if arguments.only in f"sm_{item[2]}: {item[0]}")])
+        )
     rows = []
     failed = []
     for outcome in outcomes:
         problem = outcome.error.splitlines()[0] if outcome.error else ""
-        # What is needed once a tile may be kept elsewhere.
-        allowed = 64 if "Wgmma" in outcome.name or "DirectConfig<Tf32x3" in outcome.name else 0
+        # What is needed once a tile may be kept elsewhere; other architectures may spill a register or two.
+        few = "Wgmma" in outcome.name or "DirectConfig<Tf32x3" in outcome.name or outcome.name.startswith("sm_")
+        allowed = 64 if few else 0
         problem = problem or (f"{outcome.spills} bytes spilled" if outcome.spills > allowed else "")
         problem = problem or (f"{outcome.local} bytes of local memory" if outcome.local > allowed else "")
         problem = problem or ("more than 163 KB shared" if outcome.shared > SHARED_LIMIT else "")

@@ -77,6 +77,8 @@ def problem_of(m: int, n: int, k: int, precision: Precision) -> gemm_problem.Pro
     return gemm_problem.Problem(
         m, n, k, precision, "nk", k, k, n,
         multiprocessors=device.multi_processor_count, shared_memory=device.shared_memory_per_multiprocessor,
+        shared_memory_per_block=getattr(device, "shared_memory_per_block_optin", None),
+        hopper=(device.major, device.minor) == (9, 0),
     )  # fmt: skip
 
 

@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 
 from fxfuse import build, cache, ops, plans
 from fxfuse.cuda import plan, tune
 from fxfuse.problem import anchor_meta
-
-GPUS = {(8, 0): (108, 163 << 10), (9, 0): (132, 228 << 10)}
-"""Multiprocessors, and shared memory of each, by compute capability: an A100, an H200."""
 
 
 MOST_WORKERS = 8
@@ -95,10 +93,11 @@ def ranked(monkeypatch):
         monkeypatch.setattr(torch._C, name, None, raising=False)
 
     def candidates(problem, capability=(8, 0)):
-        (major, minor), (multiprocessors, shared_memory) = capability, GPUS[capability]
+        (major, minor), architecture = capability, ARCHITECTURES[capability]
         properties = SimpleNamespace(
-            major=major, minor=minor, multi_processor_count=multiprocessors,
-            shared_memory_per_multiprocessor=shared_memory,
+            major=major, minor=minor, multi_processor_count=architecture.multiprocessors,
+            shared_memory_per_multiprocessor=architecture.shared,
+            shared_memory_per_block_optin=architecture.shared_per_block,
         )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

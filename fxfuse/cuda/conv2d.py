@@ -78,7 +78,7 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
         (cost + outputs * store / problem.reduction, kernel) for family, store in families for cost, kernel in family
     ]
     by_cost = sorted(costed, key=lambda costed: costed[0])
-    return (*of_depthwise, *(kernel for _, kernel in by_cost))
+    return (*of_depthwise, *(kernel for _, kernel in by_cost if kernel.shared <= problem.most_shared))
 
 
 # --------------------------------------------------------------------------------------- channels_last as GEMM
@@ -128,6 +128,7 @@ def _as_gemm(problem: Conv2dProblem) -> GemmProblem | None:
         windows=windows,
         multiprocessors=problem.multiprocessors,
         shared_memory=problem.shared_memory,
+        shared_memory_per_block=problem.shared_memory_per_block,
         hopper=problem.hopper,
     )
 
@@ -199,6 +200,12 @@ _SCATTERED: Final = 2.4
 
 def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
     return problem.groups * ceil(problem.group_filters / tile.filters) * ceil(problem.pixels / tile.pixels)
+
+
+def _shared_bytes(tile: _Tile, problem: Conv2dProblem) -> int:
+    """Of a thread block: stages, or the tile on its way out (StagedTile in conv2d.cuh; its longer rows)."""
+    rows, cols = (tile.filters, tile.pixels) if problem.out_layout == "nchw" else (tile.pixels, tile.filters)
+    return max(tile.stages * (tile.filters + tile.pixels) * TILE_BYTES_OF_K, rows * (cols + 16) * 4)
 
 
 def _tiles_k(problem: Conv2dProblem) -> int:
@@ -282,6 +289,7 @@ def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
                 f"{'SplitConv2d' if shared else 'Conv2d'}<{config}, {{output}}, {{epilogue}}>",
                 pack(problem, block_tiles, splits, ceil(_tiles_k(problem) / splits)),
                 gemm.shared_sums_bytes(blocks, outputs, splits) if shared else 0,
+                _shared_bytes(tile, problem),
             )
             kernels.append((_tile_cost(problem, tile, splits), kernel))
     return kernels

@@ -71,6 +71,15 @@ class Tile:
         chunks = ceil(problem.group_channels / _chunk(problem))
         return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
 
+    def shared_bytes(self, element_bytes: int) -> int:
+        """Of a thread block, as Conv2dDirectConfig::kSharedBytes."""
+        images, filters, rows, cols = self.extents
+        plane = images * (rows + 2) * (cols + 2 * (16 // element_bytes))
+        pitch = plane + (40 - plane % 16) % 16
+        stage = _CHUNK_BYTES * pitch + (_CHUNK_BYTES * plane if element_bytes == 2 else 0)
+        filter_bytes = 9 * filters * _CHUNK_BYTES
+        return self.stages * (stage + (0 if self.resident else filter_bytes)) + self.resident * filter_bytes
+
 
 _CHUNK_BYTES: Final = 32
 """What the direct kernel copies of a pixel at a time."""
@@ -171,6 +180,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             cpp,
             pack(problem),
             tile.workspace(problem),
+            tile.shared_bytes(size),
         )
         found.append((_cost(problem, tile), kernel))
     return found

@@ -30,7 +30,7 @@ TILES: Final = {
 # As in conv2d_few_pixels.cuh.
 _GROUPS: Final = 4  # of channels in a chunk
 _PIECE_BYTES: Final = 16
-_SHARED: Final = 163 << 10  # bytes that a block may have
+_MOST_SHARED: Final = 163 << 10  # bytes that a block may have: kMostShared
 _PLANES: Final = (66, 106, 170)
 """Elements for what a tile sees of a channel: every kernel is compiled for one of these."""
 _MOST_STAGES: Final = 3
@@ -71,12 +71,13 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     # What lanes exchange of weights with several taps: of eight filters.
     exchange = 8 * _GROUPS * group * taps * problem.element_bytes if taps > 1 else 0
     found = []
+    room = min(_MOST_SHARED, problem.most_shared)
     for tile in TILES[problem.kernel]:
         tiling = _tiling(problem, tile.pixels)
         if tiling is None:
             continue
         stage_bytes = _GROUPS * tiling.group * problem.element_bytes
-        stages = min(_MOST_STAGES, ceil(chunks / tile.warps), (_SHARED // tile.warps - exchange) // stage_bytes)
+        stages = min(_MOST_STAGES, ceil(chunks / tile.warps), (room // tile.warps - exchange) // stage_bytes)
         tiles = problem.images * ceil(problem.out_size[0] * problem.out_size[1] / tiling.pixels)
         waves = ceil(tiles * ceil(problem.out_channels / tile.filters) / problem.multiprocessors)
         if waves > _MOST_BLOCKS or stages < 1:

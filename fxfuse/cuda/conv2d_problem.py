@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from fxfuse.cuda.gemm_problem import RESERVED_SHARED
 from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nchw", "nhwc"]
@@ -45,8 +46,16 @@ class Conv2dProblem:
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
+    shared_memory_per_block: int | None = None
+    """Bytes that a thread block may have; None: all of a multiprocessor's but what CUDA takes for each."""
     hopper: bool = False
     """Whether the device has the instructions that only Hopper has."""
+
+    @property
+    def most_shared(self) -> int:
+        """Bytes of shared memory that a thread block may have."""
+        known = self.shared_memory_per_block
+        return self.shared_memory - RESERVED_SHARED if known is None else known
 
     @property
     def element_bytes(self) -> int:

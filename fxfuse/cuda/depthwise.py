@@ -69,12 +69,13 @@ def _tiled_access(problem: Conv2dProblem) -> int | None:
         ((_STRIP_ROWS - 1) * stride + kernel) * (problem.size[1] + max(left, right) + 8) + 7 * problem.out_size[1]
     )
     planes = problem.images * problem.out_channels
-    if problem.x_strides[3] != 1 or left >= kernel or bytes_of_tile > _TILE_BYTES or planes > MAX_TILES:
+    most = problem.most_shared - _FILTER_BYTES
+    if problem.x_strides[3] != 1 or left >= kernel or bytes_of_tile > most or planes > MAX_TILES:
         return None
     steps = varying(problem.x_strides[:3], (problem.images, problem.channels, problem.size[0]))
     shift = (left - kernel // 2) * size % 16  # a row's first column, in shared memory
     return access(size, problem.x_alignment, problem.size[1] * size, shift, *(step * size for step in steps))
 
 
-_TILE_BYTES: Final = 160 << 10
-"""Shared memory that a block may have on an A100, less what filters take."""
+_FILTER_BYTES: Final = 3 << 10
+"""Of a block's shared memory, that filters and addresses take at most."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from fxfuse.cuda.gemm_accuracy import LEAST_WGMMA_TF32X3_K, fp16x3_chain, is_accurate, multiplier, summation
-from fxfuse.cuda.gemm_problem import MAX_ACCESS, TILE_BYTES_OF_K, Problem, Tile
+from fxfuse.cuda.gemm_problem import MAX_ACCESS, RESERVED_SHARED, TILE_BYTES_OF_K, Problem, Tile
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import ELEMENT, Precision
 
@@ -26,7 +26,6 @@ WGMMA_TF32X3_HEADER = "gemm_wgmma_tf32x3.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 GEMV_HEADER = "gemv.cuh"
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
-RESERVED_SHARED = 1024  # bytes that CUDA takes for each thread block
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
@@ -136,13 +135,13 @@ def _tiles(problem: Problem) -> list[Tile]:
     hoppers: tuple[Tile, ...] = ()
     if _has_wgmma(problem):
         hoppers = WGMMA_TF32X3_TILES if problem.precision == "tf32x3" else WGMMA_TILES
-    return [tile for tile in hoppers if _fits(tile, problem)] + [
+    staged = [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
         else replace(tile, stages=min(tile.stages, math.ceil((depth + 1) / 4) * 4))  # few different ones
         for tile in tiles
-        if _fits(tile, problem)
     ]
+    return [tile for tile in (*hoppers, *staged) if _fits(tile, problem)]
 
 
 def _has_wgmma(problem: Problem) -> bool:
@@ -287,12 +286,12 @@ def _memory_time(problem: Problem) -> float:
 
 
 def _fits(tile: Tile, problem: Problem) -> bool:
+    if tile.shared_bytes > problem.most_shared:
+        return False  # GPUs that are no data centre's have 99 KB for a block
     if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
         return False
     if tile.splits_weight and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
         return False  # a warpgroup copies whole rows of the weight, and turns over whole columns
-    if tile.wgmma and tile.shared_bytes + RESERVED_SHARED > problem.shared_memory:
-        return False
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
     if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
@@ -323,6 +322,7 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
         header=FP16X3_HEADER,
         type=f"Fp16x3Gemm<{config}, {tree}>, Major::{_MAJOR[problem.weight_layout]}, {{output}}, {{epilogue}}>",
         params=_params(problem, block_tiles=1),
+        shared=tile.shared_bytes,
         workspace=4 * rows * (padded_k + 1),  # halves and exponents
     )
 
@@ -361,6 +361,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         header=header,
         type=f"{struct_name}<{config}, {{output}}, {{epilogue}}>",
         params=_params(problem, block, splits),
+        shared=tile.shared_bytes,
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
     )
 

@@ -11,6 +11,7 @@ Layout = Literal["nk", "kn"]
 
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
+RESERVED_SHARED = 1024  # bytes that CUDA takes for each thread block
 STAGED_BY_WARPS = 8 * 16 * 64 * 4  # at most, behind the stages: WgmmaTf32x3Gemm
 
 
@@ -66,10 +67,18 @@ class Problem:
     """Of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
+    shared_memory_per_block: int | None = None
+    """Bytes that a thread block may have; None: all of a multiprocessor's but what CUDA takes for each."""
     hopper: bool = False
     """Whether the device has the instructions that only Hopper has."""
     weights: int = 1
     """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
+
+    @property
+    def most_shared(self) -> int:
+        """Bytes of shared memory that a thread block may have."""
+        known = self.shared_memory_per_block
+        return self.shared_memory - RESERVED_SHARED if known is None else known
 
     @property
     def element_bytes(self) -> int:

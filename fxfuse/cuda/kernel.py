@@ -24,5 +24,7 @@ class Kernel:
     """Bytes of scratch memory that a launch needs besides the output, 0 for none. If any, its address (aligned to 256
     bytes, contents undefined) follows those of the kernel's tensors and precedes the operands'; the type's kTensors
     counts it."""
+    shared: int = 0
+    """Bytes of dynamic shared memory that a thread block takes; 0 where the launch finds a number that fits."""
     estimate: float | None = None
     """Microseconds by its family's model of time; None where the family has but an order."""

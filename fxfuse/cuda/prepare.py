@@ -75,6 +75,11 @@ def _is_hopper(device: Any) -> bool:
     return (device.major, device.minor) == (9, 0)
 
 
+def _shared_per_block(device: Any) -> int | None:
+    """Of a device's properties: bytes of shared memory; None where torch does not tell (before 2.4)."""
+    return getattr(device, "shared_memory_per_block_optin", None)
+
+
 # ---------------------------------------------------------------------------------------------- linear
 
 
@@ -156,6 +161,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
             rows_per_batch=result.sizes[1],
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
+            shared_memory_per_block=_shared_per_block(device),
             hopper=_is_hopper(device),
             weights=2 if problem.kind == "gated_linear" else 1,
         )
@@ -217,6 +223,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             weight_alignment=filters.meta.alignment,
             multiprocessors=device.multi_processor_count,
             shared_memory=device.shared_memory_per_multiprocessor,
+            shared_memory_per_block=_shared_per_block(device),
             hopper=_is_hopper(device),
         )
         reason = conv2d.unsupported(described)
