@@ -196,7 +196,11 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
     launch = run.launch if isinstance(run, ByAddress) else None
     operands = slice(1 + has_weight, len(tensors) - has_bias)
 
+    count = len(tensors)
+
     def attempt(said: Said, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        if len(tensors) != count:  # a bias has been set to None
+            return None
         if said != expected or not same(*tensors) or (tf32 is not None and tf32_allowed(kind) != tf32):
             return None
         if cuda:
