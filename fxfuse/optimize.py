@@ -63,7 +63,8 @@ def optimize(
         example_inputs: positional arguments for one call. If given, all kernels that it needs are compiled now (in
             parallel) instead of at the first call.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
-            UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel.
+            UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel. A model whose
+            parameters have no shape yet (LazyLinear) is a CaptureError in any case.
         fp32: how float32 matrix products are computed on a GPU where torch's own switches ask for full precision (where
             they allow TF32, that is used). "exact": as accurate as eager's for numbers of any size. "fast": each row of
             x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
@@ -77,8 +78,11 @@ def optimize(
             graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
-    load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
-    traced model with nothing fused.
+    load_state_dict(), gradients, copy.deepcopy and pickle included. Hooks and modules that are set on it or inside of it
+    later, and attributes of its own, are seen at the next call; attributes of modules inside of it (a dropout's p), and
+    whatever torch.compile has compiled, by the next train() or eval() that changes a mode; those of `model` never, nor
+    a bias where there was none: verify() names them. With FXFUSE_DISABLE=1 in the environment it is the traced model
+    with nothing fused.
 
     torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
     arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
@@ -471,7 +475,10 @@ class FusedModule(fx.GraphModule):
             before = vars(root)[name]
             is_known = value is before or (is_same(value, before) and not callable(value))
             if not (is_known or isinstance(value, torch.Tensor)):  # tensors are read anew
-                state_of(self).outdated = 2
+                state = state_of(self)
+                state.outdated = 2
+                if state.replays is not None:
+                    state.replays = Replays()
             setattr(root, name, value)
         else:
             super().__setattr__(name, value)
