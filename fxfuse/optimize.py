@@ -78,11 +78,11 @@ def optimize(
             graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
-    load_state_dict(), gradients, copy.deepcopy and pickle included. Hooks and modules that are set on it or inside of it
-    later, and attributes of its own, are seen at the next call; attributes of modules inside of it (a dropout's p), and
-    whatever torch.compile has compiled, by the next train() or eval() that changes a mode; those of `model` never, nor
-    a bias where there was none: verify() names them. With FXFUSE_DISABLE=1 in the environment it is the traced model
-    with nothing fused.
+    load_state_dict(), gradients, copy.deepcopy and pickle included. Hooks and modules that are set on it or inside of
+    it later, and attributes of its own, are seen at the next call; attributes of modules inside of it (a dropout's p)
+    by the next train() or eval() that changes a mode, as is all of that where torch.compile has compiled it; what is
+    set on `model` never, nor a bias where there was none: verify() names them. With FXFUSE_DISABLE=1 in the environment
+    it is the traced model with nothing fused.
 
     torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
     arguments of a graph module on by position whatever their names: leave none out before the last one that you give.

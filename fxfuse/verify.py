@@ -55,8 +55,8 @@ def verify(model: nn.Module, fast: nn.Module, inputs: Sequence[Any]) -> Verifica
     do by default), eager still computes small problems exactly and large ones not; a float32 model on a GPU is then ok
     up to an error of 2^-10. Neither the models nor the inputs are changed.
 
-    It is not ok, either, if something that decided the graph has changed since optimize(), in the model or the optimised
-    one, and calls do not see it; the problem names the module and what is another.
+    It is not ok, either, if something that decided the graph has changed since optimize(), in the model or the
+    optimised one, and calls do not see it; the problem names the module and what is another.
 
     Args:
         inputs: positional arguments; tensors inside tuples, lists and dicts are understood.
