@@ -122,8 +122,11 @@ def _plain(value: Any) -> Any:
     return _MISSING
 
 
-def changes(structure: Structure, root: nn.Module, prefix: str, unwrap: Unwrap) -> list[str]:
-    """What decides the graph and is another in `root` now, in words; `prefix` is its path."""
+def changes(structure: Structure, root: nn.Module, prefix: str, is_own: bool, unwrap: Unwrap) -> list[str]:
+    """What decides the graph and is another in `root` now, in words; `prefix` is its path.
+
+    The root that `is_own`, the optimised model's, has its hooks in common with it.
+    """
     found: list[str] = []
     for path, before in structure.modules.items():
         try:
@@ -136,7 +139,7 @@ def changes(structure: Structure, root: nn.Module, prefix: str, unwrap: Unwrap) 
         if now.kind is not before.kind:
             found.append(f"{which} is a {now.kind.__name__}, traced as a {before.kind.__name__}")
             continue
-        if now.hooked and not before.hooked:
+        if now.hooked and not before.hooked and (path or not is_own):
             found.append(f"{which} has got a hook, or a forward of its own")
         if now.children != before.children:
             found.append(f"{which} has the children {_listed(now.children)}, traced with {_listed(before.children)}")

@@ -103,8 +103,10 @@ def test_results_and_strides_are_eagers(name, layout):
     fast = fxfuse.optimize(model)
     x = randn(2, 3, 9, 10)
     x = {"contiguous": x, "channels_last": x.to(memory_format=torch.channels_last), "slice": x[:, :, 1:, 2:]}[layout]
+    # eager's own view of a convolution's result is refused there: what eager cannot do is not compared
+    refused = RuntimeError if (name, layout) == ("gated", "channels_last") else None
     with torch.no_grad():
-        assert_as_eager(model, fast, x)
+        assert_as_eager(model, fast, x, raises=refused)
     assert borders(fast)[0] == 1
     assert "run in channels_last" in str(fxfuse.explain(fast))
 

@@ -96,6 +96,10 @@ HALF_TILES: Final = (
 """For 16-bit elements, whose patches take twice the shared memory until they are interleaved. Maps of 28 columns and
 less are the library's, which is twice as fast there."""
 
+SPLIT_TILES: Final = (Tile(2, 1, 4, (2, 1, 2), 1, 2, 3, 0.8, resident=True),)
+"""For 3xTF32: operands and sums take twice the registers; filters, split beforehand, twice the shared memory. With more
+channels than a chunk Hopper's products by way of channels_last are faster."""
+
 _SPEED: Final = 2.0
 """How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
 
@@ -127,8 +131,7 @@ def _cost(problem: Conv2dProblem, tile: Tile) -> float:
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """The direct kernels and what they cost."""
     fits = (
-        problem.precision != "tf32x3"
-        and problem.out_layout == "nchw"
+        problem.out_layout == "nchw"
         and problem.kernel == (3, 3)
         and problem.stride == (1, 1)
         and problem.dilation == (1, 1)
@@ -153,7 +156,8 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         )
 
     found = []
-    for tile in filter(usable, TILES if size == 4 else HALF_TILES):
+    of_precision = HALF_TILES if size == 2 else SPLIT_TILES if problem.precision == "tf32x3" else TILES
+    for tile in filter(usable, of_precision):
         numbers = (
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
             *(tile.blocks_per_multiprocessor, int(tile.resident)),
