@@ -473,6 +473,8 @@ class FusedModule(fx.GraphModule):
     @property
     def __class__(self) -> type:
         """The model's class, for `isinstance` in a forward that runs as Python and meets fused children."""
+        if torch._guards.CompileContext.try_get() is not None:  # Dynamo finds a module's code by its class
+            return type(self)
         return type(_root_of(self))
 
     @__class__.setter
