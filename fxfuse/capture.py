@@ -7,15 +7,18 @@ Python, as one node of its parent's graph, and its children are captured one by 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import copy
 import dataclasses
 import inspect
+import keyword
 import logging
 import operator
 import threading
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -231,6 +234,9 @@ class _Tracer(fx.Tracer):
                 self._entered[-1][0] if self._entered else None,
                 "it switches autocast or gradients for a part of its operations",
             )
+        kind, target = args[:2]
+        if kind in ("call_module", "get_attr") and not all(map(_can_be_code, str(target).split("."))):
+            raise fx.proxy.TraceError(f"the name {str(target)!r} cannot stand in generated code")
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -381,6 +387,52 @@ class _StateError(fx.proxy.TraceError):
         self.module = module
 
 
+def _can_be_code(name: str) -> bool:
+    """Whether fx writes `name`, of a module or tensor in its parent, as code that means it.
+
+    It writes `parent.name` for an identifier, which Python normalises, and otherwise `getattr(parent, "name")` with the
+    name as it is: a quotation mark would end it.
+    """
+    if name.isidentifier():
+        return not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
+    return name.isprintable() and '"' not in name and "\\" not in name
+
+
+def _hidden_name(graph: fx.Graph) -> str | None:
+    """An argument of the model that hides something else of this name in the graph's code: `self`, `torch`, `getattr`.
+
+    fx renames nodes, but arguments keep their names.
+    """
+    arguments = {str(node.target).lstrip("*"): node.name for node in graph.nodes if node.op == "placeholder"}
+    always = next((name for name in ("self", "torch") if name in arguments), None)
+    if always is not None:
+        return always
+    # fx knows which other names may be needed: such an argument's node is called otherwise, in a line of its own
+    suspects = [name for name, node in arguments.items() if name != node]
+    if not suspects:
+        return None
+    code = ast.parse(graph.python_code("self").src)
+    read = [node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return next((name for name in suspects if read.count(name) > 1), None)
+
+
+def _unsure_result(graph: fx.Graph) -> str | None:
+    """An attribute of a module's result (no tensor's attribute) that is returned in a tuple, list or dictionary.
+
+    Whether it is None decides in eager whether it is there at all (transformers' `to_tuple`), and `is None` is a
+    question that no proxy can answer. Dataclasses are built when the graph runs, and leave out what is None then.
+    """
+    output = next(node for node in graph.nodes if node.op == "output")
+    if isinstance(output.args[0], fx.Node):
+        return None
+    for node in output.all_input_nodes:
+        if node.op == "call_function" and node.target is getattr and isinstance(node.args[0], fx.Node):
+            name = str(node.args[1])
+            if node.args[0].op == "call_module" and not hasattr(torch.Tensor, name):
+                return name
+    return None
+
+
 def _is_literal(value: Any) -> bool:
     """Whether a default can stand in a graph's generated signature."""
     return value is None or isinstance(value, bool | int | float | str)
@@ -446,7 +498,9 @@ def trace(
         return Captured(root, None, (Untraced("", "its forward is an attribute of the instance"),))
     paths = {module: path for path, module in root.named_modules()}
     # hooks must run at every call, not once while tracing
-    opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
+    opaque = {
+        m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children()) and not is_captured(m)
+    }
     plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
     lasting: dict[int, torch.Tensor] | None = None
     while True:
@@ -465,6 +519,12 @@ def trace(
                 graph = tracer.trace(root)
             # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
             graph._tracer_cls = None
+            hidden = _hidden_name(graph)
+            if hidden is not None:
+                raise _StateError(None, f"its argument '{hidden}' hides what generated code calls so")
+            unsure = _unsure_result(graph)
+            if unsure is not None:
+                raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")
         except Exception as error:  # tracing runs the user's code, which may raise anything
             cause = error
             modules, reason = _where(error)

@@ -12,7 +12,7 @@ class ExpressionError(FxfuseError):
 
 
 class CaptureError(FxfuseError):
-    """A model, or a part of it, could not be traced (raised only with `strict=True`)."""
+    """A model, or a part of it, could not be traced: with `strict=True`, or because parameters are missing."""
 
 
 class UnsupportedError(FxfuseError):

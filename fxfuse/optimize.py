@@ -17,12 +17,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
-from fxfuse.errors import FxfuseError, UnsupportedError
+from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.patterns import (
     MODE_DEPENDENT,
     Attribute,
@@ -38,6 +39,7 @@ from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 from fxfuse.state import copies, unchanged
+from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
 
@@ -67,7 +69,8 @@ def optimize(
             needs are compiled now (in parallel) instead of at the first call.
         kwargs: keyword arguments of that call beside positional ones.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
-            UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel.
+            UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel. A model whose
+            parameters have no shape yet (LazyLinear) is a CaptureError in any case.
         fp32: how float32 matrix products are computed on a GPU where torch's own switches ask for full precision (where
             they allow TF32, that is used). "exact": as accurate as eager's for numbers of any size. "fast": each row of
             x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
@@ -81,8 +84,11 @@ def optimize(
             graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
-    load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
-    traced model with nothing fused. Raises FxfuseError for arguments of another kind.
+    load_state_dict(), gradients, copy.deepcopy and pickle included. Hooks and modules that are set on it or inside of
+    it later, and attributes of its own, are seen at the next call; attributes of modules inside of it (a dropout's p)
+    by the next train() or eval() that changes a mode, as is all of that where torch.compile has compiled it; what is
+    set on `model` never, nor a bias where there was none: verify() names them. With FXFUSE_DISABLE=1 in the environment
+    it is the traced model with nothing fused. Raises FxfuseError for arguments of another kind.
 
     torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
     arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
@@ -97,6 +103,7 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    _check_parameters(model)
     settings = Settings(strict, fp32)
     before = settings
     if isinstance(model, FusedModule):
@@ -112,6 +119,21 @@ def optimize(
     if example is not None and cuda_graphs:
         _capture_for(fast, *example)
     return fast
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raises CaptureError if a module waits for its first call to know its parameters' shapes."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        tensors = {**module._parameters, **module._buffers}
+        lazy = next((name for name, tensor in tensors.items() if is_lazy(tensor)), None)
+        if lazy is not None:
+            which = f"module '{path}'" if path else "the model"
+            raise CaptureError(
+                f"{which} ({type(module).__name__}) has no '{lazy}' yet: its shape follows from the first input; "
+                "call the model once before fxfuse.optimize"
+            )
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -312,6 +334,10 @@ class FusedState:
     """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
+    structure: Structure = field(default_factory=Structure)
+    """What the graph was traced through, and was like then."""
+    outdated: int = 0
+    """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
     forget: Callable[[], Any] | None = None
@@ -319,6 +345,12 @@ class FusedState:
 
 
 _STATE: Final = "_fxfuse"
+
+
+def _root_of(module: nn.Module) -> nn.Module:
+    """The captured model behind a fused module; any other module, and one that is just being made, itself."""
+    state = module.__dict__.get(_STATE)
+    return module if state is None else state.captured.root
 
 
 def state_of(module: FusedModule) -> FusedState:
@@ -353,6 +385,7 @@ class FusedModule(fx.GraphModule):
         if state.forget is not None:
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
+        state.structure, state.outdated = _structure(captured), 0
         if state.replays is not None:
             state.replays = Replays()
         regions: list[FusedRegion] = []
@@ -379,6 +412,9 @@ class FusedModule(fx.GraphModule):
                 if not captured.root.training:
                     runs = channels_last.convert_runs(captured.root, graph)
             keep_numbers(graph)
+            for node in graph.nodes:
+                if node.name == "self":  # a child of this name: what the code calls the module
+                    node._rename("self_1")
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
         state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
@@ -415,7 +451,7 @@ class FusedModule(fx.GraphModule):
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, state.captured)
-            if state.modes:
+            if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
@@ -425,18 +461,62 @@ class FusedModule(fx.GraphModule):
         """As nn.Module.train; the graph is traced and fused anew if any module's mode changes."""
         if any(module.training != mode for module in self.modules()):
             super().train(mode)
-            state = state_of(self)
-            root = state.captured.root
-            root.training = mode
-            self._derive(_with_fused_children(trace(root, _is_fused, state.settings.strict), state.settings))
+            state_of(self).captured.root.training = mode
+            self._retrace()
         return self
+
+    def _retrace(self) -> None:
+        """Traces the captured model as it is now, for the same arguments, and derives the graph from that."""
+        state = state_of(self)
+        before = state.captured
+        captured = trace(before.root, _is_fused, state.settings.strict, before.given, before.constants)
+        self._derive(_with_fused_children(captured, state.settings))
+
+    @property
+    def __class__(self) -> type:
+        """The model's class, for `isinstance` in a forward that runs as Python and meets fused children."""
+        if torch._guards.CompileContext.try_get() is not None:  # Dynamo finds a module's code by its class
+            return type(self)
+        return type(_root_of(self))
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        state_of(self).captured.root.__class__ = value  # torch's parametrisations, which derive it from the above
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; an attribute of the model is set there, where its own code reads it."""
+        is_module = isinstance(value, nn.Module)
+        of_class = getattr(type(self), name, None)
+        if not is_module and (name in OF_GRAPH_MODULES or isinstance(of_class, property)):
+            object.__setattr__(self, name, value)  # whatever the model's children are called
+        elif name not in self.__dict__ and of_class is None and name in vars(_root_of(self)):
+            root = _root_of(self)
+            before = vars(root)[name]
+            is_known = value is before or (is_same(value, before) and not callable(value))
+            if not (is_known or isinstance(value, torch.Tensor)):  # tensors are read anew
+                state = state_of(self)
+                state.outdated = 2
+                if state.replays is not None:
+                    state.replays = Replays()
+            setattr(root, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _fxfuse_tensor(self, module: nn.Module, name: str) -> Any:
         """getattr(module, name) of a tensor, in a fifth of the time: the graph reads every parameter at every call."""
         found: torch.Tensor | None = module._parameters.get(name)
         if found is None:
             found = module._buffers.get(name)
-        return getattr(module, name) if found is None else found
+        if found is not None:
+            return found
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            path = next((path for path, item in self.named_modules() if item is module), "")
+            raise FxfuseError(
+                f"'{path}.{name}' is gone: the model, whose tables of parameters this one shares, was pruned or "
+                "parametrised after fxfuse.optimize(); call fxfuse.optimize again"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
@@ -497,13 +577,13 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
     """
     short: dict[str, tuple[str, str]] = {}
     for node in module._graph.nodes:
-        if node.op not in ("get_attr", "call_module"):
+        if node.op not in ("get_attr", "call_module") or node.target == _PYTHON_FORWARD:
             continue
         *path, name = str(node.target).split(".")
         if not _has_tables(module, path):
             continue
         if node.op == "get_attr":
-            short[node.name] = _attribute_path(node.target), f'self._fxfuse_tensor({_module(path)}, "{name}")'
+            short[node.name] = _attribute_path(node.target), f"self._fxfuse_tensor({_module(path)}, {name!r})"
         else:
             short[node.name] = _attribute_path(node.target), _module([*path, name])
 
@@ -534,7 +614,7 @@ def _attribute_path(target: Any) -> str:
 
 
 def _module(path: Sequence[str]) -> str:
-    return "self" + "".join(f'._modules["{name}"]' for name in path)
+    return "self" + "".join(f"._modules[{name!r}]" for name in path)
 
 
 def _extras(module: FusedModule) -> dict[str, Any]:
@@ -571,6 +651,37 @@ def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
     return tuple((module, module.training) for module in modules if isinstance(module, MODE_DEPENDENT))
 
 
+def _structure(captured: Captured) -> Structure:
+    """What the graph was traced through: all but what runs as Python, or is fused on its own."""
+    if captured.graph is None:
+        return Structure()
+    apart = {captured.root.get_submodule(untraced.path) for untraced in captured.untraced}
+    return structure_of(
+        captured.root, lambda module: module in apart or _is_fused(module) or isinstance(module, torch.jit.ScriptModule)
+    )
+
+
+def changes_since(fast: nn.Module, model: nn.Module) -> list[str]:
+    """What decided the graphs of an optimised model and is another now, in it or in the model it was made of.
+
+    In words; empty for modules that optimize() did not return.
+    """
+    found: dict[str, None] = {}
+    model = _root_of(getattr(model, "_orig_mod", model))
+    for path, fused in fast.named_modules():
+        if not isinstance(fused, FusedModule):
+            continue
+        structure, prefix = state_of(fused).structure, f"{path}." if path else ""
+        try:
+            originals = [fused, model.get_submodule(path)]
+        except AttributeError:
+            found[f"module '{path}' is missing"] = None
+            originals = [fused]
+        for original in originals:
+            found.update(dict.fromkeys(changes(structure, _root_of(original), prefix, original is fused, _root_of)))
+    return list(found)
+
+
 def _calling(root: nn.Module) -> Callable[..., Any]:
     """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
 
@@ -600,12 +711,23 @@ def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[...
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, after deriving the graph anew if a dropout or normalisation has changed its mode on its own."""
+    """`forward`, after deriving the graph anew if the modules that it was traced through are not what they were: a
+    dropout or normalisation has changed its mode on its own, a module was replaced or got a hook, an attribute was set.
+    """
 
     @functools.wraps(forward)
     def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        if any(module.training is not mode for module, mode in state_of(self).modes):
-            self._derive(state_of(self).captured)
+        state = state_of(self)
+        if any(module.training is not mode for module, mode in state.modes):
+            self._derive(state.captured)
+            return type(self).forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        if state.outdated == 2:  # perhaps it is set before every call, and a trace is no call's work
+            state.outdated = 1
+            return state.captured.root.forward(*args, **kwargs)
+        if state.outdated or not state.structure.is_as_traced(_root_of):
+            self._retrace()
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

@@ -270,10 +270,12 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
     cuda, run = tensors[0].is_cuda, plan.run
     launch = run.launch if isinstance(run, ByAddress) else None
     operands = slice(1 + has_weight, len(tensors) - has_bias)
+    count = len(tensors)
 
     def attempt(said: Said, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         if (
             said != expected
+            or len(tensors) != count  # a bias has been set to None
             or (differentiable and grad_enabled())  # a gradient is due: this is no call for a plan
             or not same(*tensors)
             or get_default_dtype() is not default_dtype

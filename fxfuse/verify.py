@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.arguments import Inputs, arguments_of
+from fxfuse.optimize import changes_since
 from fxfuse.state import copies, seed, unchanged
 
 ALLOWANCE: Final = 2.0
@@ -52,20 +53,28 @@ def verify(
     twice eager's own plus one ulp of the output's dtype, whatever precision torch's switches allow. Neither the models
     nor the inputs are changed.
 
+    It is not ok, either, if something that decided the graph has changed since optimize(), in the model or the
+    optimised one, and calls do not see it; the problem names the module and what is another.
+
     Args:
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a tensor; tensors inside tuples, lists
             and dicts are understood.
         kwargs: keyword arguments beside positional ones.
 
-    Raises FxfuseError if the inputs are something else, and whatever `model` or `fast` raises.
+    Raises FxfuseError if the inputs are something else, and whatever `model` raises.
     """
     call = arguments_of(inputs, kwargs, "inputs")
     double = copy.deepcopy(model).double()
-    expected, actual = _outputs(model, call), _outputs(fast, call)
+    expected = _outputs(model, call)
+    try:
+        actual = _outputs(fast, call)
+    except Exception as reason:  # whatever a model may raise that the other one does not
+        raised = f"it raises {type(reason).__name__}: {reason}, which the model does not"
+        return Verification(False, math.nan, math.nan, _explained(raised, model, fast))
     exact = _outputs(double, pytree.tree_map_only(torch.Tensor, _to_float64, call))
     problem = _difference_in_kind(expected, actual)
     if problem is not None:
-        return Verification(False, math.nan, math.nan, problem)
+        return Verification(False, math.nan, math.nan, _explained(problem, model, fast))
     errors = [
         (_relative_error(have, right), _relative_error(want, right), torch.finfo(want.dtype).eps)
         for want, have, right in zip(expected, actual, exact, strict=True)
@@ -75,7 +84,34 @@ def verify(
         if error > ALLOWANCE * eager_error + ulp:
             problem = f"the error is {error / max(eager_error, ulp):.1f} times eager's own"
     error, eager_error, _ = max(errors, default=(0.0, 0.0, 0.0))
-    return Verification(problem is None, error, eager_error, problem)
+    explained = _explained(problem, model, fast)
+    return Verification(explained is None, error, eager_error, explained)
+
+
+def _explained(problem: str | None, model: nn.Module, fast: nn.Module) -> str | None:
+    """`problem` and what has changed since optimize(), or else, if there is a problem, that the models do not belong
+    together."""
+    changed = changes_since(fast, model)
+    if changed and (problem is None or _is_of(model, fast)):
+        listed = "; ".join(changed[:_LISTED]) + ("; ..." if len(changed) > _LISTED else "")
+        since = f"changed since optimize(): {listed}; call fxfuse.optimize again"
+        return since if problem is None else f"{problem}; {since}"
+    if problem is not None and not _is_of(model, fast):
+        return f"{problem}; the two are different models: verify takes a model and what fxfuse.optimize made of it"
+    return problem
+
+
+_LISTED: Final = 5
+"""Changes that are named at most."""
+
+
+def _is_of(model: nn.Module, fast: nn.Module) -> bool:
+    """Whether the tensors of both have the same names and shapes."""
+    ours, theirs = (
+        {name: tensor.shape for named in (whole.named_parameters(), whole.named_buffers()) for name, tensor in named}
+        for whole in (getattr(module, "_orig_mod", module) for module in (model, fast))
+    )
+    return ours == theirs
 
 
 def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:

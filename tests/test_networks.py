@@ -208,3 +208,46 @@ def test_so_they_are_through_dynamo(name):
     before = set(fxfuse.compiled_graphs())
     assert_outputs_are_eagers(model, torch.compile(model, backend="fxfuse"), names, 2)
     assert kernels(*set(fxfuse.compiled_graphs()) - before) >= THROUGH_DYNAMO[name]
+
+
+ASKED = [
+    {},
+    {"output_hidden_states": True},
+    {"output_attentions": True},
+    {"output_hidden_states": False, "return_dict": False},
+    {"output_hidden_states": True, "output_attentions": True, "return_dict": False},
+    {"return_dict": True},
+    {},
+]
+"""What one optimised model is asked for, in this order."""
+
+
+def same_outputs(actual, expected):
+    """Structures, types and values of two outputs are equal, but for rounding."""
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        return
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for have, want in zip(actual, expected, strict=True):
+            same_outputs(have, want)
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "ViT", "BERT"])
+def test_hidden_states_and_attentions_are_there_when_they_are_asked_for(name, by_default):
+    model, names = tiny(name)
+    model.config._attn_implementation = "eager"  # the one that has attentions to give
+    model.config.output_hidden_states = by_default
+    inputs = {name: INPUTS[name](2) for name in names}
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(2):
+            for asked in ASKED:
+                expected = model(**inputs, **asked)
+                same_outputs(fast(**inputs, **asked), expected)
+    assert len(model(**inputs, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1

@@ -1,0 +1,167 @@
+"""What a graph was traced through: modules, hooks and attributes, and what has changed of it since.
+
+A trace goes through modules' forwards and keeps what they did. `Structure` is taken with it. Two questions are asked of
+it afterwards: at every call, whether a module was replaced or got a hook (`is_as_traced`, some 8 us for 200 modules),
+and by verify(), in words, what decides a graph and is another in a module now (`changes`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from fxfuse.patterns.anchors import has_hooks
+
+Unwrap: TypeAlias = Callable[[nn.Module], nn.Module]
+"""The module that stands behind a fused one; any other module as it is."""
+
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_GRAPH_MODULES: Final = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) | {
+    "_in_spec",
+    "_out_spec",
+}
+"""Attributes that torch.fx gives to every graph module."""
+_OF_EVERY_MODULE: Final = (
+    OF_GRAPH_MODULES | frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_non_persistent_buffers_set"}
+)
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_MISSING: Final = object()
+_TENSOR: Final = object()
+"""In the place of a parameter or buffer, which graphs read anew: only that there was none is fixed."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What of one module decides a graph."""
+
+    kind: type
+    children: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    hooked: bool
+
+
+@dataclass
+class Structure:
+    """The modules that a graph was traced through, as they were."""
+
+    modules: Mapping[str, _Module] = field(default_factory=dict)
+    """By path."""
+    _empty: list[Mapping[Any, Any]] = field(default_factory=list)
+    """Tables of hooks, and of modules, that were empty."""
+    _tables: list[dict[str, nn.Module | None]] = field(default_factory=list)
+    _children: list[dict[str, nn.Module | None]] = field(default_factory=list)
+    """What was in the tables of modules."""
+
+    def is_as_traced(self, unwrap: Unwrap) -> bool:
+        """Whether all modules are the same, and no more of them have hooks."""
+        if any(self._empty):
+            return False
+        if self._tables == self._children:
+            return True
+        now = list(map(dict, self._tables))
+        if not all(map(_are_same, now, self._children, [unwrap] * len(now))):
+            return False
+        self._children = now  # some were fused on their own, for calls with other arguments
+        return True
+
+
+def _are_same(now: Mapping[str, nn.Module | None], before: Mapping[str, nn.Module | None], unwrap: Unwrap) -> bool:
+    def behind(module: nn.Module | None) -> nn.Module | None:
+        return None if module is None else unwrap(module)
+
+    return now.keys() == before.keys() and all(behind(now[name]) is behind(before[name]) for name in now)
+
+
+def structure_of(root: nn.Module, is_apart: Callable[[nn.Module], bool]) -> Structure:
+    """The structure of `root` without the modules that a graph calls as they are: those that are `is_apart`."""
+    found = dict(_traced(root, "", is_apart, set()))
+    unhooked = [module for module in found.values() if module is not root and not has_hooks(module)]
+    tables = [module._modules for module in found.values() if module._modules]
+    return Structure(
+        {path: _described(module) for path, module in found.items()},
+        [getattr(module, name) for module in unhooked for name in _HOOKS]
+        + [module._modules for module in found.values() if not module._modules],
+        tables,
+        list(map(dict, tables)),
+    )
+
+
+def _traced(
+    module: nn.Module, path: str, is_apart: Callable[[nn.Module], bool], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(module)
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and child not in seen and not is_apart(child):
+            yield from _traced(child, f"{path}.{name}" if path else name, is_apart, seen)
+
+
+def _described(module: nn.Module) -> _Module:
+    attributes = {name: _plain(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    for table in (module._parameters, module._buffers):
+        attributes.update((name, None if tensor is None else _TENSOR) for name, tensor in table.items())
+    kept = {name: value for name, value in attributes.items() if value is not _MISSING}
+    return _Module(type(module), tuple(module._modules), kept, has_hooks(module))
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared later on, in another copy of the model too; _MISSING of any other."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return value.__code__  # every instance may have made its own
+    if isinstance(value, types.BuiltinFunctionType):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return _MISSING
+
+
+def changes(structure: Structure, root: nn.Module, prefix: str, is_own: bool, unwrap: Unwrap) -> list[str]:
+    """What decides the graph and is another in `root` now, in words; `prefix` is its path.
+
+    The root that `is_own`, the optimised model's, has its hooks in common with it.
+    """
+    found: list[str] = []
+    for path, before in structure.modules.items():
+        try:
+            module = unwrap(root.get_submodule(path))
+        except AttributeError:
+            continue  # its parent tells
+        now = _described(module)
+        name = f"{prefix}{path}".rstrip(".")
+        which = f"module '{name}'" if name else "the model"
+        if now.kind is not before.kind:
+            found.append(f"{which} is a {now.kind.__name__}, traced as a {before.kind.__name__}")
+            continue
+        if now.hooked and not before.hooked and (path or not is_own):
+            found.append(f"{which} has got a hook, or a forward of its own")
+        if now.children != before.children:
+            found.append(f"{which} has the children {_listed(now.children)}, traced with {_listed(before.children)}")
+        found += [
+            f"{attribute} of {which} is {_shown(now.attributes.get(attribute, _MISSING))}, traced as {_shown(value)}"
+            for attribute, value in before.attributes.items()
+            if value is not _TENSOR and not is_same(now.attributes.get(attribute, _MISSING), value)
+        ]
+    return found
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether a graph traced with one of two attributes is right for the other; of functions, the code is compared."""
+    plain = _plain(now)
+    return now is before or (type(now) is type(before) and plain is not _MISSING and bool(plain == _plain(before)))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING or value is _TENSOR:
+        return "missing" if value is _MISSING else "a tensor"
+    return getattr(value, "__name__", None) or getattr(value, "co_name", None) or repr(value)
