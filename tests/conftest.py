@@ -11,7 +11,6 @@ from fxfuse import build, cache, ops, plans
 from fxfuse.cuda import plan, tune
 from fxfuse.problem import anchor_meta
 
-
 MOST_WORKERS = 8
 """Of pytest-xdist: each takes 0.5 GB, more beside a GPU, and starts compilers."""
 
