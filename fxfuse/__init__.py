@@ -3,6 +3,7 @@
 Start with `optimize`; `explain`, `verify` and `benchmark` say what it did, how exact it is and how fast.
 """
 
+from fxfuse import cache
 from fxfuse.backend import compiled_graphs
 from fxfuse.benchmark import Benchmark, benchmark
 from fxfuse.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "Verification",
     "benchmark",
+    "cache",
     "compiled_graphs",
     "explain",
     "optimize",

@@ -1,25 +1,29 @@
 """torch.compile(model, backend="fxfuse").
 
-Dynamo finds it by an entry point (pyproject.toml), so that fxfuse need not be imported. Dynamo captures the model:
-with graph breaks where Python must run, symbols for sizes that vary, and parameters as inputs. Its graphs are matched
-and replaced as those of `optimize` are. They are taken as they come, above AOTAutograd, which would take linears and
-batch normalisations apart only for them to be put together again; gradients come as from every optimised model.
+Dynamo finds it by an entry point: that of the installed package (pyproject.toml), so that fxfuse need not be imported,
+or the one that importing fxfuse adds. Dynamo captures the model: with graph breaks where Python must run, symbols for
+sizes that vary, and parameters as inputs. Its graphs are matched and replaced as those of `optimize` are. They are
+taken as they come, above AOTAutograd, which would take linears and batch normalisations apart only for them to be put
+together again; gradients come as from every optimised model.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
-from fxfuse.optimize import FusedModule, Settings
+from fxfuse.optimize import FusedModule, Settings, state_of
 
 _MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -38,7 +42,8 @@ def compile_graph(
     Args:
         gm, example_inputs: as Dynamo gives them.
         mode: torch.compile's. Candidates are measured in every mode ("max-autotune" asks for nothing more).
-        options: torch.compile's: `strict` and `fp32`, as fxfuse.optimize takes them.
+        options: torch.compile's: `strict` and `fp32`, as fxfuse.optimize takes them. Not `cuda_graphs`: Dynamo's graphs
+            get parameters as arguments, all of which would be copied before every replay.
 
     The first call computes with torch and compiles all kernels that it would have needed, in parallel.
 
@@ -50,8 +55,9 @@ def compile_graph(
     known = [item.name for item in dataclasses.fields(Settings)]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}")
-    fused = FusedModule(Captured(gm, copy.deepcopy(gm.graph)), Settings(**given))
+        instead = "; use fxfuse.optimize(model, cuda_graphs=True)" if unknown[0] == "cuda_graphs" else ""
+        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}{instead}")
+    fused = _fused(gm, Settings(**given))
     _graphs.add(fused)
     return _prepared_by_first_call(fused)
 
@@ -59,6 +65,25 @@ def compile_graph(
 def compiled_graphs() -> tuple[FusedModule, ...]:
     """The graphs that torch.compile(…, backend="fxfuse") uses now, for `explain`; in no particular order."""
     return tuple(_graphs)
+
+
+def _fused(gm: fx.GraphModule, settings: Settings) -> FusedModule:
+    """The graph with its regions fused, and those of the graphs that it checkpoints."""
+    graph = copy.deepcopy(gm.graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            body, node.target = node.args[0].target, recomputed
+            setattr(gm, body, _fused(getattr(gm, body), settings))
+    return FusedModule(Captured(gm, graph), settings)
+
+
+def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
+    """torch.utils.checkpoint of a part of the graph: the operator that stands for it leaves it to AOTAutograd."""
+    root = state_of(body).captured.root
+    context = root.meta.get("_checkpoint_context_fn") if isinstance(root, fx.GraphModule) else None
+    if context is not None:  # what selective checkpointing keeps
+        options["context_fn"] = context
+    return checkpoint(body, *args, use_reentrant=False, **options)
 
 
 def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
@@ -73,3 +98,46 @@ def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
             return fused(*args)
 
     return run
+
+
+# ------------------------------------------------------------------------------------------- registration
+
+_NAME: Final = "fxfuse"
+_REGISTRY: Final = "torch._dynamo.backends.registry"
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """fxfuse as a package that is installed, as far as entry points go."""
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {
+            "METADATA": f"Name: {_NAME}\nVersion: {sys.modules[_NAME].__version__}\n",
+            "entry_points.txt": f"[torch_dynamo_backends]\n{_NAME} = {__name__}:{compile_graph.__name__}\n",
+        }
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: {_NAME} is not installed")
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """Makes `_Distribution` known to importlib.metadata; imports nothing. What is installed comes before it."""
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        name = getattr(context, "name", None)
+        return [_Distribution()] if name is None or name.lower() == _NAME else []
+
+
+def _register() -> None:
+    """Lets Dynamo know the backend, without importing Dynamo, which takes a second."""
+    registry = sys.modules.get(_REGISTRY)
+    if registry is None:
+        sys.meta_path.append(_Finder())
+    elif _NAME not in registry._BACKENDS:  # it may have looked for entry points already
+        registry.register_backend(compile_graph, name=_NAME)
+
+
+_register()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.errors import FxfuseError
 from fxfuse.state import unchanged
 
@@ -72,30 +75,33 @@ class Benchmark:
 def benchmark(
     model: nn.Module,
     fast: nn.Module,
-    inputs: Sequence[Any],
+    inputs: Inputs | None = None,
     compare: Sequence[str] = ("eager", "torch.compile"),
     *,
+    kwargs: Mapping[str, Any] | None = None,
     seconds: float = 2.0,
 ) -> Benchmark:
     """Times `fast` and its peers on the same inputs, interleaved, and reports medians.
 
     Args:
-        inputs: positional arguments; they stay the same for every run.
+        inputs: a tuple of positional arguments, a dict of keyword arguments, or a tensor; they stay the same for every
+            run.
+        kwargs: keyword arguments beside positional ones.
         compare: of "eager", "torch.compile" and "max-autotune" (torch.compile's mode of that name).
         seconds: how long to measure all contestants together, first calls not counted.
 
     On a GPU each run is timed with events after flushing the L2 cache. The first 0.2 ms that the CPU takes to issue it
     are hidden, as in a program that keeps the GPU busy. Runs under torch.no_grad(). Raises FxfuseError for an unknown
-    peer; a peer that fails to run is left out, with its error below the table.
+    peer, or for inputs of another kind; a peer that fails to run is left out, with its error below the table.
     """
-    contestants: dict[str, Callable[..., Any]] = {}
-    for name in compare:
-        contestants[name] = _peer(model, name)
-    contestants["fxfuse"] = fast
-    device = _device_of(model, inputs)
+    args, keywords = arguments_of(inputs, kwargs, "inputs")
+    peers: dict[str, Callable[..., Any]] = {name: _peer(model, name) for name in compare}
+    peers["fxfuse"] = fast
+    contestants = {name: functools.partial(peer, *args, **keywords) for name, peer in peers.items()}
+    device = _device_of(model, (args, keywords))
     time_once = gpu_timer(device) if device.type == "cuda" else _cpu_time
     with unchanged(model, fast):
-        first_calls = {name: _first_call(call, inputs, device) for name, call in contestants.items()}
+        first_calls = {name: _first_call(call, device) for name, call in contestants.items()}
         failed = {name for name, (_, error) in first_calls.items() if error is not None}
         if "fxfuse" in failed:
             error = first_calls["fxfuse"][1]
@@ -104,12 +110,12 @@ def benchmark(
         running = {name: call for name, call in contestants.items() if name not in failed}
         times: dict[str, list[float]] = {name: [] for name in running}
         for call in running.values():  # the second call still allocates and autotunes
-            time_once(call, inputs)
+            time_once(call, ())
         with _garbage_of_runs_only():
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline or len(times["fxfuse"]) < 3:
                 for name, call in running.items():
-                    times[name].append(time_once(call, inputs))
+                    times[name].append(time_once(call, ()))
     timings = tuple(
         Timing(name, statistics.median(samples), min(samples), first_calls[name][0], len(samples))
         for name, samples in times.items()
@@ -142,8 +148,8 @@ def _peer(model: nn.Module, name: str) -> Callable[..., Any]:
     raise FxfuseError(f"benchmark cannot compare with {name!r}; choose from eager, torch.compile, max-autotune")
 
 
-def _device_of(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
-    tensors = [*model.parameters(), *(value for value in inputs if isinstance(value, torch.Tensor))]
+def _device_of(model: nn.Module, inputs: Any) -> torch.device:
+    tensors = [*model.parameters(), *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -153,12 +159,10 @@ def _describe(device: torch.device) -> str:
     return f"CPU ({torch.get_num_threads()} threads), torch {torch.__version__}"
 
 
-def _first_call(
-    call: Callable[..., Any], inputs: Sequence[Any], device: torch.device
-) -> tuple[float, Exception | None]:
+def _first_call(call: Callable[[], Any], device: torch.device) -> tuple[float, Exception | None]:
     started = time.perf_counter()
     try:
-        call(*inputs)
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # a peer's compiler may fail in any way; the others are still worth measuring

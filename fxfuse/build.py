@@ -1,10 +1,12 @@
 """Generated source text in, a loaded kernel out; the only file that calls load_inline.
 
-`load(source)` returns a function launch(params, context, *pointers) (binding.h). Builds are cached on disk under a
-hash of everything that decides the machine code: the source, every header of the package, the flags, the compilers,
-torch and Python. The cache (FXFUSE_CACHE_DIR, else the user's cache folder) is private to the user. An entry is built
-in a temporary folder and renamed into place, so that neither a second process nor a kill can leave half an entry; its
-library is checked against a recorded hash before it is loaded, so a damaged one is rebuilt.
+`load(source)` returns a function launch(params, context, *pointers) (binding.h). Builds are cached on disk (cache.py)
+under a hash of everything that decides the machine code: the source, every header of the package, the flags, torch and
+Python. Each set of compilers has entries of its own; where there is none, anybody's entry will do. An entry is built
+in a temporary folder and renamed into place, so that neither a second process nor a kill can leave half an entry.
+
+A build has a thread of its own, which no KeyboardInterrupt can reach: no lock is left held, and who waits can stop
+waiting. toolchain.py sees to it that compilers end.
 """
 
 from __future__ import annotations
@@ -15,33 +17,29 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
-import json
 import logging
 import os
 import platform
-import shutil
-import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from fxfuse import cache, toolchain
 from fxfuse.errors import BuildError, ToolchainError
+from fxfuse.locks import free_in_children
 
 logger = logging.getLogger("fxfuse")
 
 PACKAGE: Final = Path(__file__).parent
 Launch = Callable[..., None]
 """launch(params: bytes, context: int, *pointers: int); raises RuntimeError with the device's message."""
-
-_MANIFEST: Final = "manifest.json"
 
 CPU_FLAGS: Final = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp",
@@ -71,45 +69,7 @@ class Source:
         return self.architecture is not None
 
 
-# ----------------------------------------------------------------------------------------------- cache
-
-
-def cache_directory() -> Path:
-    """Where builds are kept: FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
-    explicit = os.environ.get("FXFUSE_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fxfuse"
-
-
-def private_cache() -> Path:
-    """The cache directory, or a temporary one where it cannot be used."""
-    return _private(cache_directory())
-
-
-def _private(directory: Path) -> Path:
-    """`directory`, created if need be, if only this user can write there; else a temporary one, with a warning."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-            raise PermissionError(f"{directory} belongs to or is writable by another user")
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(f"{directory} is not writable")
-        return directory
-    except OSError as error:
-        return _temporary(directory, str(error))
-
-
-@functools.cache
-def _temporary(instead_of: Path, reason: str) -> Path:
-    fallback = Path(tempfile.mkdtemp(prefix="fxfuse-"))
-    logger.warning(
-        "fxfuse: the kernel cache cannot be used (%s); building in %s for this process only. "
-        "Set FXFUSE_CACHE_DIR to a folder of your own.", reason, fallback,
-    )  # fmt: skip
-    return fallback
+# ------------------------------------------------------------------------------------------------ keys
 
 
 def digest_of(files: Iterable[Path]) -> str:
@@ -138,59 +98,13 @@ def _machine() -> str:
     return platform.machine() + flags
 
 
-def _identity(program: str | None) -> str:
-    """A compiler's path, size and age: enough to notice that it was replaced, without running it."""
-    if program is None:
-        return "none"
-    status = os.stat(program)
-    return f"{os.path.realpath(program)}:{status.st_size}:{status.st_mtime_ns}"
-
-
 def _key(source: Source) -> str:
-    compilers = [_identity(_cxx())]
-    if source.is_cuda:
-        compilers.append(_identity(_nvcc()))
+    """What a kernel depends on beside its compilers, as 32 hexadecimal digits."""
     parts = [
-        source.text, repr(source.architecture), package_digest(), repr(_flags(source)), *compilers,
+        source.text, repr(source.architecture), package_digest(), repr(_flags(source)),
         torch.__version__, sys.version, "" if source.is_cuda else _machine(),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-# ------------------------------------------------------------------------------------------- toolchain
-
-
-def _cxx() -> str | None:
-    return shutil.which(os.environ.get("CXX", "c++"))  # as torch chooses
-
-
-def _nvcc() -> str | None:
-    # torch decides which CUDA toolkit builds extensions (CUDA_HOME, then PATH, then the usual folders)
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    home = os.environ.get("CUDA_HOME") or CUDA_HOME
-    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
-
-
-def _ninja_directory() -> str | None:
-    """Folder of the ninja that pip installed beside this Python, which PATH need not contain."""
-    try:
-        import ninja
-    except ImportError:
-        return None
-    return str(ninja.BIN_DIR)
-
-
-def check_toolchain(cuda: bool) -> None:
-    """Raises ToolchainError naming what is missing and how to get it."""
-    if _cxx() is None:
-        raise ToolchainError("no C++ compiler found: install one (Debian, Ubuntu: apt install g++) or set CXX")
-    if shutil.which("ninja") is None and _ninja_directory() is None:
-        raise ToolchainError("no ninja found: pip install ninja")
-    if cuda and _nvcc() is None:
-        raise ToolchainError(
-            "no nvcc found: install the CUDA toolkit that matches torch.version.cuda, or set CUDA_HOME"
-        )
 
 
 def _flags(source: Source) -> tuple[str, ...]:
@@ -204,8 +118,7 @@ def _flags(source: Source) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------------- loading
 
 _loaded: dict[str, Launch] = {}
-_locks: dict[str, threading.Lock] = {}
-_locks_lock = threading.Lock()
+_loading = free_in_children(threading.Lock())
 
 
 def load(source: Source) -> Launch:
@@ -214,19 +127,11 @@ def load(source: Source) -> Launch:
     Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`.
     """
     key = _key(source)
-    with _locks_lock:
-        lock = _locks.setdefault(key, threading.Lock())
-    if not lock.acquire(blocking=may_build()):  # another thread is building it
-        raise NotBuilt
-    try:
-        if key not in _loaded:
-            cached = _load_cached(key)
-            if cached is None:
-                check_may_build()
-            _loaded[key] = cached or _build(source, key)
-        return _loaded[key]
-    finally:
-        lock.release()
+    found = _loaded.get(key) or _load_cached(key, source)
+    if found is None:
+        check_may_build()
+        found = _build_once(source, key)
+    return found
 
 
 class NotBuilt(Exception):
@@ -258,24 +163,24 @@ def check_may_build() -> None:
         raise NotBuilt
 
 
-def _load_cached(key: str) -> Launch | None:
-    entry = private_cache() / key
-    if not entry.exists():
-        return None
-    try:
-        manifest = json.loads((entry / _MANIFEST).read_text())
-        library = entry / manifest["library"]
-        if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["sha256"]:
-            raise ValueError("its library is damaged")
-        return _import(library)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        logger.info("fxfuse: rebuilding a cached kernel: %s", error)
-        shutil.rmtree(entry, ignore_errors=True)
+def _load_cached(key: str, source: Source) -> Launch | None:
+    with _loading:
+        if key in _loaded:
+            return _loaded[key]
+        for entry in cache.find(key, toolchain.identity(source.is_cuda)):
+            try:
+                launch = _loaded[key] = _import(cache.library_of(entry))
+            except Exception as error:  # whatever importing a file can raise, beside cache.UNREADABLE
+                logger.info("fxfuse: rebuilding a cached kernel: %s", error)
+                cache.remove(entry)
+            else:
+                cache.touch(entry)
+                return launch
         return None
 
 
 def _import(library: Path) -> Launch:
-    name = library.name.split(".")[0]
+    name = library.name.split(".")[0]  # with the kernel's key, as the function PyInit_… in it
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
@@ -285,51 +190,140 @@ def _import(library: Path) -> Launch:
     return launch
 
 
-def _build(source: Source, key: str) -> Launch:
-    check_toolchain(source.is_cuda)
-    cache = private_cache()
-    name = f"fxfuse_{key}"
-    started = time.monotonic()
-    logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
-    try:
-        building = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache))
-    except OSError as error:
-        raise ToolchainError(f"nothing can be written to the kernel cache {cache}: {error}") from error
-    try:
-        one_thread = ThreadPoolExecutor(1, initializer=_yield_processors)
-        with _compilers[source.is_cuda], _build_environment(), one_thread as thread:
-            thread.submit(_load_inline, source, name, building).result()
-    except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
-        kept = cache / f"failed-{key}"
-        shutil.rmtree(kept, ignore_errors=True)
-        building.rename(kept)
-        raise BuildError(
-            f"{source.label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
-        ) from error
-    library = next(building.glob("*.so"))  # load_inline adds a version to a name that it builds again
-    launch = _import(library)
-    try:
-        digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        manifest = {"library": library.name, "sha256": digest, "label": source.label}
-        (building / _MANIFEST).write_text(json.dumps(manifest))
-        building.rename(cache / key)
-    except OSError:
-        # Another process finished the same entry first, or the disk is full. Ours is loaded, so nothing is lost.
-        shutil.rmtree(building, ignore_errors=True)
-    logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
-    return launch
-
+# -------------------------------------------------------------------------------------------- building
 
 _PROCESSORS: Final = os.cpu_count() or 1
+_PRUNE_EVERY: Final = 64
+"""Builds of a process, the first included, after which what is too old or too much in the cache is removed."""
 
-_compilers: Final = {
-    False: threading.BoundedSemaphore(_PROCESSORS),
-    True: threading.BoundedSemaphore(max(1, _PROCESSORS - 1)),
-}
+
+@dataclass(frozen=True)
+class _Running:
+    """A kernel that is being built."""
+
+    job: toolchain.Job
+    launch: Future[Launch]
+
+
+_lock = free_in_children(threading.Lock())
+"""Held while a build begins or ends, never while one runs."""
+_running: dict[str, _Running] = {}
+_finished = 0
+_compilers: dict[bool, threading.Semaphore] = {}
 """As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks.
 
 Where kernels are for a GPU one less: what is compiled already is measured meanwhile.
 """
+_worked: set[str] = set()
+"""Compilers that made a kernel in this process."""
+_hung: dict[tuple[str, float], ToolchainError] = {}
+"""Those that made none within a limit of time: nobody waits for them as long again."""
+
+
+def _renew() -> None:
+    """In a new process, also one that was forked, nothing is being built."""
+    _running.clear()
+    _compilers[False] = threading.BoundedSemaphore(_PROCESSORS)
+    _compilers[True] = threading.BoundedSemaphore(max(1, _PROCESSORS - 1))
+
+
+_renew()
+os.register_at_fork(after_in_child=_renew)
+
+
+def _build_once(source: Source, key: str) -> Launch:
+    """The kernel, when the thread that builds it has finished."""
+    toolchain.check(source.is_cuda)
+    with _lock:
+        build = _running.get(key)
+        if build is None:
+            build = _Running(toolchain.Job(), Future())
+            threading.Thread(target=_work, args=(source, key, build), name=f"fxfuse: {source.label}").start()
+            _running[key] = build
+    with interrupted_together():
+        return build.launch.result()
+
+
+@contextlib.contextmanager
+def interrupted_together() -> Iterator[None]:
+    """Inside, a KeyboardInterrupt ends all builds, and so those that other threads wait for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupt()
+        raise
+
+
+def interrupt() -> None:
+    """Ends all builds: who waits for one gets a KeyboardInterrupt. What is asked for later is built as ever."""
+    with _lock:
+        builds = list(_running.values())
+    for build in builds:
+        build.job.end()
+
+
+def _work(source: Source, key: str, build: _Running) -> None:
+    """What a build's thread does."""
+    global _finished
+    try:
+        _yield_processors()
+        with _compilers[source.is_cuda]:
+            launch = _load_cached(key, source) or _compile(source, key, build.job)  # another process may have made it
+            _loaded[key] = launch
+    except BaseException as error:  # it is those' who wait
+        _leave(key, build)
+        build.launch.set_exception(error)
+    else:
+        _leave(key, build)
+        build.launch.set_result(launch)
+        with _lock:
+            _finished += 1
+            prune = _finished % _PRUNE_EVERY == 1
+        if prune:  # nobody waits for it
+            cache.prune()
+
+
+def _leave(key: str, build: _Running) -> None:
+    with _lock:
+        if _running.get(key) is build:
+            del _running[key]
+
+
+def _compile(source: Source, key: str, job: toolchain.Job) -> Launch:
+    compilers = toolchain.identity(source.is_cuda) or ""
+    hung = (compilers, toolchain.limit())
+    if hung in _hung:
+        raise _hung[hung]
+    started = time.monotonic()
+    logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(cache.building(key))
+        except OSError as error:
+            raise ToolchainError(f"nothing can be written to the kernel cache: {error}") from error
+        try:
+            job.run(lambda: _load_inline(source, f"fxfuse_{key}", folder), folder)
+            library = next(folder.glob("*.so"))  # load_inline adds a version to a name that it builds again
+            launch = _import(library)
+        except toolchain.TimeLimit as error:
+            text = f"{error} (FXFUSE_COMPILE_TIMEOUT sets this limit)"
+            if compilers in _worked:
+                raise BuildError(f"{source.label}: {text}") from error
+            raise _hung.setdefault(hung, ToolchainError(text)) from error
+        except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
+            kept = cache.keep_failed(folder, key)
+            raise BuildError(
+                f"{source.label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
+            ) from error
+        _worked.add(compilers)
+        try:
+            cache.finish(folder, key, compilers, library.name, source.label)
+        except OSError as error:
+            # Another process finished the same entry first, or the disk is full. Ours is loaded, so nothing is lost.
+            logger.info("fxfuse: a kernel is not kept in the cache: %s", error)
+    logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
+    return launch
+
 
 COMPILERS_NICE: Final = 10
 """How much lower the priority of compilers is than that of the thread that measures: the launches of a timed run must
@@ -343,29 +337,18 @@ def _yield_processors() -> None:
             os.nice(COMPILERS_NICE)
 
 
-_environment_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _build_environment() -> Iterator[None]:
-    """PATH with ninja on it."""
-    with _environment_lock:
-        directory = _ninja_directory()
-        if shutil.which("ninja") is None and directory is not None:
-            os.environ["PATH"] = directory + os.pathsep + os.environ.get("PATH", "")
-    yield
-
-
 def _load_inline(source: Source, name: str, directory: Path) -> None:
     from torch.utils import cpp_extension
 
     arguments: dict[str, Any] = {}
-    # Without torch's headers a kernel takes 3 s to compile instead of 60; torch before 2.6 always adds them.
+    includes = [str(PACKAGE), str(PACKAGE / ("cuda" if source.is_cuda else "cpu") / "kernels")]
+    # Without torch's headers a kernel takes 3 s to compile instead of 60.
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         arguments["no_implicit_headers"] = True
+    else:  # torch before 2.7 always includes them: those here are empty
+        includes.insert(0, str(PACKAGE / "implicit"))
     binding = '#include "binding.h"\n'
     for_the_host = f"\n#ifndef __CUDA_ARCH__\n{binding}#endif\n"
-    includes = [str(PACKAGE), str(PACKAGE / ("cuda" if source.is_cuda else "cpu") / "kernels")]
     if source.is_cuda:
         arguments |= {
             "cpp_sources": [""],  # as a file of its own the binding takes longer

@@ -7,6 +7,7 @@ Python, as one node of its parent's graph, and its children are captured one by 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -15,7 +16,7 @@ import logging
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -25,7 +26,10 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
+from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
+from fxfuse.recording import Recording, no_saved_tensors_hooks
+from fxfuse.state import Attributes, RandomState
 
 logger = logging.getLogger("fxfuse")
 
@@ -113,7 +117,8 @@ def _augmented(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Pro
     return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"):
+_AUGMENTED: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+for _name in _AUGMENTED:
     setattr(_Proxy, f"__i{_name}__", _augmented(getattr(operator, f"__i{_name}__")))
 
 
@@ -122,7 +127,7 @@ class _BufferProxy(_Proxy):
 
     _buffer: torch.Tensor
 
-    def __init__(self, node: fx.Node, tracer: fx.Tracer, buffer: torch.Tensor) -> None:
+    def __init__(self, node: fx.Node, tracer: Any, buffer: torch.Tensor) -> None:
         super().__init__(node, tracer)
         object.__setattr__(self, "_buffer", buffer)
 
@@ -144,6 +149,18 @@ class _BufferProxy(_Proxy):
         return self._buffer.numel()
 
 
+def _augmented_buffer(function: Callable[..., Any]) -> Callable[[_BufferProxy, Any], _BufferProxy]:
+    def augmented(self: _BufferProxy, other: Any) -> _BufferProxy:
+        node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
+        return _BufferProxy(node, self.tracer, self._buffer)  # the same buffer: `self.steps += 1` replaces nothing
+
+    return augmented
+
+
+for _name in _AUGMENTED:
+    setattr(_BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
+
+
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
@@ -158,8 +175,13 @@ class _Tracer(fx.Tracer):
         is_captured: Callable[[nn.Module], bool],
         given: frozenset[str] | None,
         constants: Constants,
+        lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self._recording = Recording(self)
+        self._lasting = lasting
+        self.unknown: dict[int, torch.Tensor] = {}
+        self.tensor_attrs = {}
         self._thread = threading.get_ident()
         self._opaque = opaque
         self._is_captured = is_captured
@@ -181,6 +203,8 @@ class _Tracer(fx.Tracer):
         """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
+        if m is self.root:  # its class has a __call__ of its own, which comes back here; hooks run outside the graph
+            return m.forward(*args, **kwargs)
         context = _context()
         if context != self._context and any(map(has_hooks, m.modules())):
             unaware = [entered for entered, before in self._entered if before == self._context]
@@ -188,10 +212,15 @@ class _Tracer(fx.Tracer):
                 unaware[-1] if unaware else None,
                 f"it sets a context variable, which hooks of a {type(m).__name__} would not find in a graph",
             )
+        if not has_hooks(m):
+            forward = m.forward  # hooks for all modules are not for traces
         if _modes() != self._modes:
             return super().call_module(m, forward, args, kwargs)
         self._entered.append((m, context))
+        randomness = RandomState()
         result = super().call_module(m, forward, args, kwargs)
+        if not randomness.is_present():
+            raise _StateError(m, DRAWS)
         self._entered.pop()
         return result
 
@@ -222,7 +251,30 @@ class _Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
-        return super().trace(root, concrete_args)
+        with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
+            self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
+            with self._recording:
+                return super().trace(root, concrete_args)
+
+    @contextlib.contextmanager
+    def _leaves_called(self, root: nn.Module) -> Iterator[None]:
+        """Inside, modules that are nodes are recorded also where their class has a `__call__` of its own."""
+        leaves = [m for m in root.modules() if m in self._opaque or self._is_captured(m)]
+        classes = {type(m) for m in leaves if type(m).__call__ is not nn.Module.__call__}
+
+        def recording(call: Callable[..., Any]) -> Callable[..., Any]:
+            def recorded(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == self._thread and (m in self._opaque or self._is_captured(m)):
+                    return self.call_module(m, m.forward, args, kwargs)
+                return call(m, *args, **kwargs)
+
+            return recorded
+
+        with contextlib.ExitStack() as stack:
+            for cls in classes:
+                stack.callback(_restore_call, cls, vars(cls).get("__call__"))
+                cls.__call__ = recording(cls.__call__)  # type: ignore[method-assign]
+            yield
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -240,6 +292,9 @@ class _Tracer(fx.Tracer):
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
+            if self.defaults and not has_default and not stars:
+                reason = f"'{parameter.name}' is required although it follows arguments with defaults"
+                raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
             value: Any = self.create_proxy(
                 "placeholder",
@@ -265,7 +320,8 @@ class _Tracer(fx.Tracer):
             else:
                 positional.append(value)
         keywords.update(constants)
-        return (lambda *args: root_fn(*args, **keywords)), [self.root, *positional]
+        call = type(self.root).__call__ if has_own_call(self.root) else root_fn
+        return (lambda *args: call(*args, **keywords)), [self.root, *positional]
 
     def create_arg(self, a: Any) -> Any:
         """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
@@ -274,7 +330,35 @@ class _Tracer(fx.Tracer):
                 raise fx.proxy.TraceError(f"a {type(a).__name__} is built, which a graph cannot hold")
             values = {item.name: self.create_arg(getattr(a, item.name)) for item in dataclasses.fields(a)}
             return self.create_node("call_function", type(a), (), values)
+        if isinstance(a, torch.Tensor):
+            node = self._recording.node_of(a)
+            if node is not None:
+                return node
+            if not isinstance(a, nn.Parameter) and id(a) not in self._buffer_paths and a not in self.tensor_attrs:
+                self._meet(a)
         return super().create_arg(a)
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor of unknown origin for one that is there at every call, unless an earlier trace met others."""
+        if self._lasting is not None and id(tensor) not in self._lasting:
+            raise fx.proxy.TraceError("a tensor is made anew at every call in a way that a graph does not hold")
+        self.unknown[id(tensor)] = tensor
+
+
+DRAWS: Final = "it draws or sets random numbers in a way that a graph does not hold"
+"""Why a module runs as Python that uses Python's or numpy's random numbers, or torch's unseen."""
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether its class has a __call__ of its own (transformers' layers have, for gradient checkpointing)."""
+    return not isinstance(module, fx.GraphModule) and type(module).__call__ is not nn.Module.__call__
+
+
+def _restore_call(cls: Any, call: Any) -> None:
+    if call is None:
+        del cls.__call__
+    else:
+        cls.__call__ = call
 
 
 def _modes() -> tuple[Any, ...]:
@@ -302,76 +386,36 @@ def _is_literal(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _where(error: BaseException) -> tuple[nn.Module | None, str]:
-    """The innermost module in whose forward the trace stopped, and the line there that did it."""
-    module: nn.Module | None = None
+_MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpoint", __name__)
+"""Python modules whose functions run between a model's own."""
+
+
+def _where(error: BaseException) -> tuple[list[nn.Module], str]:
+    """The modules in whose forward the trace stopped, the innermost last, and the line there that did it."""
+    modules: list[nn.Module] = []
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         name, variables = frame.f_code.co_name, frame.f_code.co_varnames
         owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount else None  # a method's self
-        tracing = frame.f_globals.get("__name__", "").startswith(("torch.fx", "torch.nn.modules.module", __name__))
+        tracing = frame.f_globals.get("__name__", "").startswith(_MACHINERY)
         if isinstance(owner, nn.Module) and not tracing:
-            module = owner
+            modules.append(owner)
             line = f"{frame.f_code.co_filename}:{number} in {type(owner).__name__}.{name}"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, fx.proxy.TraceError):
         message = message.partition(". ")[0]  # the rest explains what torch.fx is
-    return module, f"{line}: {message}" if line else message
+    return modules, f"{line}: {message}" if line else message
 
 
-_MISSING: Final = object()
+def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
+    """Where forwards assigned a buffer's own proxy to it (`self.steps += 1`)."""
+    for module in modules:
+        for name, value in module._buffers.items():
+            if isinstance(value, _BufferProxy):
+                module._buffers[name] = value._buffer
 
 
-class _Attributes:
-    """What modules' attributes were before a trace: a forward may set them, and its graph would not."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = {
-            module: {name: (value, _contents(value)) for name, value in vars(module).items()} for module in modules
-        }
-
-    def restore(self, tracer: fx.Tracer) -> dict[nn.Module, str]:
-        """Undoes what forwards did, unless they installed hooks: who does that once, at the first call, has done it.
-
-        Returns the modules that something was done to, with an attribute's name.
-        """
-        constants = set(tracer.tensor_attrs.values())  # that the tracer itself gave to the root: the graph reads them
-        changed = [
-            (module, name, before.get(name, (_MISSING, None)))
-            for module, before in self._before.items()
-            for name in {**before, **vars(module)}
-            if not _is_as_before(vars(module), name, *before.get(name, (_MISSING, None)))
-            and not (module is tracer.root and name in constants)
-        ]
-        if not any(name.endswith("_hooks") for _, name, _ in changed):
-            for module, name, (value, contents) in changed:
-                vars(module)[name] = value
-                if value is _MISSING:
-                    del vars(module)[name]
-                elif contents is not None:
-                    value.clear()
-                    (value.update if isinstance(value, dict) else value.extend)(contents)
-        return {module: name for module, name, _ in changed}
-
-
-def _is_as_before(now: dict[str, Any], name: str, value: Any, contents: Any) -> bool:
-    return now.get(name, _MISSING) is value and (contents is None or _is_same(_contents(value), contents))
-
-
-def _contents(value: Any) -> list[Any] | dict[Any, Any] | None:
-    """A copy of a container that may be changed in place."""
-    if isinstance(value, dict):
-        return dict(value)
-    return list(value) if isinstance(value, list) else None
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(now, dict):
-        now, before = [*now, *now.values()], [*before, *before.values()]
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-_tracing: Final = threading.RLock()
+_tracing: Final = free_in_children(threading.RLock())
 """fx patches nn.Module while it traces: two traces at a time would undo each other's patches."""
 
 
@@ -404,16 +448,17 @@ def trace(
     # hooks must run at every call, not once while tracing
     opaque = {m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children())}
     plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
+    lasting: dict[int, torch.Tensor] | None = None
     while True:
-        tracer = _Tracer(set(opaque), is_captured, given, constants)
-        attributes = _Attributes(plain)
+        tracer = _Tracer(set(opaque), is_captured, given, constants, lasting)
+        attributes, randomness, names = Attributes(plain), RandomState(), set(vars(root))
         refused: dict[nn.Module, str] = {}
         cause: Exception | None = None
 
-        def refuse(module: nn.Module | None, reason: str) -> None:
-            # what runs as Python already is not to blame
-            known = module is not None and module in paths and module not in opaque
-            refused[module if known and module is not None else root] = reason  # noqa: B023
+        def refuse(modules: Iterable[nn.Module | None], reason: str) -> None:
+            # the last of them; what runs as Python already is not to blame
+            known = [module for module in modules if module in paths and module not in opaque]
+            refused[known[-1] if known and known[-1] is not None else root] = reason  # noqa: B023
 
         try:
             with _tracing:
@@ -422,14 +467,23 @@ def trace(
             graph._tracer_cls = None
         except Exception as error:  # tracing runs the user's code, which may raise anything
             cause = error
-            module, reason = _where(error)
-            if isinstance(error, _StateError):
-                module = error.module or root
-            refuse(module, reason)
-        for module, name in attributes.restore(tracer).items():
+            modules, reason = _where(error)
+            refuse([error.module] if isinstance(error, _StateError) else modules, reason)
+        added = set(vars(root)).difference(names).intersection(tracer.tensor_attrs.values())
+        lasting_read = {name: vars(root).pop(name) for name in added}
+        _put_buffers_back(plain)
+        for module, name in attributes.changes().items():
             if cause is None:
-                refuse(module, f"{type(module).__name__}.forward: it sets the attribute '{name}'")
+                refuse([module], f"{type(module).__name__}.forward: it sets the attribute '{name}'")
+        attributes.restore()
+        if cause is None and not randomness.is_present():
+            refuse([root], f"{type(root).__name__}.forward: {DRAWS}")
+        randomness.restore()
+        if not refused and tracer.unknown and lasting is None:
+            lasting = tracer.unknown  # what forward makes is another object the next time
+            continue
         if not refused:
+            vars(root).update(lasting_read)
             break
         for module, reason in refused.items():
             if strict:

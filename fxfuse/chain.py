@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Acc, Call, Expr, Operand, postorder, rewrite
-from fxfuse.layout import Strides, flatten
+from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
+from fxfuse.layout import Strides, flatten, is_overlapping
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_operand, settle
 
@@ -20,11 +20,13 @@ class Pass:
     expression: Expr
     """Its dtypes settled; of operands alone unless the pass is in place."""
     operands: OperandPlan
-    """The problem's, followed by x unless the pass is in place."""
+    """The problem's, followed by x if `reads_x`."""
     shape: tuple[int, ...]
     strides: Strides
     dtype: torch.dtype
     in_place: bool
+    reads_x: bool
+    """Whether x is read as one operand more: not if the pass is in place, nor if only x's dtype counts."""
 
     @property
     def name(self) -> str:
@@ -47,8 +49,11 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
         and (acc.shape, acc.dtype) == (result.shape, result.dtype)
         and all(size == 1 or have == want for size, have, want in zip(shape, acc.stride(), strides, strict=True))
     )
+    if is_overlapping(shape, strides):
+        raise UnsupportedError(f"elements of the result share memory: it has strides {strides}")
     metas = problem.operands
-    if not in_place:
+    reads_x = not in_place and depends_on_acc(expression)
+    if reads_x:
         check_operand(problem.x)
         x = Operand(len(metas))
         expression = rewrite(expression, lambda node: x if isinstance(node, Acc) else node)
@@ -59,7 +64,7 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
         raise UnsupportedError(f"the result has strides {strides}")
     if operands.copies and shape[:1] == (1,):  # a kernel for this batch alone may do without
         operands = plan_operands(shape, strides, metas, channel, flatten, grows=False) or operands
-    chosen = Pass(expression, operands, shape, strides, result.dtype, in_place)
+    chosen = Pass(expression, operands, shape, strides, result.dtype, in_place, reads_x)
     copies = operands.copies
     calls = sum(isinstance(node, Call) for node in postorder(problem.expression))
     if copies and copies + 1 >= max(2, calls):

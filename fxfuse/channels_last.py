@@ -19,7 +19,7 @@ from torch import fx, nn
 from fxfuse import functional, ops
 from fxfuse.layout import contiguous_strides
 from fxfuse.patterns.anchors import has_hooks
-from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.patterns.values import is_nothing
 
 LEAST: Final = 4
@@ -125,9 +125,9 @@ def _keeps_layout(root: nn.Module, node: fx.Node) -> bool:
         module = root.get_submodule(str(node.target))
         if has_hooks(module) or module.training or getattr(module, "return_indices", False):
             return False
-        return type(module) in _POOL_MODULES or ops.find_module(module) is not None
+        return type(module) in _POOL_MODULES or spelling(root, node) is not None
     if node.op == "call_method":
-        return ops.find_method(str(node.target)) is not None
+        return spelling(root, node) is not None
     if node.op != "call_function":
         return False
     if is_nothing(root, node):
@@ -135,7 +135,7 @@ def _keeps_layout(root: nn.Module, node: fx.Node) -> bool:
     target = ops.function_of(node.target)
     if target in _CATS:
         return node.args[1:] == (1,) or node.kwargs == {"dim": 1}
-    return target in _POOLS or target is functional.pointwise or ops.find_function(target) is not None
+    return target in _POOLS or target is functional.pointwise or spelling(root, node) is not None
 
 
 def _convert(graph: fx.Graph, run: Run) -> None:

@@ -19,7 +19,7 @@ import logging
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -352,11 +352,24 @@ def _is_watched() -> bool:
     )
 
 
+_LIBRARY_SWITCHES: Final[tuple[Callable[[], Any], ...]] = tuple(
+    getattr(torch._C, name)
+    for name in (
+        "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+    )
+    if hasattr(torch._C, name)
+)  # fmt: skip
+"""What else decides which kernels torch's libraries run."""
+
+
 def _switches() -> Key:
     autocast = torch.is_autocast_enabled()
     return (
         tf32_allowed("matmul"), tf32_allowed("conv2d"), autocast_dtype("cuda") if autocast else None,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
+        *[read() for read in _LIBRARY_SWITCHES],
     )  # fmt: skip
 
 
@@ -391,11 +404,13 @@ class Replays:
                         return recording.replay(leaves)
         return forward(module, *args, **kwargs)
 
-    def prepare(self, module: nn.Module, forward: Forward, args: Sequence[Any]) -> str | None:
-        """Captures forward(module, *args) now; the reason if that is not possible."""
+    def prepare(
+        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Captures forward(module, *args, **kwargs) now; the reason if that is not possible."""
         with self._lock, torch.no_grad():
             try:
-                self._recording(module, forward, args, {}, [], at_once=True)
+                self._recording(module, forward, args, dict(kwargs), [], at_once=True)
             except Unfit as unfit:
                 return str(unfit)
         return None

@@ -21,9 +21,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from fxfuse.errors import ExpressionError
+from fxfuse.locks import free_in_children
 
 Number: TypeAlias = bool | int | float
 
@@ -39,13 +40,19 @@ _UNARY_PRECEDENCE = 4
 _ATOM_PRECEDENCE = 5
 _MAX_NESTING = 24
 """Text nests no deeper than this: deeper values get a name, so that any parser's stack suffices."""
+_MAX_NESTING_READ = 64
+"""Text that nests deeper is not read."""
+NUMBERS: Final = range(-(2**63), 2**64)
+"""Integers that torch takes for a number beside a tensor."""
+_MAX_DIGITS = 20
+"""Of an integer in NUMBERS."""
 
 
 class _Interned(type):
     """Makes construction return the one existing node with the same contents."""
 
     _nodes: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]] = weakref.WeakValueDictionary()
-    _lock = threading.Lock()
+    _lock = free_in_children(threading.Lock())
 
     def __call__(cls, *args: Any) -> Any:
         key = (cls, *(cls._key(arg) for arg in args))
@@ -209,7 +216,7 @@ def _node_text(node: Expr, text: dict[Expr, tuple[str, int]]) -> tuple[str, int]
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+    r"\s*(?:(?P<number>(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
     r"|(?P<symbol><=|>=|==|!=|[-+*/<>(),=;]))"
 )
 _NAMED_NUMBERS: dict[str, Number] = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
@@ -222,6 +229,12 @@ def parse(text: str, variables: Sequence[str] = ()) -> Expr:
     whether a called operation exists is for the op table to say. Raises ExpressionError with the position.
     """
     return _Parser(text, variables).parse()
+
+
+def _excerpt(text: str, position: int) -> str:
+    """`text`, or of a long one what surrounds the position."""
+    start, end = max(position - 60, 0), position + 60
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
 class _Parser:
@@ -240,11 +253,12 @@ class _Parser:
             self.tokens.append((kind, match.group(kind), match.start(kind)))
             position = match.end()
         self.next = 0
+        self.nesting = 0
 
     def error(self, what: str, position: int | None = None) -> ExpressionError:
         if position is None:
             position = self.tokens[self.next][2] if self.next < len(self.tokens) else len(self.text)
-        return ExpressionError(f"{what} at position {position} of epilogue {self.text!r}")
+        return ExpressionError(f"{what} at position {position} of epilogue {_excerpt(self.text, position)!r}")
 
     def peek(self, ahead: int = 0) -> str:
         index = self.next + ahead
@@ -260,8 +274,8 @@ class _Parser:
     def parse(self) -> Expr:
         while self.peek(1) == "=":
             kind, name = self.take()
-            if kind != "name" or not re.fullmatch(r"t\d+", name) or name in self.names:
-                raise self.error(f"cannot name a value {name!r} (names are t0, t1, …, each given once)")
+            if kind != "name" or not re.fullmatch(r"t[0-9]+", name) or name in self.names:
+                raise self.error(f"cannot name a value {_excerpt(name, 0)!r} (names are t0, t1, …, each given once)")
             self.take("=")
             self.names[name] = self.infix(1)
             self.take(";")
@@ -271,30 +285,46 @@ class _Parser:
         return result
 
     def infix(self, minimum: int) -> Expr:
+        self.nesting += 1
+        if self.nesting > _MAX_NESTING_READ:
+            raise self.error("values nest too deep (name inner ones: t0 = …; t1 = …;)")
         left = self.unary()
         while True:
             found = [(op, level) for op, (symbol, level) in INFIX.items() if symbol == self.peek() and level >= minimum]
             if not found:
+                self.nesting -= 1
                 return left
             op, level = found[0]
             self.take()
             left = Call(op, (left, self.infix(level + 1)))
 
     def unary(self) -> Expr:
-        if self.peek() != "-":
-            return self.atom()
-        self.take()
-        if self.next < len(self.tokens) and (self.tokens[self.next][0] == "number" or self.peek() in ("inf", "nan")):
-            literal = self.atom()
-            assert isinstance(literal, Const)
-            return Const(-literal.value)
-        return Call("neg", (self.unary(),))
+        signs = 0
+        while self.peek() == "-":
+            self.take()
+            signs += 1
+        is_number = self.next < len(self.tokens) and self.tokens[self.next][0] == "number"
+        position = self.next
+        value = self.atom()
+        if signs and (is_number or self.tokens[position][1] in ("inf", "nan")):
+            assert isinstance(value, Const)
+            if isinstance(value.value, int) and -value.value not in NUMBERS:
+                self.next = position
+                raise self.error("a number too small for torch")
+            value, signs = Const(-value.value), signs - 1
+        for _ in range(signs):
+            value = Call("neg", (value,))
+        return value
 
     def atom(self) -> Expr:
         position = self.tokens[self.next][2] if self.next < len(self.tokens) else None
         kind, token = self.take()
         if kind == "number":
-            return Const(int(token) if token.isdigit() else float(token))
+            if not token.isdigit():
+                return Const(float(token))
+            if len(token.lstrip("0")) > _MAX_DIGITS or int(token.lstrip("0") or "0") not in NUMBERS:
+                raise self.error("a number too large for torch", position)
+            return Const(int(token.lstrip("0") or "0"))
         if token == "(":
             inner = self.infix(1)
             self.take(")")
@@ -307,11 +337,11 @@ class _Parser:
             return self.names[token]
         if token == "acc":
             return Acc()
-        if re.fullmatch(r"o\d+", token):
+        if re.fullmatch(r"o[0-9]{1,4}", token):
             return Operand(int(token[1:]))
         if token in _NAMED_NUMBERS:
             return Const(_NAMED_NUMBERS[token])
-        raise self.error(f"unknown name {token!r}", position)
+        raise self.error(f"unknown name {_excerpt(token, 0)!r}", position)
 
     def arguments(self) -> tuple[Expr, ...]:
         self.take("(")

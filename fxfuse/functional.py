@@ -29,6 +29,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
+from fxfuse.plans import GRADIENTS_DUE, RECAST, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
@@ -71,7 +72,7 @@ def as_operand(value: Any) -> torch.Tensor:
     if isinstance(value, fx.Proxy):  # somebody traces the optimised model
         return value.tracer.create_proxy("call_function", as_operand, (value,), {})  # type: ignore[return-value]
     # float64 keeps the number's digits; without dimensions it promotes as the number itself would
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def _hashable(value: Any) -> Any:
@@ -138,7 +139,10 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         if not observed:  # first: what follows is nothing that torch.compile could trace
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
-                result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                try:
+                    result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
+                except Exception:
+                    result = None  # the long way meets it, too, and knows what to do
                 if result is not None:
                     return result
         if (
@@ -151,11 +155,13 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not x.is_nested
         ):
             if _needs_gradient(tensors):
+                plans.without_plan[GRADIENTS_DUE].add(region)
                 return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
+            plans.without_plan[TRANSFORMED].add(region)
             return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32, pool=pool
@@ -217,13 +223,25 @@ def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None],
     return cast
 
 
+def _of_its_own(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The result in memory of its own: an operator's is never its argument, nor a view of one."""
+    for tensor in tensors:
+        strided = tensor.layout is result.layout is torch.strided and not tensor.is_nested
+        if tensor is result or (strided and tensor.untyped_storage()._cdata == result.untyped_storage()._cdata):
+            return result.clone()
+    return result
+
+
 _EAGER_KEYS: Final = (
-    "Meta",
     "FuncTorchBatched",  # torch.func.vmap
     # other layouts in inference mode, where nothing passes by "Autograd"
     "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
 """Dispatch keys under which the region runs as eager would, operation by operation."""
+
+
+_register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+"""Says what an operator gives for fake and for meta tensors; it has this name since torch 2.4."""
 
 
 def _implement(kind: str) -> None:
@@ -232,16 +250,27 @@ def _implement(kind: str) -> None:
     def kernel(  # type: ignore[no-untyped-def]
         x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
     ) -> torch.Tensor:
-        # an operator's result is never its argument
         values = (False,) if kind == "pointwise" else tuple(map(_hashable, values))
-        return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
+        said = (kind, epilogue, values, strict, region, fp32, tuple(pool))
+        return _of_its_own(plans.run(*said, x, weight, bias, operands, directly=False), (x, *operands))
 
     def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
 
+    def transformed(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        plans.without_plan[TRANSFORMED].add(caller.get("region", 0))
+        return reference(x, weight, bias, operands, epilogue, *values, **caller)
+
+    def fake(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        # fake tensors know their device, on which a convolution's strides depend
+        values = (False,) if kind == "pointwise" else values
+        return _of_its_own(_reference(kind, values, epilogue, pool, x, weight, bias, operands), (x, *operands))
+
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)
-        if _needs_gradient(tensors) or _transformed(tensors):
+        due = _needs_gradient(tensors)
+        if due or _transformed(tensors):
+            plans.without_plan[GRADIENTS_DUE if due else TRANSFORMED].add(caller.get("region", 0))
             return reference(x, weight, bias, operands, epilogue, *values, **caller)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(x, weight, bias, operands, epilogue, *values, **caller)  # type: ignore[no-any-return]
@@ -252,6 +281,7 @@ def _implement(kind: str) -> None:
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
             normalises = kind == "layer_norm"  # on a GPU in float32, on a CPU as it comes
             if ops.is_recast(parsed(epilogue)) or (normalises and device == "cpu"):
+                plans.without_plan[RECAST].add(caller.get("region", 0))
                 return reference(x, weight, bias, operands, epilogue, *values, **caller)
             tensors = (x, weight, bias)
             if kind != "pointwise":
@@ -269,8 +299,9 @@ def _implement(kind: str) -> None:
         _LIBRARY.impl(kind, kernel, device.upper())
         _LIBRARY.impl(kind, autocast(device), f"Autocast{device.upper()}")
     _LIBRARY.impl(kind, autograd, "Autograd")
+    _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
     for key in _EAGER_KEYS:
-        _LIBRARY.impl(kind, reference, key)
+        _LIBRARY.impl(kind, transformed, key)
 
 
 for _kind in ANCHORS:

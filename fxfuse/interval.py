@@ -143,6 +143,10 @@ def either(reference: Callable[..., Any], condition: Interval, a: Interval, b: I
     return Interval(min(a.lo, b.lo), max(a.hi, b.hi))
 
 
+def filled(reference: Callable[..., Any], x: Interval, mask: Interval, value: Interval) -> Interval:
+    return either(reference, mask, x, value)
+
+
 def same(reference: Callable[..., Any], x: Interval, *others: Interval) -> Interval:
     """The first argument's value, perhaps rounded to another dtype."""
     return _widened(x.lo, x.hi)

@@ -45,6 +45,17 @@ def channels_last_strides(shape: Sequence[int]) -> Strides:
     return (channels * height * width, 1, width * channels, channels)
 
 
+def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may be one in memory, as those of expanded tensors are."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def broadcast_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> Strides:
     """Strides of a tensor of `shape` seen at `target`'s shape; zero along broadcast dimensions.
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from fxfuse.codegen import OperandKind
+from fxfuse.errors import UnsupportedError
 from fxfuse.layout import Layout, Strides, broadcast_strides
 from fxfuse.problem import OPERAND_DTYPES, TensorMeta
 
@@ -73,7 +74,7 @@ class OperandPlan:
 
 
 def _float_bits(value: float) -> int:
-    single = torch.tensor(value, dtype=torch.float32)  # rounds to inf where struct.pack would raise
+    single = torch.tensor(value, dtype=torch.float32, device="cpu")  # rounds to inf where struct.pack would raise
     return int(single.view(torch.int32).item()) & 0xFFFFFFFF
 
 
@@ -149,8 +150,10 @@ def plan_operands(
         grows: whether a kernel for a batch of one is to be that for larger ones, too.
 
     An operand whose layout does not fit is copied into the result's own layout at every call. None if the result
-    itself does not fit.
+    itself does not fit. Raises UnsupportedError if an operand has elements that the result has not.
     """
+    for index, operand in enumerate(operands):
+        _check_shape(operand, index in channel, tuple(result_shape))
     view = _View.of(tuple(result_shape), tuple(result_strides), grows)
     accepted: list[Strides] = [view.result]
     if grouping(view.shape, accepted) is None:
@@ -174,12 +177,27 @@ def plan_operands(
         conversions.append(convert)
     layout = grouping(view.shape, accepted)
     assert layout is not None, "every operand was accepted beside the others"
+    if layout.sizes[2] > 1 and layout.strides[0][2] != 1:
+        return None  # kernels write along columns
     alignments = [16 if convert else meta.alignment for convert, meta in zip(conversions, operands, strict=True)]
     kinds = tuple(
         OperandKind(dtype, (strides[0] != 0, strides[1] != 0, strides[2] != 0), _access(dtype, strides, alignment))
         for dtype, strides, alignment in zip(dtypes, layout.strides[1:], alignments, strict=True)
     )
     return OperandPlan(view.actual(layout), kinds, tuple(conversions))
+
+
+def _check_shape(operand: TensorMeta, channel: bool, result: tuple[int, ...]) -> None:
+    """Refuses an operand that does not broadcast to the result: kernels would address it out of bounds."""
+    if channel:
+        fits = operand.shape in ((), (1,), result[1:2])
+    else:
+        last = result[len(result) - len(operand.shape) :]
+        fits = len(operand.shape) <= len(result) and all(
+            size in (1, whole) for size, whole in zip(operand.shape, last, strict=True)
+        )
+    if not fits:
+        raise UnsupportedError(f"an operand of shape {operand.shape} beside a result of {result}")
 
 
 def _access(dtype: torch.dtype | None, strides: Sequence[int], alignment: int) -> int:

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxfuse import interval
+from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
-from fxfuse.expression import Call, Const, Expr, call, postorder
+from fxfuse.expression import NUMBERS, Call, Const, Expr, Number, postorder
 
 REQUIRED: Final = object()
 """Default of a parameter that has none."""
@@ -39,6 +39,14 @@ BINARY: Final[Mapping[str, Any]] = {"input": REQUIRED, "other": REQUIRED}
 
 class Rejected(Exception):
     """A spelling's arguments ask for something its row does not do; str() is the reason for the report."""
+
+
+def call(name: str, *args: Expr | Number) -> Call:
+    """The expression of a row's call; what a traced graph hands on may be anything (None, a tuple)."""
+    for arg in args:
+        if not isinstance(arg, Expr | bool | int | float):
+            raise Rejected(f"{name}'s argument {arg!r} is neither a tensor nor a number")
+    return expression.call(name, *args)
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,14 @@ class PointwiseOp:
     """Whether a range of arguments comes through as it is, negated or as a constant: eager then rounds nothing more."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
-    contiguous_on: str | None = None
-    """A type of device on which torch's result is contiguous whatever it is given, which meta tensors do not tell."""
+    formats: Mapping[str, Sequence[torch.memory_format]] = field(default_factory=dict)
+    """By type of device, the layouts that torch's result has if its argument has: given others it is contiguous, which
+    meta tensors do not tell. Where a device is missing, it has the strides that meta tensors have."""
     recast: bool = False
     """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
-        for name, arg in zip(self.params, args, strict=True):
-            if not isinstance(arg, Expr | bool | int | float):
-                raise Rejected(f"{self.name}'s argument {name}={arg!r} is neither a tensor nor a number")
         if self.commutative and not isinstance(args[0], Expr):
             args = args[::-1]
         return call(self.name, *args)
@@ -86,6 +92,8 @@ class Composite:
     """Takes the bound arguments (expressions, numbers, None, strings); returns the expression or raises Rejected."""
     params: Mapping[str, Any] = field(default_factory=lambda: UNARY)
     spellings: Sequence[Any] = ()
+    of_two_tensors: bool = False
+    """Whether its functions mean something else unless both arguments are tensors (torch.max(x, 1) reduces)."""
 
     def build(self, *args: Any) -> Expr:
         return self.expand(*args)
@@ -117,7 +125,11 @@ def _maximum(a: Any, b: Any) -> Any:
 
 def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
-    if x.is_meta and all(value is None or value.shape == x.shape[1:2] for value in (mean, var, *affine)):
+    parameters = [value for value in (mean, var, *affine) if value is not None]
+    if x.is_meta and x.dim() > 1 and all(value.shape == x.shape[1:2] for value in parameters):
+        dtypes = {value.dtype for value in parameters}
+        if dtypes != {x.dtype} and (dtypes != {torch.float32} or x.dtype not in (torch.float16, torch.bfloat16)):
+            raise RuntimeError(f"a normalisation of {x.dtype} by parameters of {dtypes}")
         return torch.empty_like(x)  # torch would import its compiler for this (1 to 2 s)
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 
@@ -138,7 +150,24 @@ def _assign(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if value.shape != old.shape:  # in torch's words
         shapes = f"{list(old.shape)} doesn't match the broadcast shape {list(value.shape)}"
         raise RuntimeError(f"output with shape {shapes}")
-    return value.to(old.dtype)
+    value = value.to(old.dtype)
+    if old.layout is not torch.strided or old.is_nested or value.stride() == old.stride():
+        return value
+    return old.new_empty_strided(old.shape, old.stride()).copy_(value)  # what is overwritten stays where it lies
+
+
+def _logical(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """logical_and or logical_or, of which torch has no meta function but a decomposition that orders strides anew."""
+
+    def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.eq(a, b) if a.is_meta and b.is_meta else function(a, b)
+
+    return reference
+
+
+def _logsigmoid(x: torch.Tensor) -> torch.Tensor:
+    """On a CPU torch makes this copy itself, but neither meta nor fake tensors tell."""
+    return F.logsigmoid(x.contiguous() if x.device.type == "cpu" else x)
 
 
 def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -178,7 +207,7 @@ def _pow(base: Any, exponent: Any) -> Expr:
             -1.0: lambda x: call("reciprocal", x),
             -2.0: lambda x: call("reciprocal", call("square", x)),
         }
-        if float(exponent) in special:
+        if isinstance(exponent, int | float) and float(exponent) in special:
             return special[float(exponent)](base)
     return call("pow", base, exponent)
 
@@ -225,10 +254,6 @@ def _batch_norm_operator(
     return _normalised(x, mean, var, weight, bias, training, eps)
 
 
-def _masked_fill(x: Any, mask: Any, value: Any) -> Expr:
-    return call("where", mask, value, x)
-
-
 def _addcmul(x: Any, a: Any, b: Any, value: Any) -> Expr:
     product = call("mul", a, b)
     return call("add", x, product if value == 1 else call("mul", product, value))
@@ -254,6 +279,7 @@ _BATCH_NORM_CODE: Final = "({0} - {1}) * (rsqrt({2} + {5}) * {3}) + {4}"
 _BATCH_NORM: Final = {
     "input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": 1.0, "bias": 0.0, "eps": REQUIRED,
 }  # fmt: skip
+_BATCH_NORM_FORMATS: Final = {"cpu": (torch.contiguous_format, torch.channels_last)}
 _unit = interval.increasing(-1.0, 1.0)
 _truth = interval.always(0.0, 1.0)
 _positive = interval.increasing(0.0)
@@ -303,16 +329,20 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("ge", operator.ge, "{0} >= {1}", _truth, BINARY, ("greater_equal", operator.ge), boolean=True),
     PointwiseOp("eq", operator.eq, "{0} == {1}", _truth, BINARY, (operator.eq,), boolean=True),
     PointwiseOp("ne", operator.ne, "{0} != {1}", _truth, BINARY, ("not_equal", operator.ne), boolean=True),
-    PointwiseOp("logical_and", torch.logical_and, "({0} != 0) & ({1} != 0)", _truth, BINARY, boolean=True),
-    PointwiseOp("logical_or", torch.logical_or, "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_and", _logical(torch.logical_and), "({0} != 0) & ({1} != 0)", _truth, BINARY, boolean=True),
+    PointwiseOp("logical_or", _logical(torch.logical_or), "({0} != 0) | ({1} != 0)", _truth, BINARY, boolean=True),
     PointwiseOp("logical_not", torch.logical_not, "!{0}", _truth, boolean=True),
     PointwiseOp("where", torch.where, "{0} ? {1} : {2}", interval.either,
                 {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where, torch.ops.aten.where),
                 passing=True),
     Composite("where", _where_method, {"input": REQUIRED, "condition": REQUIRED, "other": REQUIRED}, ("where",)),
-    Composite("masked_fill", _masked_fill, {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}),
+    # no where: it has the dtype of its first argument, and is contiguous whatever it is given
+    PointwiseOp("masked_fill", torch.masked_fill, "{1} ? {2} : {0}", interval.filled,
+                {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}, passing=True),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
     PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, passing=True),
+    Composite("min", lambda a, b: call("minimum", a, b), BINARY, of_two_tensors=True),
+    Composite("max", lambda a, b: call("maximum", a, b), BINARY, of_two_tensors=True),
     PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
@@ -327,11 +357,12 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("prelu", F.prelu, "{0} > 0.0f ? {0} : {1} * {0}", params={"input": REQUIRED, "weight": REQUIRED},
                 spellings=(nn.PReLU,), channel_args=(1,), passing=True, recast=True),
     # In evaluation mode. A missing weight is 1, a missing bias 0. patterns/values.py finds the modules.
-    PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4)),
+    PointwiseOp("batch_norm", _batch_norm, _BATCH_NORM_CODE, params=_BATCH_NORM, channel_args=(1, 2, 3, 4),
+                formats=_BATCH_NORM_FORMATS),
     PointwiseOp("batch_norm_1d", _batch_norm_of(2, 3), _BATCH_NORM_CODE, params=_BATCH_NORM,
-                channel_args=(1, 2, 3, 4)),
+                channel_args=(1, 2, 3, 4), formats=_BATCH_NORM_FORMATS),
     PointwiseOp("batch_norm_2d", _batch_norm_of(4), _BATCH_NORM_CODE, params=_BATCH_NORM,
-                channel_args=(1, 2, 3, 4)),
+                channel_args=(1, 2, 3, 4), formats=_BATCH_NORM_FORMATS),
     Composite("batch_norm", _batch_norm_function,
               {"input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": None, "bias": None,
                "training": False, "momentum": 0.1, "eps": 1e-5}, (F.batch_norm,)),
@@ -372,13 +403,13 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("tanhshrink", F.tanhshrink, "tanhshrink({0})", interval.increasing(), UNARY, (nn.Tanhshrink,)),
     PointwiseOp("threshold", F.threshold, "{0} <= {1} ? {2} : {0}", interval.anything,
                 {"input": REQUIRED, "threshold": REQUIRED, "value": REQUIRED}, (nn.Threshold,), passing=True),
-    PointwiseOp("logsigmoid", F.logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
+    PointwiseOp("logsigmoid", _logsigmoid, "minimum({0}, 0.0f) - log1p(exp(-abs({0})))",
                 interval.increasing(-math.inf, 0.0), UNARY, (nn.LogSigmoid, torch.ops.aten.log_sigmoid),
-                contiguous_on="cpu"),
+                formats={"cpu": (torch.contiguous_format,)}),
     # no arithmetic: kept because gradients and strides depend on them
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),
-    Composite("clone", lambda x: x),
+    PointwiseOp("clone", torch.clone, "{0}", interval.same, passing=True),
     # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, passing=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
@@ -402,6 +433,11 @@ class Spelling:
 
     row: Row
     in_place: bool
+
+    @property
+    def of_two_tensors(self) -> bool:
+        """See Composite.of_two_tensors."""
+        return isinstance(self.row, Composite) and self.row.of_two_tensors
 
 
 _by_name: dict[str, PointwiseOp] = {}
@@ -526,6 +562,9 @@ def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
             if default is REQUIRED:
                 raise Rejected(f"{row.name} without argument {name}")
             bound[name] = default
+    for name, value in bound.items():
+        if type(value) is int and value not in NUMBERS:
+            raise Rejected(f"{row.name}'s argument {name} is a number that torch does not take")
     return tuple(bound[name] for name in params)
 
 

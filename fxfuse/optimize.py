@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import linecache
 import logging
 import os
 import types
@@ -18,7 +19,8 @@ import torch
 from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, trace
+from fxfuse.arguments import Inputs, arguments_of
+from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError, UnsupportedError
 from fxfuse.patterns import (
@@ -26,6 +28,7 @@ from fxfuse.patterns import (
     Attribute,
     Region,
     Skipped,
+    ask_earlier,
     find_regions,
     is_region_alone,
     keep_numbers,
@@ -41,8 +44,9 @@ logger = logging.getLogger("fxfuse")
 
 def optimize(
     model: nn.Module | torch.export.ExportedProgram,
-    example_inputs: Sequence[Any] | None = None,
+    example_inputs: Inputs | None = None,
     *,
+    kwargs: Mapping[str, Any] | None = None,
     strict: bool = False,
     fp32: Literal["exact", "fast"] = "exact",
     cuda_graphs: bool = False,
@@ -58,8 +62,10 @@ def optimize(
         model: any nn.Module or fx.GraphModule, in training or evaluation mode, on any device, or a program that
             torch.export made of one. It is not changed. Its parameters and buffers are shared with the result, under
             the same names.
-        example_inputs: positional arguments for one call. If given, all kernels that it needs are compiled now (in
-            parallel) instead of at the first call.
+        example_inputs: the arguments of one call: a tuple of positional ones, a dict of keyword arguments
+            (`optimize(model, tokenizer(text, return_tensors="pt"))`), or a tensor. If given, all kernels that the call
+            needs are compiled now (in parallel) instead of at the first call.
+        kwargs: keyword arguments of that call beside positional ones.
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
             UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel.
         fp32: how float32 matrix products are computed on a GPU where torch's own switches ask for full precision (where
@@ -76,11 +82,14 @@ def optimize(
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. With FXFUSE_DISABLE=1 in the environment it is the
-    traced model with nothing fused.
+    traced model with nothing fused. Raises FxfuseError for arguments of another kind.
 
     torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
     arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
     """
+    example = None
+    if example_inputs is not None or kwargs is not None:
+        example = arguments_of(example_inputs, kwargs, "example_inputs")
     if isinstance(model, torch.export.ExportedProgram):
         model = model.module()
     if not isinstance(model, nn.Module):
@@ -98,10 +107,10 @@ def optimize(
             state_of(child).settings = settings
             child._derive(state_of(child).captured)
     fast = FusedModule(_with_fused_children(captured, settings), settings, cuda_graphs)
-    if example_inputs is not None:
-        compile_for(fast, example_inputs)
-    if example_inputs is not None and cuda_graphs:
-        _capture_for(fast, example_inputs)
+    if example is not None:
+        compile_for(fast, *example)
+    if example is not None and cuda_graphs:
+        _capture_for(fast, *example)
     return fast
 
 
@@ -142,17 +151,18 @@ def _is_worth_while(layer: nn.Module) -> bool:
     return is_region_alone(kind, layer.weight, layer.bias is not None)
 
 
-def compile_for(fast: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Compiles every kernel that `fast(*example_inputs)` needs, several at a time, and chooses among them."""
+def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
     with plans.preparing(), unchanged(fast):
-        fast(*copies(list(example_inputs)))
+        args, kwargs = copies((tuple(args), dict(kwargs or {})))
+        fast(*args, **kwargs)
 
 
-def _capture_for(fast: FusedModule, example_inputs: Sequence[Any]) -> None:
-    """Captures `fast(*example_inputs)` as a CUDA graph."""
+def _capture_for(fast: FusedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Captures `fast(*args, **kwargs)` as a CUDA graph."""
     state = state_of(fast)
     assert state.replays is not None
-    reason = state.replays.prepare(fast, vars(type(fast).forward)["__wrapped__"], example_inputs)
+    reason = state.replays.prepare(fast, vars(type(fast).forward)["__wrapped__"], args, kwargs)
     if reason is not None and state.settings.strict:
         raise UnsupportedError(f"the model cannot be captured as a CUDA graph: {reason}")
 
@@ -234,6 +244,8 @@ class Settings:
     fp32: str = "exact"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise FxfuseError(f"strict is True or False, not {self.strict!r}")
         if self.fp32 not in ("exact", "fast"):
             raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
 
@@ -353,6 +365,7 @@ class FusedModule(fx.GraphModule):
             graph = copy.deepcopy(captured.graph)
             if not _disabled():
                 recompose(captured.root, graph)
+                ask_earlier(captured.root, graph)
                 found, skipped = find_regions(captured.root, graph)
                 known = tensors_of(captured.root, graph)
                 replaced: dict[fx.Node, fx.Node] = {}
@@ -389,6 +402,7 @@ class FusedModule(fx.GraphModule):
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
             code = super().recompile()
+        _drop_source_with(type(self).forward)
         self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
         # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
         # traces a model around this one patches it.
@@ -396,6 +410,9 @@ class FusedModule(fx.GraphModule):
             del type(self).__call__
         if _STATE in self.__dict__:
             state = state_of(self)
+            if state.captured.graph is None and has_own_call(state.captured.root):
+                type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
+            type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.modes:
@@ -453,6 +470,24 @@ class FusedModule(fx.GraphModule):
     def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
         state = state_of(self)
         return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
+
+
+def _drop_source_with(forward: Callable[..., Any]) -> None:
+    """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
+    assert isinstance(forward, types.FunctionType)
+    name = forward.__code__.co_filename
+    if name.startswith(_SOURCE_OF_ONE):
+        weakref.finalize(forward.__code__, _drop_source, name).atexit = False
+
+
+_SOURCE_OF_ONE: Final = "<eval_with_key>"
+"""How fx begins the file name of code that no other graph module has."""
+
+
+def _drop_source(name: str) -> None:
+    kept: dict[str, str] = getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {})
+    kept.pop(name, None)
+    linecache.cache.pop(name, None)
 
 
 def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
@@ -536,6 +571,34 @@ def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
     return tuple((module, module.training) for module in modules if isinstance(module, MODE_DEPENDENT))
 
 
+def _calling(root: nn.Module) -> Callable[..., Any]:
+    """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
+
+    def call(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        return root(*args, **kwargs)
+
+    return _with_own_code(call)
+
+
+_GLOBAL_HOOKS: Final = tuple(
+    getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
+    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules."""
+    before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
+
+    @functools.wraps(forward)
+    def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if before_forward or after_forward or backward or before_backward:
+            return root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(unless_hooked)
+
+
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, after deriving the graph anew if a dropout or normalisation has changed its mode on its own."""
 
@@ -586,7 +649,7 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def replaying(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         replays = state_of(self).replays
-        if replays is None or torch.compiler.is_compiling():
+        if replays is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
             return forward(self, *args, **kwargs)
         return replays.call(self, forward, args, kwargs)
 

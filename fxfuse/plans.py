@@ -14,13 +14,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.errors import BuildError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
+from fxfuse.expression import operand_count
+from fxfuse.layout import contiguous_strides
+from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     OPTION_NAMES,
@@ -36,6 +39,7 @@ from fxfuse.problem import (
     TensorMeta,
     anchor_meta,
     in_order,
+    without_unread,
 )
 
 logger = logging.getLogger("fxfuse")
@@ -47,22 +51,40 @@ Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
 
 # -------------------------------------------------------------------------------------------- look-up
 
+MOST_KEPT: Final = 1024
+"""Look-ups that a region keeps, two for each kind of call: the oldest go first. Some models meet new sizes for ever."""
+
 _plans: dict[int, dict[Key, Plan]] = {}
-_lock = threading.RLock()
+_lock = free_in_children(threading.RLock())
 _collecting = threading.local()
+
+GRADIENTS_DUE: Final = "gradients are due"
+TRANSFORMED: Final = "torch.func, forward-mode derivatives or tensors that are not strided need single operations"
+RECAST: Final = "torch.autocast casts within it"
+
+without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, RECAST)}
+"""For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
 
 
 def of_region(region: int) -> list[Plan]:
-    """How the problems are run that a region met so far in this process."""
-    return list({id(plan): plan for plan in _plans.get(region, {}).values()}.values())
+    """The plans that the region has used in this process, each once."""
+    plans = list(_plans.get(region, {}).values())  # at once: other threads may add to them
+    return list({id(plan): plan for plan in plans}.values())
+
+
+def reasons_without_plan(region: int) -> list[str]:
+    """Why calls of the region ran by torch without asking for a plan."""
+    return [reason for reason, regions in without_plan.items() if region in regions]
 
 
 def forget(regions: Sequence[int]) -> None:
-    """Drops the plans of regions that no longer exist."""
+    """Drops all that is known of regions that no longer exist."""
     for region in regions:
         shortcuts.pop(region, None)
         _latest.pop(region, None)
         _plans.pop(region, None)
+        for called in without_plan.values():
+            called.discard(region)
 
 
 def assign(region: int, key: Key, plan: Plan) -> None:
@@ -98,54 +120,102 @@ def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
 def run(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+    directly: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """One call of a fused operator, by the plan for its problem.
+    """One call of a fused operator, by the plan for its problem; no gradient is due.
 
     Everything that a plan depends on is in the key: with it this function is what a call costs beside its launch.
+
+    Args:
+        directly: whether the call came here without torch's dispatcher, so that calls like it may take a short cut.
     """
     cuda = x.is_cuda
     state = _cuda_state if cuda else _cpu_state
     key = (
         kind, epilogue, values, strict, fp32, pool,
         tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
+        torch.get_default_dtype(),  # of numbers that meet truth values or integers
         None if bias is None else state(bias), None if weight is None else state(weight), state(x),
         *map(state, operands),
     )  # fmt: skip
     found = _plans.get(region)
     plan = None if found is None else found.get(key)
     if plan is None:
-        options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-        x_meta = _meta_of_any_layout(x) if kind == "conv2d" and values[1] != (0, 0) else _meta(x)
-        weights = (
-            None if weight is None else _meta_of_any_layout(weight),
-            None if bias is None else _meta(bias),
-        )
-        problem = Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
+        problem = _problem(key, x, weight, bias, operands)
         pending: _Pending | None = getattr(_collecting, "pending", None)
         plan = None if pending is None else pending.plan_at_hand(_posed(key, problem), problem, strict)
         if pending is not None and plan is None:
             result = problem.reference(x, weight, bias, operands)
-            pending.note(_FirstCall(region, key, problem, strict, _strides_of_pixels(result)))
+            pending.note(_FirstCall(region, key, problem, strict, _free_strides(result, x, operands)))
             return result
         with _lock:
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
             plan = plan or found.get(_posed(key, problem))
             if plan is None:
                 plan = _draft(problem, strict)()
-        result = plan.run(x, weight, bias, operands)
-        strides = _strides_of_pixels(result)
+        try:
+            result = plan.run(x, weight, bias, operands)
+        except Exception as error:
+            return _run_instead(region, key, plan, error, x, weight, bias, operands)
+        strides = _free_strides(result, x, operands)
         if strides is not None and plan.kernel is not None:
             strides = problem.reference(x, weight, bias, operands).stride()
         _keep(found, key, problem, plan, strides)
         return result if strides is None else _with_strides(result, strides)
-    if region:
+    if region and directly:
         _note(region, key, plan, x, weight, bias, operands)
-    return plan.run(x, weight, bias, operands)
+    try:
+        return plan.run(x, weight, bias, operands)
+    except Exception as error:
+        return _run_instead(region, key, plan, error, x, weight, bias, operands)
 
 
-def _strides_of_pixels(result: torch.Tensor) -> tuple[int, ...] | None:
-    """Of images of one pixel, which each of torch's operators gives strides of its own choice: those are looked up."""
-    return result.stride() if result.dim() == 4 and result.shape[2] == result.shape[3] == 1 else None
+def _problem(
+    key: Key, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+) -> Problem:
+    """What a call with this key poses."""
+    kind, epilogue, values, _, fp32, pool = key[:6]
+    options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
+    x_meta = _meta_of_any_layout(x) if kind == "conv2d" and values[1] != (0, 0) else _meta(x)
+    weights = (
+        None if weight is None else _meta_of_any_layout(weight),
+        None if bias is None else _meta(bias),
+    )
+    return Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
+
+
+def _run_instead(
+    region: int, key: Key, plan: Plan, error: Exception,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """What a call returns whose plan raised `error`: torch runs it, and from now on all calls of its key.
+
+    If torch raises, too, that is what eager does with these tensors, or a GPU that computes nothing more. A kernel that
+    cannot be launched has not written anything, so that what a pass would have overwritten is as it was.
+    """
+    strict = key[3]
+    if plan.kernel is None or strict or not _is_ours(error):
+        raise error
+    problem = _problem(key, x, weight, bias, operands)
+    result = problem.reference(x, weight, bias, operands)
+    _warn_once(problem, error)
+    assign(region, key, Plan(problem.reference, None, _first_line(error)))
+    return result
+
+
+def _free_strides(result: torch.Tensor, x: torch.Tensor, operands: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+    """The result's strides if they do not follow from its layout: what eager gives must be looked up.
+
+    Those of dimensions of size 1 are of no consequence in memory, and each of torch's operators has a choice of its own
+    where its arguments are not plainly contiguous. Images of one pixel are both contiguous and in channels_last.
+    """
+    if 1 not in result.shape or result.dim() < 2:
+        return None
+    is_pixel = result.dim() == 4 and result.shape[2] == result.shape[3] == 1
+    alike = (tensor for tensor in (x, *operands) if tensor.dim() == result.dim())
+    if is_pixel or any(tensor.stride() != contiguous_strides(tensor.shape) for tensor in alike):
+        return result.stride()
+    return None
 
 
 def _with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -159,9 +229,12 @@ Shortcut: TypeAlias = Callable[[Said, tuple[torch.Tensor, ...]], torch.Tensor | 
 shortcuts: dict[int, Shortcut] = {}
 """shortcuts[region](said, tensors): the result if the call is like the region's latest two, else None.
 
-A look-up by key costs the CPU twice what a launch does. torch compares tensors with what they were, dtype, device,
-sizes, strides, type, dispatch keys (so autocast, modes, transformations) and whether a gradient is due, in one call
-that torch.compile's code uses; what is left are addresses, which kernels need anyway.
+A look-up by key costs the CPU twice what a launch does. In one call that torch.compile's code uses, torch compares
+tensors with what they were: type, dtype, device, sizes, strides, requires_grad, and the dispatch keys under which this
+thread would run an operator on them (so autocast, inference mode, dispatch modes, transformations, conjugation,
+negation). It does not look at the grad mode, nor at switches that only plans know of: those are compared here. Function
+modes, traces, profilers and forward-mode derivatives are asked for before (functional.py). A short cut is made in calls
+that did not come through the dispatcher only, since inside of it a thread has other keys.
 """
 _latest: dict[int, Key] = {}
 """The key that each region's latest look-up had: one that comes twice in a row gets a short cut."""
@@ -189,15 +262,23 @@ def _unaligned(addresses: list[int]) -> int:
 
 
 def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weight: bool, has_bias: bool) -> Shortcut:
-    expected, tf32, kind = key[:6], key[6], key[0]
+    expected, (tf32, default_dtype), kind = key[:6], key[6:8], key[0]
+    differentiable = any(tensor.requires_grad for tensor in tensors)
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     same = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # None would mean "any"
+    grad_enabled, get_default_dtype = torch.is_grad_enabled, torch.get_default_dtype
     cuda, run = tensors[0].is_cuda, plan.run
     launch = run.launch if isinstance(run, ByAddress) else None
     operands = slice(1 + has_weight, len(tensors) - has_bias)
 
     def attempt(said: Said, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        if said != expected or not same(*tensors) or (tf32 is not None and tf32_allowed(kind) != tf32):
+        if (
+            said != expected
+            or (differentiable and grad_enabled())  # a gradient is due: this is no call for a plan
+            or not same(*tensors)
+            or get_default_dtype() is not default_dtype
+            or (tf32 is not None and tf32_allowed(kind) != tf32)
+        ):
             return None
         if cuda:
             addresses = [tensor.data_ptr() for tensor in tensors]
@@ -222,7 +303,7 @@ class _FirstCall:
     problem: Problem
     strict: bool
     strides: tuple[int, ...] | None
-    """Of eager's result if it is of one pixel."""
+    """Of eager's result, if they must be looked up (_free_strides)."""
 
 
 @dataclass
@@ -313,15 +394,22 @@ def preparing() -> Iterator[Drafts]:
         with collect(drafts.note):
             yield drafts
         drafts.decide()
+    except KeyboardInterrupt:
+        drafts.close()  # first, so that nothing else begins
+        build.interrupt()
+        raise
     finally:
         drafts.close()
 
 
 def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:
     """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
-    if not plan.provisional:
-        found[_posed(key, problem)] = plan
-        found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+    if plan.provisional:
+        return
+    found[_posed(key, problem)] = plan
+    found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
+    for oldest in list(found)[: max(0, len(found) - MOST_KEPT)]:
+        found.pop(oldest, None)  # another thread may have done it
 
 
 def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
@@ -333,7 +421,7 @@ def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
 
 def _posed(key: Key, problem: Problem) -> Key:
     """The same for all calls that pose the same problem in the same state; `key` is what is quick to tell of one."""
-    return (problem, key[3], key[6])
+    return (problem, *key[3:4], *key[6:8])
 
 
 # ---------------------------------------------------------------------------------------------- making
@@ -341,31 +429,88 @@ def _posed(key: Key, problem: Problem) -> Key:
 
 def _draft(problem: Problem, strict: bool) -> Draft:
     """The kernels for `problem`, or the torch reference with the reason (an exception if `strict`)."""
-    if 0 in (*problem.x.shape, *(problem.weight.shape if problem.weight else ())):
-        return _reference_draft(problem, "a tensor is empty")
     try:
-        acc = anchor_meta(problem)  # torch's own objections come first
-        _check_tensors(problem)
-        if problem.kind == "gated_linear":
-            return _draft_gated(problem, acc, strict)
-        parts = None if problem.is_chain else split.split(problem, acc)
-        if parts is not None:
-            if problem.pool:
-                raise Separate("operands enlarge the result")
-            second = _draft(parts.second, strict) if parts.has_chain else None
-            return split.draft(parts, _draft(parts.first, strict), second)
-        return _device_draft(problem, acc)
-    except Separate:
+        draft = _compiled(problem, strict)
+    except Exception as error:
+        return _instead(problem, strict, error)
+
+    def decide() -> Plan:
+        try:
+            return draft()
+        except Exception as error:
+            return _instead(problem, strict, error)()
+
+    return decide
+
+
+def _compiled(problem: Problem, strict: bool) -> Draft:
+    """The kernels for `problem`. Raises UnsupportedError, ToolchainError, BuildError, or what is our mistake."""
+    if 0 in (*problem.x.shape, *(problem.weight.shape if problem.weight else ())):
+        raise Declined("a tensor is empty")
+    acc = anchor_meta(problem)  # torch's own objections come first
+    _check_tensors(problem)
+    if problem.kind == "gated_linear":
+        return _draft_gated(problem, acc, strict)
+    parts = None if problem.is_chain else split.split(problem, acc)
+    if parts is not None:
+        if problem.pool:
+            raise Separate("operands enlarge the result")
+        second = _draft(parts.second, strict) if parts.has_chain else None
+        return split.draft(parts, _draft(parts.first, strict), second)
+    smaller = without_unread(problem, acc)
+    if smaller is not None:
+        return _choosing(problem, _draft(smaller[0], strict), smaller[1])
+    return _device_draft(problem, acc)
+
+
+def _instead(problem: Problem, strict: bool, error: Exception) -> Draft:
+    """What runs `problem` although planning it ended so: torch. Raises `error` if the caller is to know of it."""
+    if isinstance(error, Separate):
         return _then_pooled(_draft(dataclasses.replace(problem, pool=()), strict), problem.pool)
-    except UnsupportedError as error:
+    if isinstance(error, UnsupportedError):
         if strict and not isinstance(error, Refused | Declined):
             raise UnsupportedError(f"{problem.label}: {error}") from None
         return _reference_draft(problem, str(error))
-    except (ToolchainError, BuildError) as error:
-        if strict:
-            raise
-        _warn_once(error)
-        return _reference_draft(problem, str(error).partition("\n")[0])
+    if strict or not _is_ours(error):
+        raise error
+    _warn_once(problem, error)
+    return _reference_draft(problem, _first_line(error))
+
+
+_NOT_OURS: Final = (ExpressionError, build.NotBuilt, torch.cuda.OutOfMemoryError)
+"""What a caller must hear of: a text that means nothing, an answer of build.built_only, a GPU without memory."""
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether torch may do what kernels failed to do so."""
+    return not isinstance(error, _NOT_OURS)
+
+
+def _first_line(error: Exception) -> str:
+    """What the report says of it."""
+    text = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return text if isinstance(error, FxfuseError) else f"{type(error).__name__}: {text}"
+
+
+def _choosing(problem: Problem, draft: Draft, indices: Sequence[int]) -> Draft:
+    """What `draft` decides for some of the problem's operands."""
+    first = 1 + (problem.weight is not None)
+    bias = [] if problem.bias is None else [first + len(problem.operands)]
+    positions = [*range(first), *(first + index for index in indices), *bias]
+
+    def chosen(run: Run) -> Run:
+        if isinstance(run, ByAddress):
+            launch = run.launch
+            return ByAddress(
+                lambda tensors, at: launch(tuple(tensors[i] for i in positions), [at[i] for i in positions])
+            )
+        return lambda x, weight, bias, operands: run(x, weight, bias, [operands[index] for index in indices])
+
+    def decide() -> Plan:
+        plan = draft()
+        return plan if plan.kernel is None else dataclasses.replace(plan, run=chosen(plan.run))
+
+    return decide
 
 
 def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
@@ -379,6 +524,11 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
 def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
     if problem.pool:
         raise Separate("only convolutions and max-pooling share a pass")
+    named = operand_count(problem.expression)
+    if len(problem.operands) > named + 1:  # behind the bias, which comes last
+        left = range(named + 1)
+        smaller = dataclasses.replace(problem, operands=problem.operands[: named + 1])
+        return _choosing(problem, _draft(smaller, strict), left)
     parts = gated.split(problem)
 
     def apart() -> Draft:
@@ -433,8 +583,12 @@ def _check_tensors(problem: Problem) -> None:
 _warned: set[str] = set()
 
 
-def _warn_once(error: FxfuseError) -> None:
+def _warn_once(problem: Problem, error: Exception) -> None:
+    """Says it aloud, once for each text."""
     text = str(error)
+    if not isinstance(error, ToolchainError | BuildError):
+        text = f"{problem.label}: {type(error).__name__}: {text}\nThis is a mistake of fxfuse; please report it."
+        logger.info("fxfuse: %s", text, exc_info=error)
     if text not in _warned:
         _warned.add(text)
         warnings.warn(f"fxfuse: {text}\nThe model runs as torch runs it.", FxfuseWarning, stacklevel=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from fxfuse import ops
-from fxfuse.errors import UnsupportedError
-from fxfuse.expression import Call, Const, Expr, Operand, operand_count, parse, postorder
+from fxfuse.errors import ExpressionError, UnsupportedError
+from fxfuse.expression import Acc, Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
 from fxfuse.pooling import MaxPool, pooled
-from fxfuse.reference import evaluate
+from fxfuse.reference import evaluate, operand_at
 
 Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[torch.Tensor]], torch.Tensor]
 """run(x, weight, bias, operands) -> result; weight is a tensor for PRODUCTS, and None for a chain"""
@@ -55,6 +56,9 @@ class Refused(UnsupportedError):
 class Declined(UnsupportedError):
     """A kernel would gain nothing, or what the region computes are no floating-point numbers: nothing is amiss."""
 
+
+MAX_OPERANDS: Final = 48
+"""That a kernel takes: a launch takes 64 addresses (binding.h), of which some are the anchor's own tensors."""
 
 OPERAND_DTYPES: Final = (
     *RESULT_DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -172,8 +176,28 @@ Draft: TypeAlias = Callable[[], Plan]
 
 @functools.lru_cache(maxsize=4096)
 def parsed(epilogue: str) -> Expr:
-    """The epilogue's expression; parsed once."""
-    return parse(epilogue)
+    """The epilogue's expression; parsed once.
+
+    Raises ExpressionError if it is none, names no operation of the table, gives one too few or too many arguments, or
+    computes with numbers alone.
+    """
+    expression = parse(epilogue)
+    for node in postorder(expression):
+        if isinstance(node, Call):
+            row = ops.row(node.op)
+            if len(node.args) != len(row.params):
+                wanted = f"{len(row.params)} ({', '.join(row.params)})"
+                raise ExpressionError(f"{row.name} takes {wanted}, not {len(node.args)} arguments: {_shortened(node)}")
+            if all(isinstance(arg, Const) for arg in node.args):
+                raise ExpressionError(f"an operation on numbers alone: {_shortened(node)}; write its value")
+    if isinstance(expression, Const):
+        raise ExpressionError(f"the epilogue {expression} is a number; it must read acc or an operand")
+    return expression
+
+
+def _shortened(expression: Expr) -> str:
+    text = str(expression)
+    return text if len(text) <= 120 else f"{text[:60]}…{text[-60:]}"
 
 
 # --------------------------------------------------------------------------------------------- anchors
@@ -273,6 +297,7 @@ def gate_of(epilogue: Expr, operands: Sequence[_T]) -> tuple[_T, _T | None, tupl
     What the epilogue calls o0 is x's product with that weight, bias included. The bias comes last, if there is one.
     """
     named = operand_count(epilogue)
+    operand_at(operands, max(named, 1) - 1)
     return operands[0], operands[named] if len(operands) > named else None, tuple(operands[1:named])
 
 
@@ -290,6 +315,8 @@ def anchor_alone(problem: Problem) -> Run:
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
     weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
+    if problem.kind == "conv2d":
+        _check_convolution(problem)
     try:
         acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -298,6 +325,16 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
         return acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
     # meta tensors keep the layout of x, of which torch makes a contiguous copy
     return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
+
+
+def _check_convolution(problem: Problem) -> None:
+    """What torch's meta function of a convolution does not look at, and its kernels do. Raises Refused."""
+    options, bias, filters = dict(problem.options), problem.bias, anchor_weight(problem).shape[0]
+    sizes = (*options["stride"], *options["dilation"], options["groups"])
+    if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
+        raise Refused(f"torch does not accept this convolution of {filters} filters: {options}")
+    if bias is not None and bias.shape != (filters,):
+        raise Refused(f"torch does not accept a bias of shape {bias.shape} for {filters} filters")
 
 
 def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
@@ -314,14 +351,22 @@ def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
 
 
 def channel_operands(expression: Expr) -> frozenset[int]:
-    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's)."""
-    return frozenset(
-        arg.index
-        for node in postorder(expression)
-        if isinstance(node, Call)
-        for arg in (node.args[i] for i in ops.row(node.op).channel_args if i < len(node.args))
-        if isinstance(arg, Operand)
-    )
+    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's).
+
+    Raises UnsupportedError if one is read along other dimensions, too: kernels read an operand in one way.
+    """
+    along_channels: set[Expr] = set()
+    elsewhere: set[Expr] = {expression}
+    for node in reversed(list(postorder(expression))):  # users first
+        if isinstance(node, Call):
+            ways = [way for way in (along_channels, elsewhere) if node in way]
+            for position, arg in enumerate(node.args):
+                for way in [along_channels] if position in ops.row(node.op).channel_args else ways:
+                    way.add(arg)
+    both = [f"o{node.index}" for node in along_channels & elsewhere if isinstance(node, Operand)]
+    if both:
+        raise UnsupportedError(f"{' and '.join(both)} is read along the channels and along other dimensions")
+    return frozenset(node.index for node in along_channels if isinstance(node, Operand))
 
 
 def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
@@ -347,8 +392,11 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
     is of a floating dtype up to float32: integer arithmetic wraps and truncates, float64 has more digits. `type_as`
     becomes a cast to the dtype it means, or nothing.
 
-    Raises UnsupportedError if something on the way, or the result, is of another dtype.
+    Raises UnsupportedError if something on the way, or the result, is of another dtype, or if there are more operands
+    than MAX_OPERANDS.
     """
+    if len(problem.operands) > MAX_OPERANDS:
+        raise UnsupportedError(f"{len(problem.operands)} operands; kernels take {MAX_OPERANDS}")
     value = evaluate_all(problem, acc)
     result = value[problem.expression]
     settled: dict[Expr, Expr] = {}
@@ -361,7 +409,8 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
             if row.channel_args and values[0].shape != result.shape:
                 shapes = f"{tuple(values[0].shape)} in a result of {tuple(result.shape)}"
                 raise UnsupportedError(f"{row.name} of a tensor of {shapes}")
-            if row.contiguous_on == problem.x.device.type and not values[0].is_contiguous():
+            formats = row.formats.get(problem.x.device.type)
+            if formats is not None and not any(values[0].is_contiguous(memory_format=kept) for kept in formats):
                 raise UnsupportedError(f"{row.name}'s result has other strides than its argument")
             settled[node] = _settled(row, [settled[arg] for arg in node.args], values, value[node])
     if result.dtype not in RESULT_DTYPES:
@@ -380,12 +429,53 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     raise Refused(f"torch does not accept these tensors: {error}") from None
             case Operand(index):
-                value[node] = problem.operands[index].empty()
+                value[node] = operand_at(problem.operands, index).empty()
             case Const(number):
                 value[node] = number
             case _:
                 value[node] = acc
     return value
+
+
+def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:
+    """The problem without the operands that nothing reads, and which are left; None if all are read.
+
+    Of what `type_as` is given only the dtype counts. Nothing else is known of that operand: it may be of any shape, so
+    that no kernel may be given its address. Raises as `evaluate_all` does, and if `type_as` moves to another device.
+    """
+    if _operands_of(problem.expression) == set(range(len(problem.operands))) and not any(
+        isinstance(node, Call) and node.op == "type_as" for node in postorder(problem.expression)
+    ):
+        return None
+    value = evaluate_all(problem, acc)
+    replaced: dict[Expr, Expr] = {}
+    for node in value:
+        replaced[node] = node
+        if isinstance(node, Call):
+            args = [replaced[arg] for arg in node.args]
+            replaced[node] = Call(node.op, tuple(args))
+            if node.op == "type_as" and value[node].dtype in _CASTS:
+                if not _is_on_device(problem, node.args[1]):
+                    raise UnsupportedError("type_as moves a tensor to another device")
+                replaced[node] = _cast_to(value[node].dtype, args[0], value[node.args[0]].dtype)
+    expression = replaced[problem.expression]
+    left = tuple(sorted(_operands_of(expression)))
+    if len(left) == len(problem.operands):
+        return None
+    epilogue = rewrite(expression, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
+    operands = tuple(problem.operands[index] for index in left)
+    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands), left
+
+
+def _operands_of(expression: Expr) -> set[int]:
+    return {node.index for node in postorder(expression) if isinstance(node, Operand)}
+
+
+def _is_on_device(problem: Problem, expression: Expr) -> bool:
+    """Whether its value is where x is, and not made of numbers on the CPU alone."""
+    leaves = [node for node in postorder(expression) if isinstance(node, Acc | Operand)]
+    metas = [problem.operands[leaf.index] if isinstance(leaf, Operand) else problem.x for leaf in leaves]
+    return any(meta.device == problem.x.device for meta in metas)
 
 
 def check_operand(operand: TensorMeta) -> None:
@@ -408,5 +498,9 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
     if computed not in RESULT_DTYPES:
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
     if row.name in ("type_as", "assign"):
-        return args[0] if values[0].dtype == result.dtype else Call(_CASTS[result.dtype], (args[0],))
+        return _cast_to(result.dtype, args[0], values[0].dtype)
     return Call(row.name, tuple(args))
+
+
+def _cast_to(dtype: torch.dtype, node: Expr, before: torch.dtype) -> Expr:
+    return node if before == dtype else Call(_CASTS[dtype], (node,))

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fxfuse import ops
+from fxfuse.errors import ExpressionError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder
 
 
 @functools.lru_cache(maxsize=4096)
 def _in_order(expression: Expr) -> tuple[Expr, ...]:
     return tuple(postorder(expression))
+
+
+_T = TypeVar("_T")
+
+
+def operand_at(operands: Sequence[_T], index: int) -> _T:
+    """What an epilogue calls o<index>. Raises ExpressionError if the call has too few operands."""
+    if index >= len(operands):
+        raise ExpressionError(f"the epilogue reads o{index}, but the call has {len(operands)} operands")
+    return operands[index]
 
 
 def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -34,7 +45,7 @@ def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tenso
             case Acc():
                 value[node] = acc
             case Operand(index):
-                value[node] = operands[index]
+                value[node] = operand_at(operands, index)
             case Const(number):
                 value[node] = number
             case Call(op, args):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from tabulate import tabulate
 from torch import fx
@@ -16,6 +16,8 @@ from fxfuse.optimize import FusedModule, FusedRegion, state_of
 
 CHAIN: Final = "pointwise chain"
 """Instead of an anchor, where there is none."""
+
+_T = TypeVar("_T")
 
 _COLUMN: int = 60
 """Characters at which long cells of the table wrap."""
@@ -36,7 +38,7 @@ class RegionReport:
     kernel: str | None
     """The kernel in use; None before the first call, and where torch runs the region."""
     fallback: str | None
-    """Why torch runs it for some tensors it was called with, if it does."""
+    """Why torch ran it for some of the calls, if it did: "gradients are due", or what no kernel can do."""
     measured: tuple[tuple[tuple[str, float], ...], ...] = ()
     """For each problem that was measured, the candidates' names and times in seconds."""
     chain: bool = False
@@ -68,26 +70,43 @@ class Report:
         def wrap(text: str) -> str:
             return "\n".join(textwrap.wrap(text, _COLUMN)) or "-"
 
-        fused = [
-            (
-                region.anchor,
-                wrap(", ".join(region.nodes)),
-                wrap(region.epilogue),
-                wrap(_how(region)),
-            )
-            for region in self.regions
-        ]
-        parts = [f"{len(self.regions)} region{'' if len(self.regions) == 1 else 's'} fused"]
-        if fused:
-            headers = ("anchor", "replaces", "epilogue", "kernel")
-            parts.append(tabulate(fused, headers=headers, tablefmt="simple_outline"))
+        parts = [_headline(self.regions)]
+        if self.regions:
+            alike: dict[tuple[str, str, str], list[RegionReport]] = {}
+            for region in self.regions:
+                alike.setdefault((region.anchor, region.epilogue, _how(region)), []).append(region)
+            rows = [
+                (anchor, len(regions), wrap(_replaced(regions)), wrap(epilogue), wrap(how))
+                for (anchor, epilogue, how), regions in alike.items()
+            ]
+            headers = ("anchor", "count", "replaces", "epilogue", "kernel")
+            parts.append(tabulate(rows, headers=headers, tablefmt="simple_outline"))
         parts += self.channels_last
         parts += self.cuda_graphs
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
-            rows = [(item.node, wrap(item.reason)) for item in self.skipped]
-            parts.append(tabulate(rows, headers=("node", "reason"), tablefmt="simple_outline"))
+            reasons = [(item.node, wrap(item.reason)) for item in self.skipped]
+            parts.append(tabulate(reasons, headers=("node", "reason"), tablefmt="simple_outline"))
         return "\n".join(parts)
+
+
+def _headline(regions: Sequence[RegionReport]) -> str:
+    """How many regions there are; those are called fused that ran as a kernel."""
+    total = f"{len(regions)} region{'' if len(regions) == 1 else 's'}"
+    fused = sum(region.kernel is not None for region in regions)
+    by_torch = sum(region.kernel is None and region.fallback is not None for region in regions)
+    if fused == len(regions):
+        return f"{total} fused"
+    counts = {"fused": fused, "run by torch": by_torch, "not called yet": len(regions) - fused - by_torch}
+    if not fused + by_torch:
+        return f"{total} found, not called yet"
+    return f"{total}: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+def _replaced(regions: Sequence[RegionReport]) -> str:
+    """The nodes of the first of some regions that are alike, and how many more there are."""
+    first, *others = regions
+    return ", ".join(first.nodes) + (f"; and {len(others)} like it" if others else "")
 
 
 def _how(region: RegionReport) -> str:
@@ -113,7 +132,7 @@ def explain(fast: fx.GraphModule) -> Report:
     regions: list[RegionReport] = []
     skipped: list[SkippedReport] = []
     runs: list[str] = []
-    for path, module in _fused_modules(fast):
+    for path, module in _traces(fast):
         prefix = f"{path}." if path else ""
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
@@ -124,7 +143,12 @@ def explain(fast: fx.GraphModule) -> Report:
             f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
             for run in state_of(module).runs
         ]
-    return Report(tuple(regions), tuple(skipped), tuple(runs), _graphs_report(fast))
+    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast))
+
+
+def _once(items: Iterable[_T]) -> tuple[_T, ...]:
+    """Without repetition: two traces of a module may have the same regions."""
+    return tuple(dict.fromkeys(items))
 
 
 def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
@@ -138,19 +162,28 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
     return (f"{replays.graphs} CUDA graph{'' if replays.graphs == 1 else 's'} captured", *refused)
 
 
-def _fused_modules(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
+def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
+    """The graphs that calls of the model used, with the paths of their modules; before any call, those it has."""
     for path, module in fast.named_modules():
         if isinstance(module, FusedModule):
-            yield path, module
-            for variant in state_of(module).variants.values():
-                yield path, variant
+            used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
+            yield from ((path, trace) for trace in used or [module])
+
+
+def _is_used(trace: FusedModule, module: FusedModule) -> bool:
+    """Whether a call used `trace`, one of `module`'s. Variants without regions are: they are made for a call."""
+    regions = state_of(trace).regions
+    if not regions:
+        return trace is not module
+    return any(plans.of_region(region.number) or plans.reasons_without_plan(region.number) for region in regions)
 
 
 def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
     made = plans.of_region(region.number)
     by = "" if region.library is None else "library + "
     kernels = dict.fromkeys(by + plan.kernel for plan in made if plan.kernel is not None)
-    reasons = dict.fromkeys(plan.reason for plan in made if plan.reason is not None)
+    without_plan = plans.reasons_without_plan(region.number)
+    reasons = dict.fromkeys([*without_plan, *(plan.reason for plan in made if plan.reason is not None)])
     return RegionReport(
         node=prefix + region.fused,
         chain=region.kind == "pointwise",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from fxfuse import ops
 from fxfuse.expression import Acc, Call, Const, Expr, Wildcard, parse, postorder, rewrite
@@ -84,7 +85,9 @@ def _numeric_leaves(root: Expr) -> list[Expr]:
             continue
         seen.add(node)
         if isinstance(node, Call):
-            if not ops.is_boolean(node):
+            if node.op == "masked_fill":
+                stack.append(node.args[0])
+            elif not ops.is_boolean(node):
                 stack.extend(node.args[1:] if node.op == "where" else node.args)
         else:
             leaves.append(node)
@@ -194,8 +197,34 @@ def _substitute(template: Expr, values: Mapping[str, Expr]) -> Expr:
     return rewrite(template, lambda part: values[part.name] if isinstance(part, Wildcard) else part)
 
 
-def simplify(root: Expr) -> Expr:
-    """`root` with the rules applied until none does anything more."""
+_VIEWS: Final = frozenset({"detach", "contiguous", "type_as", "float32", "float16", "bfloat16"})
+"""Rows whose result may be their argument itself."""
+
+
+def is_fresh(node: Expr, fresh_acc: bool) -> bool:
+    """Whether its value is surely a tensor of its own, without gaps in memory; acc is one if `fresh_acc`."""
+    while isinstance(node, Call) and node.op in (*_VIEWS, "assign"):
+        node = node.args[-1 if node.op == "assign" else 0]
+    return fresh_acc if isinstance(node, Acc) else isinstance(node, Call)
+
+
+def _without_copies(root: Expr, fresh_acc: bool) -> Expr:
+    """`root` without clones of what nobody else has; others decide on strides and on whose memory the result is."""
+
+    def replaced(node: Expr) -> Expr:
+        is_copy = isinstance(node, Call) and node.op == "clone" and is_fresh(node.args[0], fresh_acc)
+        return node.args[0] if is_copy and isinstance(node, Call) else node
+
+    return rewrite(root, replaced)
+
+
+def simplify(root: Expr, fresh_acc: bool = True) -> Expr:
+    """`root` with the rules applied until none does anything more.
+
+    Args:
+        fresh_acc: whether acc is a tensor of its own, without gaps in memory, as an anchor's result is.
+    """
+    root = _without_copies(root, fresh_acc)
     while True:
         improved = _apply_rules(root)
         if improved is root:

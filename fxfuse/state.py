@@ -1,30 +1,205 @@
-"""Running a model without leaving a trace: buffers and random numbers as they were."""
+"""What running a model changes beside its outputs: random numbers, Python attributes, buffers; and putting it back."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import enum
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+_MISSING: Final = object()
+_LITERALS: Final = (bool, int, float, str, torch.dtype, torch.device)
+_FOREIGN: Final = sys.stdlib_module_names | {"torch", "numpy", "fxfuse"}
+"""Packages whose objects hold nothing that a user's forward keeps there (but for containers)."""
+
+
+class RandomState:
+    """The states of Python's, numpy's and torch's global generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._torch = [(generator, generator.get_state()) for generator in _generators()]
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._torch:
+            generator.set_state(state)
+
+    def is_present(self) -> bool:
+        """Whether nobody has drawn since."""
+        now = RandomState()
+        if self._python != now._python or not _is_same_numpy(self._numpy, now._numpy):
+            return False
+        with torch._C.DisableTorchFunction():  # of a trace under way
+            states = zip(self._torch, now._torch, strict=False)  # a GPU may have been met for the first time
+            return all(before.equal(after) for (_, before), (_, after) in states)
+
+
+def _generators() -> list[torch.Generator]:
+    cuda = list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *cuda]
+
+
+def _is_same_numpy(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return True
+    return bool(before[1].tobytes() == after[1].tobytes() and before[2:] == after[2:])
+
+
+def seed(number: int) -> None:
+    """Sets all global generators."""
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    torch.manual_seed(number)
+
+
+class Attributes:
+    """What modules' attributes are now, and what containers and objects among them hold."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before: list[tuple[nn.Module, str, Any, Any]] = []
+        """Containers with the module and the attribute they were found in, and their contents; for a module's own
+        attributes, "" stands for the name."""
+        self.tensors: list[torch.Tensor] = []
+        """Tensors among them, parameters excepted."""
+        self._seen: set[int] = set()
+        for module in modules:
+            self._before.append((module, "", vars(module), dict(vars(module))))
+            for name, value in vars(module).items():
+                self._walk(module, name, value)
+
+    def _walk(self, module: nn.Module, name: str, found: Any) -> None:
+        values = [found]
+        while values:
+            value = values.pop()
+            if isinstance(value, nn.Module | nn.Parameter | enum.Enum | type) or id(value) in self._seen:
+                continue
+            if isinstance(value, torch.Tensor):
+                self._seen.add(id(value))
+                self.tensors.append(value)
+            elif isinstance(value, tuple):
+                values.extend(value)
+            elif (contents := _contents(value)) is not _MISSING:
+                self._seen.add(id(value))
+                self._before.append((module, name, value, contents))
+                held = contents if isinstance(contents, dict | list) else []
+                values.extend(held.values() if isinstance(held, dict) else held)
+
+    def changes(self) -> dict[nn.Module, str]:
+        """The modules that something was done to, with an attribute's name."""
+        found: dict[nn.Module, str] = {}
+        for module, name, value, before in self._before:
+            if name:
+                changed = [] if _is_same(_contents(value), before) else [name]
+            else:
+                changed = [
+                    key
+                    for key in {**before, **value}
+                    if not _is_same(value.get(key, _MISSING), before.get(key, _MISSING))
+                ]
+            found.update((module, key) for key in changed)
+        return found
+
+    def restore(self) -> None:
+        """Undoes what was done, unless hooks were installed: who does that once, at the first call, has done it."""
+        if any(name.endswith("_hooks") for name in self.changes().values()):
+            return
+        for _, name, value, before in self._before:
+            if name and not _is_same(_contents(value), before):
+                _put_back(value, before)
+            elif not name and not _is_same(value, before):
+                value.clear()
+                value.update(before)
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what may be changed in place in a container, an object or a generator; `_MISSING` of anything else."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | collections.deque):
+        return list(value)
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    package = type(value).__module__.partition(".")[0]
+    if isinstance(value, types.SimpleNamespace) or (package not in _FOREIGN and hasattr(value, "__dict__")):
+        return dict(vars(value))
+    return _MISSING
+
+
+def _put_back(value: Any, contents: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(contents)
+    elif isinstance(value, torch.Generator):
+        value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    else:
+        held = value if isinstance(value, dict | list | collections.deque | set) else vars(value)
+        held.clear()
+        (held.update if isinstance(held, dict | set) else held.extend)(contents)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether it is the same object, or a container of the same objects, or an equal literal."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, dict):
+        now, before = [*now, *now.values()], [*before, *before.values()]
+    if isinstance(now, list):
+        return len(now) == len(before) and all(
+            one is other or (type(one) is type(other) and isinstance(one, _LITERALS) and one == other)
+            for one, other in zip(now, before, strict=True)
+        )
+    return isinstance(now, (*_LITERALS, tuple, set, bytes)) and bool(now == before)
+
 
 @contextlib.contextmanager
 def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Inside, runs without gradients; afterwards, the modules' buffers and torch's random state are what they were.
+    """Inside, runs without gradients; afterwards, all that a forward may change is what it was.
 
-    Batch normalisation in training mode counts into its buffers, dropout draws random numbers.
+    Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
+    calls and keep what they computed. Parameters are not looked after.
     """
-    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    devices = {tensor.device.index for module in modules for tensor in module.parameters() if tensor.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    attributes = Attributes(_with_captured(modules))
+    randomness = RandomState()
+    with torch.no_grad():
+        values = [(tensor, tensor.detach().clone()) for tensor in attributes.tensors]
         try:
             yield
         finally:
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
+            attributes.restore()
+            for tensor, value in values:
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.data.copy_(value)  # not a change that autograd would take notice of
+            randomness.restore()
+
+
+def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """All modules of these, where they are fused graphs the models that these stand for."""
+    seen: set[nn.Module] = set()
+    for model in modules:
+        for module in model.modules():
+            captured = getattr(vars(module).get("_fxfuse"), "captured", None)
+            module = module if captured is None else captured.root
+            if module not in seen:
+                seen.add(module)
+                yield module
 
 
 def copies(inputs: Any) -> Any:

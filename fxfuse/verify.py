@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,15 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.state import copies, unchanged
+from fxfuse.arguments import Inputs, arguments_of
+from fxfuse.state import copies, seed, unchanged
 
 ALLOWANCE: Final = 2.0
 """How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
 a correct network their ratio was seen between 0.7 and 1.5 over a few seeds."""
-
-TF32_ERROR: Final = 2.0**-10
-"""Error that TF32's 11 significant bits may cause, where torch's switches allow TF32 for the model's float32."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +43,26 @@ class Verification:
         return f"{verdict}: error {self.error:.2e} against float64, eager's own {self.eager_error:.2e}"
 
 
-def verify(model: nn.Module, fast: nn.Module, inputs: Sequence[Any]) -> Verification:
-    """Compares `fast(*inputs)` with `model(*inputs)`, and both with the model in float64.
+def verify(
+    model: nn.Module, fast: nn.Module, inputs: Inputs | None = None, *, kwargs: Mapping[str, Any] | None = None
+) -> Verification:
+    """Compares what `fast` and `model` make of the same arguments, and both with the model in float64.
 
     It is ok if structure, dtypes and shapes are equal, NaN and ±inf stand in the same places, and the error is at most
-    twice eager's own plus one ulp of the output's dtype. Where torch's switches allow TF32 (for convolutions they
-    do by default), eager still computes small problems exactly and large ones not; a float32 model on a GPU is then ok
-    up to an error of 2^-10. Neither the models nor the inputs are changed.
+    twice eager's own plus one ulp of the output's dtype, whatever precision torch's switches allow. Neither the models
+    nor the inputs are changed.
 
     Args:
-        inputs: positional arguments; tensors inside tuples, lists and dicts are understood.
+        inputs: a tuple of positional arguments, a dict of keyword arguments, or a tensor; tensors inside tuples, lists
+            and dicts are understood.
+        kwargs: keyword arguments beside positional ones.
+
+    Raises FxfuseError if the inputs are something else, and whatever `model` or `fast` raises.
     """
+    call = arguments_of(inputs, kwargs, "inputs")
     double = copy.deepcopy(model).double()
-    expected, actual = _outputs(model, inputs), _outputs(fast, inputs)
-    exact = _outputs(double, pytree.tree_map_only(torch.Tensor, _to_float64, list(inputs)))
+    expected, actual = _outputs(model, call), _outputs(fast, call)
+    exact = _outputs(double, pytree.tree_map_only(torch.Tensor, _to_float64, call))
     problem = _difference_in_kind(expected, actual)
     if problem is not None:
         return Verification(False, math.nan, math.nan, problem)
@@ -68,26 +71,19 @@ def verify(model: nn.Module, fast: nn.Module, inputs: Sequence[Any]) -> Verifica
         for want, have, right in zip(expected, actual, exact, strict=True)
         if isinstance(want, torch.Tensor) and want.is_floating_point()
     ]
-    least = TF32_ERROR if _may_use_tf32(model, expected) else 0.0
     for error, eager_error, ulp in errors:
-        if error > max(ALLOWANCE * eager_error + ulp, least):
+        if error > ALLOWANCE * eager_error + ulp:
             problem = f"the error is {error / max(eager_error, ulp):.1f} times eager's own"
     error, eager_error, _ = max(errors, default=(0.0, 0.0, 0.0))
     return Verification(problem is None, error, eager_error, problem)
 
 
-def _may_use_tf32(model: nn.Module, outputs: Sequence[Any]) -> bool:
-    if not any(isinstance(out, torch.Tensor) and out.is_cuda and out.dtype == torch.float32 for out in outputs):
-        return False
-    has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    return tf32_allowed("matmul") or (has_convolutions and tf32_allowed("conv2d"))
-
-
-def _outputs(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
+def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """The leaves of what one call returns."""
     with unchanged(model):
-        torch.manual_seed(0)  # dropout drops the same in every run
-        return _leaves(model(*copies(list(inputs))))
+        seed(0)  # dropout drops the same in every run
+        args, kwargs = copies(call)
+        return _leaves(model(*args, **kwargs))
 
 
 def _leaves(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:

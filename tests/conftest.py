@@ -1,21 +1,34 @@
 """Fixtures: a kernel cache of the session's own, and a process that has forgotten what it compiled."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from fxfuse import build, ops, plans
+from fxfuse import build, cache, ops, plans
 from fxfuse.cuda import plan, tune
 from fxfuse.problem import anchor_meta
+
+MOST_WORKERS = 8
+"""Of pytest-xdist: each takes 0.5 GB, more beside a GPU, and starts compilers."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """How many processes `pytest -n auto` starts."""
+    return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
     """Kernels are compiled once a session, and the user's own cache is neither read nor written."""
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers' folders are in the session's
+        session = session.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("FXFUSE_CACHE_DIR", str(session / "kernels"))
         patch.delenv("FXFUSE_DISABLE", raising=False)
         patch.setenv("FXFUSE_TUNE", "0")  # tests of tuning switch it on; the others need one kernel only
         yield
@@ -39,11 +52,14 @@ def forget(monkeypatch):
             monkeypatch.setattr(plans, table, {})
         monkeypatch.setattr(plans, "_warned", set())
         monkeypatch.setattr(build, "_loaded", {})
-        build._temporary.cache_clear()
+        cache._temporary.cache_clear()
+        monkeypatch.setattr(cache, "_used_instead", [])
+        for table in ("_hung", "_worked"):
+            monkeypatch.setattr(build, table, type(getattr(build, table))())
 
     forget_everything()
     yield forget_everything
-    build._temporary.cache_clear()
+    cache._temporary.cache_clear()
 
 
 @pytest.fixture

@@ -129,17 +129,20 @@ def assert_as_close_as(actual, expected, exact):
     assert error <= allowed, f"error {error:.2e} against float64, eager's own {eager_error:.2e}"
 
 
-def assert_as_eager(model, fast, *inputs, exact=True, **keywords):
-    """`fast` returns or raises what `model` does: same kinds, and values as close to float64 as eager's own.
+def assert_as_eager(model, fast, *inputs, exact=True, raises=None, **keywords):
+    """`fast` returns what `model` does: same kinds, and values as close to float64 as eager's own.
 
-    With exact=False, for models that cannot run in float64, values are compared with eager's. Returns fast's result.
+    With exact=False, for models that cannot run in float64, values are compared with eager's. A test in which eager
+    raises says which exception; fast is then to raise the same one. Returns fast's result.
     """
     expected, actual = outcome(model, *inputs, **keywords), outcome(fast, *inputs, **keywords)
-    if isinstance(expected, Exception) or isinstance(actual, Exception):
-        if isinstance(actual, Exception) and not isinstance(expected, Exception):
-            raise actual
+    if raises is not None:
+        assert isinstance(expected, raises), f"eager gives {expected!r}, no {raises.__name__}"
         assert type(actual) is type(expected), f"{actual!r} instead of {expected!r}"
         return actual
+    assert not isinstance(expected, Exception), f"eager itself raises {expected!r}: nothing would be compared"
+    if isinstance(actual, Exception):
+        raise actual
     reference = expected
     if exact:
         doubled = pytree.tree_map_only(torch.Tensor, as_double, (inputs, keywords))

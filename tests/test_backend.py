@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -172,10 +175,42 @@ def test_options_and_modes():
         ({"mode": "reduce-overhead"}, "no mode 'reduce-overhead'"),
         ({"options": {"speed": 3}}, "no option 'speed'"),
         ({"options": {"fp32": "slow"}}, 'fp32 is "exact" or "fast"'),
+        ({"options": {"strict": "yes"}}, "strict is True or False, not 'yes'"),
+        ({"options": {"cuda_graphs": True}}, r"no option 'cuda_graphs'.*use fxfuse.optimize"),
     ):
         torch.compiler.reset()
         with pytest.raises(Exception, match=message):
             compiled(model, **options)(x)
+
+
+def test_strict_is_an_option():
+    model = Net(lambda m, x: F.relu(m.fc(x)), fc=linear()).eval().double()
+    x = randn(3, 8).double()
+    with torch.no_grad():
+        assert torch.equal(compiled(model)(x), model(x))
+        torch.compiler.reset()
+        with pytest.raises(fxfuse.UnsupportedError, match=r"float64"):
+            compiled(model, options={"strict": True})(x)
+
+
+IMPORTS = {
+    "fxfuse first": "import fxfuse, sys; assert 'torch._dynamo' not in sys.modules; import torch",
+    "Dynamo first": "import torch, torch._dynamo; import fxfuse",
+    "after Dynamo has looked for backends": "import torch; torch._dynamo.list_backends(); import fxfuse",
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_importing_fxfuse_is_enough(name):
+    """Whether it is installed or not."""
+    program = f"""
+{IMPORTS[name]}
+model = torch.nn.Sequential(torch.nn.ReLU()).eval()
+fast, x = torch.compile(model, backend="fxfuse"), torch.randn(3)
+assert torch.equal(fast(x), model(x)) and len(fxfuse.compiled_graphs()) == 1
+assert "fxfuse" in torch._dynamo.list_backends()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=pathlib.Path(fxfuse.__file__).parents[1])
 
 
 def test_a_compiled_model_can_be_optimised_and_the_reverse():

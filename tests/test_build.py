@@ -1,5 +1,6 @@
 """Builds: what is cached and trusted, and what happens when tools, folders or sources are broken."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -7,8 +8,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from helpers import Net, linear, randn
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import build
+from fxfuse import build, cache, toolchain
 
 X = randn(5, 8)
 
@@ -69,40 +70,198 @@ def test_the_cache_is_private(new_cache):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def damage_library(entry):
-    library = next(entry.glob("*.so"))
-    content = library.read_bytes()
-    library.unlink()  # not in place: this process has it mapped
-    library.write_bytes(content[: len(content) // 2])
+KERNEL = build.Source(
+    'extern "C" int fxfuse_launch(const void*, const uint64_t*, uint64_t) { return 0; }'
+    'extern "C" const char* fxfuse_error(int) { return ""; }',
+    label="nothing",
+)
+OTHER_KERNEL = build.Source(KERNEL.text + "// another", label="nothing else")
 
 
-def empty_library(entry):
-    next(entry.glob("*.so")).unlink()
-    (entry / json.loads((entry / "manifest.json").read_text())["library"]).touch()
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A cache with two kernels, KERNEL's and OTHER_KERNEL's, in that order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setattr(build, "_loaded", {})
+        for source in (KERNEL, OTHER_KERNEL):
+            build.load(source)
+        return [cache.find(build._key(source), None)[0] for source in (KERNEL, OTHER_KERNEL)]
+
+
+@pytest.fixture
+def entry(kernels, new_cache, builds, monkeypatch):
+    """KERNEL's folder in a cache where both kernels lie; what is built anew takes no compiler."""
+
+    def copied(source, name, directory):
+        builds.append(name)
+        shutil.copy(kernels[0] / f"{name}.so", directory)
+
+    monkeypatch.setattr(build, "_load_inline", copied)
+    new_cache.mkdir(mode=0o700)
+    for kernel in kernels:
+        shutil.copytree(kernel, new_cache / kernel.name)
+    return new_cache / kernels[0].name
+
+
+def library(entry):
+    return next(entry.glob("*.so"))
+
+
+def manifest(change):
+    """Damage that changes what the manifest says, its digest with it."""
+
+    def damage(entry):
+        path = entry / "manifest.json"
+        value = json.loads(path.read_text())["value"]
+        change(value)
+        cache.write_document(path, entry.name[:32], value)
+
+    return damage
+
+
+def library_elsewhere(entry):
+    shutil.copy(library(entry), entry.parent.parent / library(entry).name)
+    manifest(lambda value: value.update(library=f"../../{value['library']}"))(entry)
+
+
+def other_kernel(entry):
+    """The other kernel's entry under this one's name."""
+    (other,) = [path for path in entry.parent.iterdir() if path != entry]
+    shutil.rmtree(entry)
+    other.rename(entry)
+    return entry
+
+
+def other_kernel_with_this_manifest(entry):
+    """The other kernel's library with all but its code being this one's."""
+    this = library(entry).name
+    library(other_kernel(entry)).rename(entry / this)
+    sha256 = hashlib.sha256((entry / this).read_bytes()).hexdigest()
+    value = {"library": this, "sha256": sha256, "label": "", "compilers": ""}
+    cache.write_document(entry / "manifest.json", entry.name[:32], value)
+
+
+def linked(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def no_kernel(entry):
+    """A library that Python cannot import."""
+    subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", library(entry)], check=True)
+    sha256 = hashlib.sha256(library(entry).read_bytes()).hexdigest()
+    manifest(lambda value: value.update(sha256=sha256))(entry)
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
 
 
 DAMAGES = {
-    "truncated library": damage_library,
-    "empty library": empty_library,
-    "missing library": lambda entry: next(entry.glob("*.so")).unlink(),
+    "truncated library": lambda entry: os.truncate(library(entry), 5000),
+    "empty library": lambda entry: os.truncate(library(entry), 0),
+    "missing library": lambda entry: library(entry).unlink(),
+    "library without a kernel": no_kernel,
+    "library elsewhere": library_elsewhere,
+    "linked library": lambda entry: linked(library(entry)),
     "missing manifest": lambda entry: (entry / "manifest.json").unlink(),
     "empty manifest": lambda entry: (entry / "manifest.json").write_text(""),
     "manifest of something else": lambda entry: (entry / "manifest.json").write_text("[]"),
+    "manifest of numbers": manifest(lambda value: value.update(library=5)),
+    "manifest without a library": manifest(dict.clear),
+    "nested manifest": lambda entry: (entry / "manifest.json").write_text("[" * 10_000),
     "binary manifest": lambda entry: (entry / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "linked manifest": lambda entry: linked(entry / "manifest.json"),
+    "manifest that is a pipe": lambda entry: a_pipe(entry / "manifest.json"),
+    "manifest that is a folder": lambda entry: ((entry / "manifest.json").unlink(), (entry / "manifest.json").mkdir()),
     "empty entry": lambda entry: [path.unlink() for path in entry.iterdir()],
+    "entry that is a file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+    "linked entry": linked,
+    "entry that all may write": lambda entry: entry.chmod(0o777),
+    "another kernel's entry": other_kernel,
+    "another kernel's library": other_kernel_with_this_manifest,
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_entries_are_built_anew_once(name, new_cache, forget, builds):
-    run()
-    DAMAGES[name](entries(new_cache)[0])
-    forget()
-    assert run().kernel is not None
-    assert len(builds) == 2
-    forget()
-    assert run().kernel is not None
-    assert len(builds) == 2, "the new entry is not used"
+def test_damaged_entries_are_built_anew(name, entry, builds):
+    DAMAGES[name](entry)
+    build.load(KERNEL)(b"", 0)
+    assert len(builds) == 1 and library(entry).is_file() and not cache.verify()
+
+
+def test_an_entry_that_was_built_anew_is_used(entry, builds, forget):
+    (entry / "manifest.json").unlink()
+    for _ in range(2):
+        build.load(KERNEL)(b"", 0)
+        forget()
+    assert len(builds) == 1
+
+
+def test_whole_entries_are_used(entry, builds):
+    build.load(KERNEL)(b"", 0)
+    build.load(OTHER_KERNEL)(b"", 0)
+    assert not builds
+
+
+def test_loading_a_kernel_notes_that_it_was_used(entry):
+    long_ago = time.time() - 1e6
+    os.utime(entry / "manifest.json", (long_ago, long_ago))
+    build.load(KERNEL)
+    assert cache.entries()[0].path == entry and time.time() - cache.entries()[0].used < 1000
+
+
+def test_a_processs_first_build_removes_what_is_too_much(entry, monkeypatch):
+    other = next(path for path in entry.parent.iterdir() if path != entry)
+    os.utime(other / "manifest.json", (0, 0))
+    (entry / "manifest.json").unlink()
+    monkeypatch.setenv("FXFUSE_CACHE_LIMIT", str(sum(path.stat().st_size for path in other.iterdir()) + 2000))
+    monkeypatch.setattr(build, "_finished", 0)
+    build.load(KERNEL)
+    for thread in threading.enumerate():
+        if thread.name.startswith("fxfuse"):
+            thread.join(60)
+    assert entry.exists() and not other.exists()
+
+
+@pytest.mark.parametrize("file", ["library", "manifest"])
+def test_any_flipped_bit_is_noticed(file, entry):
+    path = library(entry) if file == "library" else entry / "manifest.json"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), max(1, len(whole) // 200)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        assert cache.verify() or (file == "manifest" and json.loads(flipped) == json.loads(whole)), position
+    path.write_bytes(whole)
+    assert not cache.verify()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("part", ["entry", "library", "manifest"])
+def test_what_belongs_to_others_is_not_loaded(part, entry, builds):
+    path = {"entry": entry, "library": library(entry), "manifest": entry / "manifest.json"}[part]
+    os.chown(path, 65534, 65534)
+    build.load(KERNEL)(b"", 0)
+    assert len(builds) == 1
+
+
+def test_other_compilers_have_entries_of_their_own(entry, builds, monkeypatch, forget):
+    monkeypatch.setattr(toolchain, "identity", lambda cuda: "another")
+    build.load(KERNEL)
+    assert len(builds) == 1 and entry.exists()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["CXX that does not exist", "empty PATH", "no ninja"])
+def test_finished_kernels_need_no_compiler(name, entry, monkeypatch, builds):
+    MISSING[name][0](monkeypatch)
+    build.load(KERNEL)(b"", 0)
+    assert not builds
+    with pytest.raises(fxfuse.ToolchainError):
+        build.load(build.Source("not yet built"))
 
 
 def test_a_build_that_was_killed_leaves_no_harm(new_cache, builds):
@@ -116,37 +275,6 @@ def test_a_cache_that_vanishes_is_made_again(new_cache):
     run()
     shutil.rmtree(new_cache)
     assert run(nn.Sequential(linear(), nn.Softsign()).eval()).kernel is not None
-
-
-PROCESS = textwrap.dedent("""
-    import os, sys, time
-    import torch
-    from torch import nn
-    import fxfuse
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval()
-    fast, x = fxfuse.optimize(model), torch.ones(2, 8)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x))
-    print(fxfuse.explain(fast).regions[0].kernel is not None, flush=True)
-""")
-
-
-def start_process():
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def test_two_processes_may_build_the_same_kernel_at_once(new_cache):
-    processes = [start_process() for _ in range(2)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    outputs = [process.communicate("go\n", timeout=60)[0] for process in processes]
-    assert outputs == ["True\n"] * 2
-    assert [path.name for path in entries(new_cache)] == [path.name for path in new_cache.iterdir()]
-    assert len(entries(new_cache)) == 1
 
 
 def refuse(new_cache, monkeypatch):
@@ -189,10 +317,12 @@ def test_cache_folders_may_have_any_name(name, forget, tmp_path, monkeypatch):
 def test_the_cache_folder_by_environment(monkeypatch):
     monkeypatch.delenv("FXFUSE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert str(build.cache_directory()) == "/xdg/fxfuse"
+    assert str(cache.directory()) == "/xdg/fxfuse"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(build.cache_directory()) == "/home/somebody/.cache/fxfuse"
+    assert str(cache.directory()) == "/home/somebody/.cache/fxfuse"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # which the specification says to ignore
+    assert str(cache.directory()) == "/home/somebody/.cache/fxfuse"
 
 
 def test_who_asks_for_built_kernels_only_does_not_wait_for_one_that_is_being_built(new_cache, monkeypatch):
@@ -204,19 +334,17 @@ def test_who_asks_for_built_kernels_only_does_not_wait_for_one_that_is_being_bui
         inline(*args)
 
     monkeypatch.setattr(build, "_load_inline", slow)
-    source = build.Source('extern "C" int fxfuse_launch(const void*, const uint64_t*, uint64_t) { return 0; }'
-                          'extern "C" const char* fxfuse_error(int) { return ""; }')  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(build.load, source)
+        building = pool.submit(build.load, KERNEL)
         assert begun.wait(60)
         try:
             with build.built_only(), pytest.raises(build.NotBuilt):
-                build.load(source)
+                build.load(KERNEL)
         finally:
             may_end.set()
         launch = building.result()
     with build.built_only():
-        assert build.load(source) is launch
+        assert build.load(KERNEL) is launch
 
 
 # ------------------------------------------------------------------------------------------- the tools
@@ -233,7 +361,7 @@ def no_programs(monkeypatch):
 
 def no_ninja(monkeypatch):
     which = shutil.which
-    monkeypatch.setattr(build, "_ninja_directory", lambda: None)
+    monkeypatch.setattr(toolchain, "_ninja_directory", lambda: None)
     monkeypatch.setattr(
         shutil, "which", lambda name, *args, **kw: None if name == "ninja" else which(name, *args, **kw)
     )

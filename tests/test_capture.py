@@ -110,7 +110,6 @@ CALLS = {
     "default None, given by name": (DefaultNone, (X,), {"mask": X}),
     "first default None": (FirstDefaultNone, (X,), {}),
     "first default None, by name": (FirstDefaultNone, (), {"x": X, "mask": X}),
-    "first default None, not given": (FirstDefaultNone, (), {}),
     "default number": (DefaultNumber, (X,), {}),
     "default number, given": (DefaultNumber, (X, 3.0), {}),
     "default number, equal but int": (DefaultNumber, (X, 2), {}),
@@ -135,8 +134,11 @@ CALLS = {
     "an int without annotation": (UnannotatedNumber, (X, 3), {}),
     "a 0-d tensor without annotation": (UnannotatedNumber, (X, torch.tensor(3.0)), {}),
     "variable arguments": (VariableArguments, (X, 1, 2), {"a": 1}),
-    "too few arguments": (UnannotatedNumber, (X,), {}),
-    "unknown keyword": (DefaultNone, (X,), {"nonsense": 1}),
+}
+WRONG_CALLS = {
+    "first default None, not given": (FirstDefaultNone, (), {}, ValueError),
+    "too few arguments": (UnannotatedNumber, (X,), {}, TypeError),
+    "unknown keyword": (DefaultNone, (X,), {"nonsense": 1}, TypeError),
 }
 
 
@@ -146,6 +148,14 @@ def test_arguments_mean_what_they_mean_in_eager(name):
     model = make().eval()
     with torch.no_grad():
         assert_as_eager(model, fxfuse.optimize(model), *args, exact=False, **kwargs)
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_arguments_raise_what_they_raise_in_eager(name):
+    make, args, kwargs, error = WRONG_CALLS[name]
+    model = make().eval()
+    with torch.no_grad():
+        assert_as_eager(model, fxfuse.optimize(model), *args, raises=error, **kwargs)
 
 
 def test_an_optional_first_input_does_not_hinder_fusing():
@@ -216,8 +226,9 @@ def test_tensors_among_further_keywords_are_inputs():
     model = KeywordTensors().eval()
     fast = fxfuse.optimize(model)
     with torch.no_grad():
-        for options in ({}, {"shift": X}, {"shift": -X, "scale": 2.0}, {"shift": X, "scale": X}, {"unknown": X}):
+        for options in ({}, {"shift": X}, {"shift": -X, "scale": 2.0}, {"shift": X, "scale": X}):
             assert_as_eager(model, fast, X, exact=False, **options)
+        assert_as_eager(model, fast, X, raises=TypeError, unknown=X)
         fast(X, shift=X)
     assert any(region.kernel and "o1" in region.epilogue for region in fxfuse.explain(fast).regions)
 
@@ -831,3 +842,54 @@ def test_what_runs_without_gradients_still_does():
     fast(torch.randn(3, 8)).sum().backward()
     assert model.backbone[0].weight.grad is None and model.head.weight.grad is not None
     assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]  # the backbone by itself
+
+
+def test_a_required_keyword_after_defaults_runs_as_python():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(linear(), nn.ReLU())
+
+        def forward(self, x, scale=None, *, shift):
+            return self.block(x) + shift
+
+    model = Model().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 8), shift=randn(8))
+        assert_as_eager(model, fast, randn(2, 8), raises=TypeError)
+    assert "'shift' is required" in str(fxfuse.explain(fast)) and epilogues(fast) == ["relu(acc)"]
+
+
+GLOBAL_HOOKS = {
+    "forward": lambda hook: nn.modules.module.register_module_forward_hook(lambda m, args, result: hook(m)),
+    "before forward": lambda hook: nn.modules.module.register_module_forward_pre_hook(lambda m, args: hook(m)),
+    "backward": lambda hook: nn.modules.module.register_module_full_backward_hook(lambda m, *gradients: hook(m)),
+    "before backward": lambda hook: nn.modules.module.register_module_full_backward_pre_hook(lambda m, g: hook(m)),
+}
+
+
+@pytest.mark.parametrize("registered", ["before optimize", "after"])
+@pytest.mark.parametrize("name", GLOBAL_HOOKS)
+def test_hooks_for_all_modules_are_called_for_all_modules(name, registered):
+    branch = nn.Sequential(linear(), nn.Tanh(), Branching())
+    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), branch, linear(), nn.ReLU())
+    fast = fxfuse.optimize(model)
+    seen = []
+    handle = GLOBAL_HOOKS[name](lambda m: seen.append([*dict(m.named_parameters())]))
+    try:
+        if registered == "before optimize":
+            fast = fxfuse.optimize(model)
+        assert not seen, "no hook is for a trace"
+        called = []
+        for call in (model, fast):
+            call(X.clone().requires_grad_()).sum().backward()
+            called.append([*seen])
+            seen.clear()
+    finally:
+        handle.remove()
+    assert called[0] == called[1] and len(called[0]) >= 8
+    fast(X)
+    assert not seen
+    with torch.no_grad():
+        assert_as_eager(model, fast, X, exact=False)

@@ -653,3 +653,30 @@ def test_the_report():
 def test_verification():
     model, x = Attention().eval(), randn(2, 5, 8)
     assert fxfuse.verify(model, fxfuse.optimize(model, (x,), strict=True), (x,)).ok
+
+
+# ------------------------------------------------------------------------------------------- copies
+
+COPIED = {
+    "a clone of an argument": lambda m, x, y: x.clone().contiguous().detach().clone(),
+    "a clone and nothing": lambda m, x, y: (x.clone() * 1.0).type_as(x),
+    "products with one": lambda m, x, y: ((x * 1.0) * 1).detach(),
+    "twice negated": lambda m, x, y: x.neg().neg().float(),
+    "a clone, overwritten": lambda m, x, y: x.clone().mul_(2).add_(y),
+    "a clone beside another": lambda m, x, y: x.clone() + y * 2,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_is_in_memory_of_its_own_and_laid_out_as_eagers(name, grad):
+    model = Net2(COPIED[name])
+    fast = fxfuse.optimize(model)
+    with torch.set_grad_enabled(grad):
+        for x, y in itertools.product(layouts(), layouts()):
+            x = x.expand(3, 4, 5, 6).requires_grad_(grad and x._base is None)
+            result = assert_as_eager(model, fast, x, y.expand(3, 4, 5, 6))
+            assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+            before = x.detach().clone()
+            fast(x, y).detach().zero_()
+            assert torch.equal(x, before)

@@ -72,6 +72,11 @@ def in_place(m, x):
     return x
 
 
+def reduced(m, x):
+    y = F.avg_pool2d(chain(m, x), 3, 1, 1)
+    return torch.max(y, 1), y.max(), y.min(dim=2, keepdim=True).values, torch.max(y, F.avg_pool2d(y, 3, 1, 1))
+
+
 MODELS = {
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
     "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
@@ -86,6 +91,7 @@ MODELS = {
     "deep": Net(deep, layers=convolutions(3, 3, 3, 3, 3)),
     "dense": Net(dense, layers=convolutions(3, 4, 4, 4, 4)),
     "gated": Net(gated, layers=convolutions(3, 8, 8, 8), squeeze=nn.Conv2d(8, 8, 1)),
+    "reduced": Net(reduced, layers=convolutions(3, 8, 8, 8, 8)),
     "unfused": Net(lambda m, x: m.layers(x) * 2, layers=nn.Sequential(*convolutions(3, 4, 5, 6, 7))),
 }
 
@@ -103,15 +109,17 @@ def test_results_and_strides_are_eagers(name, layout):
     fast = fxfuse.optimize(model)
     x = randn(2, 3, 9, 10)
     x = {"contiguous": x, "channels_last": x.to(memory_format=torch.channels_last), "slice": x[:, :, 1:, 2:]}[layout]
+    # eager's own view of a convolution's result is refused there: what eager cannot do is not compared
+    refused = RuntimeError if (name, layout) == ("gated", "channels_last") else None
     with torch.no_grad():
-        assert_as_eager(model, fast, x)
+        assert_as_eager(model, fast, x, raises=refused)
     assert borders(fast)[0] == 1
     assert "run in channels_last" in str(fxfuse.explain(fast))
 
 
 @pytest.mark.parametrize(
     ("name", "back"),
-    [*((name, 1) for name in MODELS if name not in ("dense", "gated")), ("dense", 2), ("gated", 2)],
+    [(name, 2 if name in ("dense", "gated", "reduced") else 1) for name in MODELS],
 )
 def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     fast = fxfuse.optimize(MODELS[name].eval())

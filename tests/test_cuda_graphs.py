@@ -109,6 +109,14 @@ class TestCalls:
         assert_as_eager(model, fast, randn(5, 8, seed=3))
         assert len(replays) == 1
 
+    @pytest.mark.parametrize("spelling", [{"example_inputs": {"x": X}}, {"kwargs": {"x": X}}], ids=list)
+    def test_keywords_are_captured_at_once(self, spelling, replays):
+        model = block()
+        fast = fxfuse.optimize(model, cuda_graphs=True, **spelling)
+        assert report(fast) == ("1 CUDA graph captured",) and not replays
+        assert torch.equal(fast(x=randn(5, 8, seed=3)), fxfuse.optimize(model)(randn(5, 8, seed=3)))
+        assert len(replays) == 1
+
     def test_models_that_were_not_asked_to_do_not(self, replays):
         fast = fxfuse.optimize(block())
         for _ in range(3):
@@ -305,7 +313,7 @@ class TestRefusals:
         model = block()
         fast = fxfuse.optimize(model, (X,), cuda_graphs=True)
         for _ in range(3):
-            assert_as_eager(model, fast, randn(5, 9))
+            assert_as_eager(model, fast, randn(5, 9), raises=RuntimeError)
 
     def test_those_who_watch_operators_see_them(self, replays):
         from torch.utils.flop_counter import FlopCounterMode

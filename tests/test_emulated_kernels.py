@@ -83,17 +83,22 @@ def check_convolution(kernel, x, weight, residual=False, **options):
 
 DIRECT = [
     *(("tf32", tile) for tile in conv2d_direct.TILES),
+    *(("tf32x3", tile) for tile in conv2d_direct.SPLIT_TILES),
     *(("bf16", tile) for tile in conv2d_direct.HALF_TILES),
     ("fp16", conv2d_direct.HALF_TILES[-1]),
 ]
 
 
-WGMMA = [*(("tf32", tile) for tile in conv2d_wgmma.TILES), ("bf16", conv2d_wgmma.TILES[-1])]
+WGMMA = [
+    ("tf32", conv2d_wgmma.TILES[0]),
+    *(pytest.param("tf32", tile, marks=pytest.mark.slow) for tile in conv2d_wgmma.TILES[1:]),
+    ("bf16", conv2d_wgmma.TILES[-1]),
+]
 
 
 @pytest.mark.parametrize(("precision", "tile"), DIRECT, ids=lambda value: getattr(value, "name", value))
 def test_direct_convolution(precision, tile, monkeypatch):
-    tiles = "TILES" if precision == "tf32" else "HALF_TILES"
+    tiles = {"tf32": "TILES", "tf32x3": "SPLIT_TILES"}.get(precision, "HALF_TILES")
     monkeypatch.setattr(conv2d_direct, tiles, (tile,))
     dtype = PRECISIONS[precision]
     # rows that start anywhere, and aligned ones; more filters than a tile has, fewer channels than a chunk
@@ -367,7 +372,7 @@ def test_products_with_two_weights_by_warpgroups(output, precision, tile, monkey
 
 
 SPLITTING = [
-    (tile, splits, layout)
+    pytest.param(tile, splits, layout, marks=pytest.mark.slow if splits == 3 and layout == "kn" else ())
     for tile in gemm.WGMMA_TF32X3_TILES
     for splits, layout in ((1, "nk"), (3, "nk"), (1, "kn"), (3, "kn"))
     if layout == "nk" or tile.n != 96

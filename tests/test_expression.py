@@ -1,14 +1,18 @@
 """The expression language: text and value are the same thing."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fxfuse import ExpressionError, ops
+from fxfuse import ExpressionError, UnsupportedError, functional, ops
 from fxfuse.expression import Acc, Const, Operand, call, parse, postorder
 
 ACC = Acc()
@@ -68,6 +72,78 @@ def test_errors_give_the_position():
         parse("acc + )")
 
 
+MISUSE = {
+    # text; what the message says
+    "nested calls": ("relu(" * 10_000 + "acc" + ")" * 10_000, "nest too deep .* position 320 "),
+    "nested parentheses": ("(" * 10_000 + "acc" + ")" * 10_000, "nest too deep"),
+    "open parentheses": ("(" * 10_000, "nest too deep"),
+    "a number of 5000 digits": ("acc * " + "9" * 5000, "number too large for torch at position 6 "),
+    "a number of 65 bits": (f"acc * {2**64}", "number too large for torch at position 6 "),
+    "a negative number of 65 bits": (f"acc * -{2**63 + 1}", "number too small for torch at position 7 "),
+    "an operand of 5000 digits": ("acc * o" + "9" * 5000, "unknown name"),
+    "digits of another script": ("acc * ٣", "unexpected character at position 5 "),
+    "a long text": ("acc + " * 5000 + "?", r"position 29999 of epilogue '….*'$"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_any_text_is_read_or_refused_in_words(name):
+    text, words = MISUSE[name]
+    with pytest.raises(ExpressionError, match=words) as refused:
+        parse(text)
+    assert len(str(refused.value)) < 300
+
+
+def test_signs_do_not_nest():
+    value = parse("-" * 10_000 + "acc")
+    assert len(list(postorder(value))) == 10_001 and parse(str(value)) is value
+
+
+@given(st.text(st.sampled_from("acc o0 t0=;+-*/<>().,e1923 relu where clamp inf nan True _ ٣ \n\0"), max_size=40))
+def test_random_text_is_read_or_refused(text):
+    try:
+        value = parse(text)
+    except ExpressionError:
+        return
+    assert parse(str(value)) is value
+
+
+MEANINGLESS = {
+    # epilogue; what the message says
+    "too few operands": ("acc + o0 * o1", "reads o1, but the call has 1 operands"),
+    "no such operation": ("frobnicate(acc)", "'frobnicate' is not in the table"),
+    "too few arguments": ("clamp(acc, 0.0)", r"clamp takes 3 \(input, min, max\), not 2 arguments: clamp\(acc, 0.0\)"),
+    "too many arguments": ("relu(acc, 1.0)", "relu takes 1 .*, not 2"),
+    "no arguments": ("acc + relu()", "relu takes 1 .*, not 0"),
+    "division of numbers by zero": ("acc + 1 / 0", "on numbers alone: 1 / 0"),
+    "a function of a number": ("acc + tanh(1.0)", r"on numbers alone: tanh\(1.0\)"),
+    "a number": ("2.5", "2.5 is a number"),
+}
+
+
+@pytest.mark.parametrize("call", [torch.ops.fxfuse.linear, functional.linear], ids=["operator", "function"])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", MEANINGLESS)
+def test_epilogues_without_a_meaning_are_refused(name, gradients, call):
+    epilogue, words = MEANINGLESS[name]
+    x, weight = torch.ones(2, 4), torch.ones(3, 4, requires_grad=gradients)
+    with pytest.raises(ExpressionError, match=words):
+        call(x, weight, None, [torch.ones(3)], epilogue)
+    if "o1" in epilogue:
+        with pytest.raises(ExpressionError, match=r"reads o1, but the call has 1 operands"):
+            torch.ops.fxfuse.gated_linear(x, weight, None, [weight], epilogue)
+
+
+def test_more_operands_than_a_kernel_takes():
+    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    operands = [torch.full((3,), float(index)) for index in range(70)]
+    epilogue = " + ".join(["acc", *(f"o{index}" for index in range(70))])
+    call = functools.partial(torch.ops.fxfuse.linear, x, weight, None, operands, epilogue)
+    assert torch.equal(call(), F.linear(x, weight) + sum(range(70)))
+    with pytest.raises(UnsupportedError, match="70 operands; kernels take 48"):
+        call(strict=True)
+
+
 def test_equal_structure_is_the_same_object():
     assert call("mul", ACC, Operand(0)) is call("mul", ACC, Operand(0))
     assert call("mul", ACC, 2) is not call("mul", ACC, 2.0), "int and float promote differently"
@@ -109,7 +185,8 @@ def test_what_passes_through_is_not_rounded():
     x = torch.linspace(96, 120, 50).bfloat16()
     y = torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()
     further = {
-        "where": (x, y), "minimum": (y,), "maximum": (y,), "clamp": (-1, 0.5), "hardshrink": (0.5,),
+        "where": (x, y), "masked_fill": (y > 0, 0.5), "minimum": (y,), "maximum": (y,), "clamp": (-1, 0.5),
+        "hardshrink": (0.5,),
         "threshold": (0.25, 2), "leaky_relu": (0.01,), "prelu": (y[:1],), "elu": (1.0,), "celu": (1.0,),
         "softplus": (1, 20),
     }  # fmt: skip

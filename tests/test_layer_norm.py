@@ -161,13 +161,13 @@ def test_it_computes_what_eager_does(dtype, anywhere):
 def test_errors_are_torchs(anywhere):
     model = Net(lambda m, x: m.l(x).tanh() * 2, l=nn.LayerNorm(8)).eval()
     fast = fxfuse.optimize(model)
-    for x in (
-        randn(3, 7),
-        torch.ones(3, 8, dtype=torch.int64),
-        randn(3, 8).bfloat16(),
-        randn(3, 8, dtype=torch.float64),
+    assert_as_eager(model, fast, randn(3, 8).bfloat16(), exact=False)
+    for x, error in (
+        (randn(3, 7), RuntimeError),
+        (torch.ones(3, 8, dtype=torch.int64), RuntimeError),
+        (randn(3, 8, dtype=torch.float64), RuntimeError),
     ):
-        assert_as_eager(model, fast, x, exact=False)
+        assert_as_eager(model, fast, x, raises=error)
 
 
 def test_parameters_are_read_at_every_call(anywhere):

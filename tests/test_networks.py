@@ -35,7 +35,14 @@ NETWORKS = {
     "MobileNetV2": (mobilenet_v2, 52, 0),  # pads by the input's size, module by module
     "MobileNetV2 with fixed padding": (lambda: mobilenet_v2(tf_padding=False), 52, 52),
 }
-"""Name: the model, how many convolutions it has, and how many must be fused."""
+"""Name: the model, how many convolutions it has, and how many of them are fused."""
+
+
+def assert_within_twice_eagers_error(model, fast, *inputs):
+    """Give or take an ulp."""
+    found = fxfuse.verify(model, fast, inputs)
+    assert found.ok, found
+    assert found.error <= 2 * found.eager_error + torch.finfo(torch.float32).eps, found
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -51,9 +58,7 @@ def network(request):
 
 def test_outputs_are_eagers(network):
     model, fast, x, *_ = network
-    found = fxfuse.verify(model, fast, (x,))
-    # ten numbers at the end of fifty layers: the two errors are single draws of much the same noise
-    assert found.ok or found.error < 3 * found.eager_error, found
+    assert_within_twice_eagers_error(model, fast, x)
     with torch.no_grad():
         by_position, by_name = fast(x), fast(pixel_values=x)
     assert type(by_name) is type(by_position) is type(model(x))
@@ -64,8 +69,8 @@ def test_every_convolution_is_fused_or_has_its_reason(network):
     _, fast, _, convolutions, fused = network
     found = fxfuse.explain(fast)
     anchors = [region for region in found.regions if region.anchor == "conv2d"]
-    assert len(anchors) >= fused
-    assert all(region.kernel is not None for region in anchors), "what the report calls fused is what runs"
+    assert len(anchors) == fused
+    assert all(region.kernel is not None and region.fallback is None for region in anchors), found
     untraced = [item for item in found.skipped if "runs as Python" in item.reason]
     reasons = [item for item in found.skipped if "conv" in item.node or "runs as Python" in item.reason]
     assert len(anchors) + len(reasons) >= convolutions
@@ -77,7 +82,7 @@ def test_fused_regions_are_what_runs(network):
     with torch.no_grad(), torch.profiler.profile() as profile:
         fast(x)
     calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls.get("fxfuse::conv2d", 0) >= fused
+    assert calls.get("fxfuse::conv2d", 0) == fused
     assert calls.get("aten::batch_norm", 0) + calls.get("fxfuse::conv2d", 0) == 52 + (fused == 53)
 
 
@@ -166,12 +171,25 @@ def tiny(name):
     return model, names.split()
 
 
+REGIONS = {
+    "BERT": 8, "RoBERTa": 8, "DistilBERT": 4, "GPT-2": 4, "OPT": 5, "Llama": 11, "T5": 4, "ViT": 2, "DeiT": 3,
+    "Swin": 4, "ConvNeXt": 10, "ResNet": 12, "MobileNetV2": 0, "SegFormer": 2, "Whisper": 2, "CLIP": 6,
+}  # fmt: skip
+"""How many regions ran as kernels when they were counted (transformers 5.x); there may be more one day."""
+
+THROUGH_DYNAMO = {"BERT": 8, "GPT-2": 6, "T5": 16, "Swin": 14, "Whisper": 8, "CLIP": 12}
+
+
+def kernels(*graphs):
+    """How many regions of these models ran as kernels."""
+    return sum(region.kernel is not None for graph in graphs for region in fxfuse.explain(graph).regions)
+
+
 def assert_outputs_are_eagers(model, fast, names, batch):
     inputs = {name: INPUTS[name](batch) for name in names}
     with torch.no_grad():
         assert type(fast(**inputs)) is type(model(**inputs))
-    found = fxfuse.verify(ByName(model, names), ByName(fast, names), list(inputs.values()))
-    assert found.ok or found.error < 3 * found.eager_error, found
+    assert_within_twice_eagers_error(ByName(model, names), ByName(fast, names), *inputs.values())
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -180,10 +198,13 @@ def test_whatever_a_forward_does_the_outputs_are_eagers(name):
     fast = fxfuse.optimize(model)
     for batch in (2, 3):
         assert_outputs_are_eagers(model, fast, names, batch)
+    assert kernels(fast) >= REGIONS[name]
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5", "Swin", "Whisper", "CLIP"])
+@pytest.mark.parametrize("name", THROUGH_DYNAMO)
 def test_so_they_are_through_dynamo(name):
     model, names = tiny(name)
     torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
     assert_outputs_are_eagers(model, torch.compile(model, backend="fxfuse"), names, 2)
+    assert kernels(*set(fxfuse.compiled_graphs()) - before) >= THROUGH_DYNAMO[name]

@@ -428,3 +428,59 @@ def test_an_anchor_alone_is_a_region_where_kernels_are_faster(monkeypatch):
         assert_as_eager(model, fast, torch.randn(3, 8))
     half = fxfuse.optimize(Net(lambda m, x: m.fc(x).sum(0), fc=linear()).to(torch.bfloat16))
     assert not fxfuse.explain(half).regions
+
+
+# ----------------------------------------------------------------------------------------- more than a kernel takes
+
+
+def chained(m, x):
+    for _ in range(1000):
+        x = torch.tanh(x * 1.5)
+    return x
+
+
+def gathered(m, x):
+    y = m.fc(x)
+    return sum((torch.tanh(y * i) for i in range(700)), x)
+
+
+LONG = {
+    "an anchor": Net(lambda m, x: chained(m, m.fc(x)), fc=linear()),
+    "a chain": Net(chained),
+    "one value used often": Net(gathered, fc=linear()),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_thousands_of_operations_are_fused_in_pieces(name):
+    model, x = LONG[name], torch.randn(2, 8)
+    fast = fxfuse.optimize(model)
+    regions = fxfuse.explain(fast).regions
+    assert 8 <= len(regions) <= 20 and sum(len(region.nodes) for region in regions) >= 2000
+    assert_as_eager(model, fast, x.requires_grad_())  # the regions' torch reference runs
+
+
+def test_many_operands_are_read_by_several_regions():
+    members = {f"p{index}": torch.randn(8) for index in range(130)}
+
+    def forward(m, x):
+        x = m.fc(x)
+        for name in members:
+            x = x + getattr(m, name)
+        return x
+
+    model = Net(forward, fc=linear(), **members)
+    fast = fxfuse.optimize(model)
+    report = fxfuse.explain(fast)
+    assert len(report.regions) == 3 and sum(len(region.nodes) for region in report.regions) == 131
+    assert_as_eager(model, fast, torch.randn(2, 8).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "number", [2**63, 2**64, -(2**63) - 1, 10**400], ids=["64 bits", "65 bits", "negative", "huge"]
+)
+def test_integers_are_numbers_as_far_as_torch_takes_them(number):
+    model = Net(lambda m, x: (m.fc(x) * number).relu() if number == 2**63 else m.fc(x) * number, fc=linear())
+    fast = fxfuse.optimize(model)
+    assert len(fxfuse.explain(fast).regions) == (number == 2**63)
+    assert_as_eager(model, fast, torch.randn(2, 8).requires_grad_(), raises=None if number == 2**63 else OverflowError)

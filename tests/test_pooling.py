@@ -72,7 +72,8 @@ def test_pooling_stays_apart(name):
     model = Net2(APART[name], conv=conv(padding=1), fc=linear()).eval()
     fast = fxfuse.optimize(model)
     assert len(regions(fast)) == 1 and not pools(fast)
-    assert_as_eager(model, fast, randn(2, 4, 8, 8), randn(2, 8, 8, 8))
+    refused = RuntimeError if name == "too much padding" else None
+    assert_as_eager(model, fast, randn(2, 4, 8, 8), randn(2, 8, 8, 8), raises=refused)
 
 
 def test_pooling_with_hooks_stays_apart():

@@ -127,7 +127,7 @@ def run(call, seed):
 
 
 def test_fusing_changes_nothing():
-    regions = in_place = 0
+    regions = in_place = refused = 0
     for seed in range(PROGRAMS):
         torch.manual_seed(seed)
         model = Program(seed)
@@ -138,6 +138,7 @@ def test_fusing_changes_nothing():
             want, have = run(model, seed), run(fast, seed)
             if isinstance(want, Exception):
                 assert isinstance(have, Exception), f"program {seed}: {want}"
+                refused += 1
                 break
             for mine, eagers in zip(have, want, strict=True):
                 assert mine.stride() == eagers.stride(), f"program {seed}\n{fast.code}"
@@ -145,4 +146,5 @@ def test_fusing_changes_nothing():
                 assert close, f"program {seed}: {(mine - eagers).abs().max()} beside eager's\n{fast.code}"
             shared = [[a.data_ptr() == b.data_ptr() for a in values for b in values] for values in (have, want)]
             assert shared[0] == shared[1], f"program {seed}: other tensors share memory\n{fast.code}"
+    assert refused < PROGRAMS / 10, "most programs are no errors"
     assert regions > PROGRAMS / 2 and in_place > PROGRAMS / 20, "chains are found, and some overwrite"

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from fxfuse import cache
 from fxfuse.cuda import tune
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.problem import Plan, Problem, TensorMeta
@@ -212,20 +213,60 @@ DAMAGED = {
     "times that are none": '{"name": "a", "identity": "a", "measured": [["a", null]]}',
     "times that no float holds": f'{{"name": "a", "identity": "a", "measured": [["a", 1{"0" * 400}]]}}',
     "nested": "[" * 100_000,
+    "nested text": '"' + "[" * 100_000 + '"',
     "no text": "\x00\x01",
 }
 
 
+def as_stored(text):
+    """The same as a document that nobody tampered with, where it is JSON at all."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    key = tune._key(problem())
+    return json.dumps({"key": key, "digest": cache._digest(value), "value": value})
+
+
+@pytest.mark.parametrize("store", [str, as_stored], ids=["bare", "stored"])
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_or_outdated_file_is_replaced(gpu, text):
+def test_a_damaged_or_outdated_file_is_replaced(gpu, text, store):
     gpu.times = {"a": 2.0, "b": 1.0}
     candidates = gpu.candidates("a", "b")
     gpu(problem(), candidates)
     (file,) = tune._file("x").parent.glob("*.json")
-    file.write_text(text)
+    file.write_text(store(text))
     gpu.new_process()
     assert gpu(problem(), candidates) == "b" and gpu.measured
-    assert json.loads(file.read_text())["name"] == "b"
+    assert json.loads(file.read_text())["value"]["name"] == "b"
+
+
+def another_problems(file):
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "key": "0" * 32}))
+
+
+def flipped(file):
+    file.write_text(file.read_text().replace('"b"', '"a"'))  # as the digest tells
+
+
+def linked(file):
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def in_a_folder_for_all(file):
+    file.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize("tamper", [another_problems, flipped, linked, in_a_folder_for_all])
+def test_choices_are_read_from_private_files_that_are_whole(gpu, tamper):
+    gpu.times = {"a": 2.0, "b": 1.0}
+    candidates = gpu.candidates("a", "b")
+    gpu(problem(), candidates)
+    tamper(tune._file(tune._key(problem())))
+    gpu.new_process()
+    assert gpu(problem(), candidates) == "b" and gpu.measured
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(gpu, monkeypatch, tmp_path):

@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import re
 import sys
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from helpers import Net, batch_norm, conv, linear, randn
 from torch import nn
 
 import fxfuse
+from fxfuse import plans
+from fxfuse.verify import ALLOWANCE
 
 X = randn(16, 8)
 benchmark = sys.modules["fxfuse.benchmark"]
@@ -42,6 +46,28 @@ def test_errors_are_relative_frobenius_norms_against_float64():
         eager_error = (original(X).double() - exact).norm() / exact.norm()
     assert found.error == pytest.approx(0.5, rel=1e-5)
     assert found.eager_error == pytest.approx(float(eager_error), rel=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "ok"), [("highest", True), ("high", True), ("highest", False), ("high", False)])
+def test_twice_eagers_error_and_an_ulp_are_allowed_whatever_the_switches_say(precision, ok):
+    original = model()
+    with torch.no_grad():
+        exact = copy.deepcopy(original).double()(X.double())
+        eager_error = float((original(X).double() - exact).norm() / exact.norm())
+    allowed = ALLOWANCE * eager_error + torch.finfo(torch.float32).eps
+    off = (0.75 if ok else 1.5) * allowed  # the perturbed output's own rounding is a quarter of an ulp
+
+    class Perturbed(nn.Module):
+        def forward(self, x):
+            return (exact * (1 + off)).float()
+
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = fxfuse.verify(original, Perturbed(), (X,))
+    finally:
+        torch.set_float32_matmul_precision(previous)
+    assert found.ok is ok, str(found)
 
 
 def poke(value, places=((3, 2),)):
@@ -109,6 +135,76 @@ def test_structures_of_inputs_and_outputs():
 
     original = model(forward=forward)
     assert fxfuse.verify(original, fxfuse.optimize(original), ({"a": [X], "b": torch.arange(3)},))
+
+
+class TwoInputs(nn.Module):
+    """As transformers' models are called: some arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, shift, scale=None):
+        y = self.fc(x).relu()
+        return y + shift if scale is None else y * scale + shift
+
+
+KEYWORDS = {"scale": randn(16, 1, seed=1), "shift": randn(8, seed=2)}
+SPELLINGS = {
+    "positional and keywords": (((X,),), {"kwargs": KEYWORDS}),
+    "a list and keywords": (([X],), {"kwargs": KEYWORDS}),
+    "a tensor and keywords": ((X,), {"kwargs": {"shift": KEYWORDS["shift"]}}),
+    "a dict": (({"x": X, **KEYWORDS},), {}),
+    "another mapping": ((UserDict({"x": X, **KEYWORDS}),), {}),  # transformers' BatchEncoding is one
+    "keywords alone": ((), {"kwargs": {"x": X, **KEYWORDS}}),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_inputs_are_spelled_alike_everywhere(spelling, monkeypatch):
+    positional, keywords = SPELLINGS[spelling]
+    torch.manual_seed(0)
+    original = TwoInputs().eval()
+    fast = fxfuse.optimize(original, *positional, **keywords)
+    calls = []
+    fast.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    assert fxfuse.verify(original, fast, *positional, **keywords)
+    fxfuse.benchmark(original, fast, *positional, compare=(), seconds=0.0, **keywords)
+    for args, kwargs in calls:
+        bound = inspect.signature(original.forward).bind(*args, **kwargs).arguments
+        assert torch.equal(bound["x"], X) and torch.equal(bound["shift"], KEYWORDS["shift"])
+    monkeypatch.setattr(plans, "_draft", None)  # nothing is left to be compiled
+    with torch.no_grad():
+        for args, kwargs in list(calls):  # each is one more
+            fast(*args, **kwargs)
+
+
+def test_a_tensor_is_the_only_argument():
+    original = model()
+    fast = fxfuse.optimize(original, X)
+    assert fxfuse.verify(original, fast, X)
+    assert fxfuse.benchmark(original, fast, X, compare=(), seconds=0.0).median("fxfuse") > 0
+
+
+WRONG_INPUTS = {
+    "an array": ((X.numpy(),), {}, "is a ndarray; pass a tuple"),
+    "a number": ((3,), {}, "is a int; pass a tuple"),
+    "a generator": (((x for x in [X]),), {}, "is a generator; pass a tuple"),
+    "keywords twice": (({"x": X},), {"kwargs": {"shift": X}}, "give one of them"),
+    "keys that are no names": (({0: X},), {}, r"0 is no name; pass \(\w*inputs,\)"),
+    "keywords that are no mapping": (((X,),), {"kwargs": X}, "kwargs is a Tensor; pass a dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_INPUTS)
+def test_other_inputs_are_refused_in_words(name):
+    positional, keywords, words = WRONG_INPUTS[name]
+    original = model()
+    for function in (fxfuse.verify, fxfuse.benchmark):
+        with pytest.raises(fxfuse.FxfuseError, match=words):
+            function(original, original, *positional, **keywords)
+    with pytest.raises(fxfuse.FxfuseError, match=words):
+        fxfuse.optimize(original, *positional, **keywords)
 
 
 @dataclasses.dataclass

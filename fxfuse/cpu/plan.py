@@ -100,12 +100,12 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
 def _draft_chain(problem: Problem, acc: torch.Tensor) -> Draft:
     chosen = plan_pass(problem, acc)
     launch, params = _compiled(problem, chosen.expression, chosen.dtype, chosen.operands)
-    addresses, in_place = chosen.operands.addresses(), chosen.in_place
+    addresses, in_place, reads_x = chosen.operands.addresses(), chosen.in_place, chosen.reads_x
     shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype
 
     def run(x: torch.Tensor, weight: object, bias: object, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         out = x if in_place else torch.empty_strided(shape, strides, dtype=dtype)
-        pointers, _kept = addresses(operands if in_place else (*operands, x))
+        pointers, _kept = addresses((*operands, x) if reads_x else operands)
         launch(params, torch.get_num_threads(), out.data_ptr(), *pointers)
         return out
 

@@ -18,7 +18,7 @@ from fxfuse.cuda.conv2d_problem import (
     varying,
 )
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import MMA
+from fxfuse.cuda.precision import MMA, Precision, element_bytes
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,14 @@ class Tile:
         chunks = ceil(problem.group_channels / _chunk(problem))
         return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
 
-    def shared_bytes(self, element_bytes: int) -> int:
+    def shared_bytes(self, precision: Precision) -> int:
         """Of a thread block, as Conv2dDirectConfig::kSharedBytes."""
         images, filters, rows, cols = self.extents
-        plane = images * (rows + 2) * (cols + 2 * (16 // element_bytes))
+        size = element_bytes(precision)
+        plane = images * (rows + 2) * (cols + 2 * (16 // size))
         pitch = plane + (40 - plane % 16) % 16
-        stage = _CHUNK_BYTES * pitch + (_CHUNK_BYTES * plane if element_bytes == 2 else 0)
-        filter_bytes = 9 * filters * _CHUNK_BYTES
+        stage = _CHUNK_BYTES * pitch + (_CHUNK_BYTES * plane if size == 2 else 0)
+        filter_bytes = 9 * filters * _CHUNK_BYTES * (2 if precision == "tf32x3" else 1)  # split beforehand
         return self.stages * (stage + (0 if self.resident else filter_bytes)) + self.resident * filter_bytes
 
 
@@ -104,6 +105,10 @@ HALF_TILES: Final = (
 )
 """For 16-bit elements, whose patches take twice the shared memory until they are interleaved. Maps of 28 columns and
 less are the library's, which is twice as fast there."""
+
+SPLIT_TILES: Final = (Tile(2, 1, 4, (2, 1, 2), 1, 2, 3, 0.8, resident=True),)
+"""For 3xTF32: operands and sums take twice the registers; filters, split beforehand, twice the shared memory. With more
+channels than a chunk Hopper's products by way of channels_last are faster."""
 
 _SPEED: Final = 2.0
 """How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
@@ -136,8 +141,7 @@ def _cost(problem: Conv2dProblem, tile: Tile) -> float:
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """The direct kernels and what they cost."""
     fits = (
-        problem.precision != "tf32x3"
-        and problem.out_layout == "nchw"
+        problem.out_layout == "nchw"
         and problem.kernel == (3, 3)
         and problem.stride == (1, 1)
         and problem.dilation == (1, 1)
@@ -162,7 +166,8 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         )
 
     found = []
-    for tile in filter(usable, TILES if size == 4 else HALF_TILES):
+    of_precision = HALF_TILES if size == 2 else SPLIT_TILES if problem.precision == "tf32x3" else TILES
+    for tile in filter(usable, of_precision):
         numbers = (
             *(tile.mmas, tile.rows, tile.col_mmas, *tile.warps, tile.images, tile.stages),
             *(tile.blocks_per_multiprocessor, int(tile.resident)),
@@ -176,7 +181,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             cpp,
             pack(problem),
             tile.workspace(problem),
-            tile.shared_bytes(size),
+            tile.shared_bytes(problem.precision),
         )
         found.append((_cost(problem, tile), kernel))
     return found

@@ -47,6 +47,7 @@ from fxfuse.problem import (
     gate_of,
     in_order,
     typed,
+    without_unread,
 )
 
 MINIMUM_CAPABILITY = (8, 0)
@@ -108,6 +109,8 @@ def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidat
     like = torch.empty_strided(acc.shape, contiguous_strides(acc.shape), dtype=acc.dtype, device="meta")
     # for all but the kernel the other product is an operand like the first
     seen = dataclasses.replace(problem, operands=(TensorMeta.of(like, problem.x.device), *others))
+    if without_unread(seen, like) is not None:
+        raise UnsupportedError("only the dtype of an operand counts")
     prepared = prepare(seen, like)
     if prepared.weight is None or prepared.weight.convert is not None:
         raise UnsupportedError("its weights would have to be copied")
@@ -453,7 +456,8 @@ def _channels_last_runner(
 
 def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int]) -> Draft:
     chosen = plan_pass(problem, acc)
-    operands, in_place, index = chosen.operands, chosen.in_place, problem.x.device.index
+    operands, in_place, reads_x = chosen.operands, chosen.in_place, chosen.reads_x
+    index = problem.x.device.index
     shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype
     kernel = pointwise.kernel(operands.layout, dtype, dtype, problem.x.alignment if in_place else pointwise.ACCESS)
     text = codegen.generate(chosen.expression, dtype, operands.kinds, kernel, columns=operands.columns)
@@ -469,10 +473,10 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
 
     def by_address(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:
         x, *others = addresses
-        return write(tensors[0], others if in_place else (*others, x))
+        return write(tensors[0], (*others, x) if reads_x else others)
 
     def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
-        pointers, _kept = arguments(others if in_place else (*others, x))
+        pointers, _kept = arguments((*others, x) if reads_x else others)
         return write(x, pointers)
 
     chosen_run = by_address_on_device(index, by_address) if operands.are_addresses else on_device(index, run)

@@ -13,12 +13,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import math
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +27,11 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, cache
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda.precision import precision
 from fxfuse.errors import BuildError, LaunchError
+from fxfuse.locks import free_in_children
 from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
@@ -161,7 +160,7 @@ def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
             logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
             return error
 
-    with ThreadPoolExecutor(max_workers=len(candidates)) as pool:
+    with ThreadPoolExecutor(max_workers=len(candidates)) as pool, build.interrupted_together():
         results = list(pool.map(attempt, candidates))
     ready = [
         (candidate, result)
@@ -175,7 +174,7 @@ def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
 
 # ------------------------------------------------------------------------------------------- measuring
 
-_measuring = threading.Lock()
+_measuring = free_in_children(threading.Lock())
 """One contest at a time: the GPU is shared."""
 
 
@@ -314,34 +313,37 @@ def _key(problem: Problem) -> str:
 
 
 def _file(key: str) -> Path:
-    return build.private_cache() / "choices" / f"{key}.json"
+    return cache.writable() / "choices" / f"{key}.json"
+
+
+def _stored(key: str) -> _Choice | None:
+    for folder in cache.folders():
+        try:
+            value = cache.read_document(folder, "choices", f"{key}.json", key=key)
+            times = tuple((str(name), float(time)) for name, time in value["measured"])
+            return _Choice(str(value["name"]), str(value["identity"]), times)
+        except FileNotFoundError:
+            continue
+        except cache.UNREADABLE as error:
+            logger.info("fxfuse: a stored choice cannot be read and is measured anew: %s", error)
+    return None
 
 
 def _recall(problem: Problem) -> _Choice | None:
     key = _key(problem)
     if key not in _choices:
-        try:
-            stored = json.loads(_file(key).read_text())
-            times = tuple((str(name), float(time)) for name, time in stored["measured"])
-            _choices[key] = _Choice(str(stored["name"]), str(stored["identity"]), times)
-        except FileNotFoundError:
+        stored = _stored(key)
+        if stored is None:
             return None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            logger.info("fxfuse: a stored choice cannot be read and is measured anew: %s", error)
-            return None
+        _choices[key] = stored
     return _choices[key]
 
 
 def _remember(problem: Problem, choice: _Choice) -> None:
     key = _key(problem)
     _choices[key] = choice
-    text = json.dumps({"name": choice.name, "identity": choice.identity, "measured": choice.measured}, indent=1)
-    path = _file(key)
+    value = {"name": choice.name, "identity": choice.identity, "measured": choice.measured}
     try:
-        path.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            written.write_text(text)
-            written.replace(path)  # a reader sees all of it or nothing
+        cache.write_document(_file(key), key, value)
     except OSError as error:  # it is kept for this process
         logger.info("fxfuse: a choice cannot be stored: %s", error)

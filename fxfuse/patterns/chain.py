@@ -21,9 +21,8 @@ from fxfuse.patterns.anchors import Anchor, noted
 from fxfuse.patterns.library import LibraryCall, find_library
 from fxfuse.patterns.mutation import Mutations, spelling
 from fxfuse.patterns.region import Region, compact
-from fxfuse.patterns.tensors import tensors_of
-from fxfuse.patterns.values import BATCH_NORMS, Growth, check_overwritten, is_nothing, overwritten_by, value_of
-from fxfuse.simplify import simplify
+from fxfuse.patterns.values import BATCH_NORMS, Full, Growth, check_overwritten, is_nothing, overwritten_by, value_of
+from fxfuse.simplify import is_fresh, simplify
 
 LEAST: Final = 2
 """Operations that a chain has, of those for which eager makes a pass each: one alone gains nothing."""
@@ -49,10 +48,10 @@ class _Source:
 class Chains:
     """Finds the chains of one graph."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, mutations: Mutations) -> None:
+    def __init__(self, root: nn.Module, tensors: frozenset[fx.Node], mutations: Mutations) -> None:
         self._root = root
         self._mutations = mutations
-        self._tensors = tensors_of(root, graph)
+        self._tensors = tensors
 
     def ending_at(self, output: fx.Node, taken: set[fx.Node]) -> Region | tuple[fx.Node, str] | None:
         """The chain that ends at `output`, which no region has taken; None if there is none.
@@ -68,7 +67,8 @@ class Chains:
             source = self._source(members, taken)
             if source is None:
                 return None
-            growth = Growth(self._root, source.node, Anchor("pointwise", source.node, None), {source.node: Acc()})
+            anchor = Anchor("pointwise", source.node, None)
+            growth = Growth(self._root, source.node, anchor, self._tensors, {source.node: Acc()})
             misfit = self._first_misfit(growth, members, source)
             if misfit is None:
                 return self._closed(growth, members, source)
@@ -124,15 +124,22 @@ class Chains:
         return min(sources, key=rank, default=None)
 
     def _first_misfit(self, growth: Growth, members: list[fx.Node], source: _Source) -> fx.Node | None:
-        """Gives each of `members` its expression. Returns the first that has none here, if any."""
+        """Gives each of `members` its expression. Returns the first that has none here, if any.
+
+        Where there is no room for more, the last one that fits: another chain ends there.
+        """
+        latest: fx.Node | None = None
         own = {*members, source.node} if source.owned else set(members)
         for node in members:
             try:
                 value = value_of(growth, node)
                 self._check_written(node, own)
                 check_overwritten(growth, node, self._mutations)
+            except Full:
+                return latest or node
             except Rejected:
                 return node
+            latest = node
             if value is None or (node is members[-1] and ops.is_boolean(value)):
                 return node
             growth.values[node] = value
@@ -152,9 +159,12 @@ class Chains:
                 return None
         if sum(map(self._launches, members)) < LEAST:
             return (source.node, f"only '{output.name}' follows, one pass in torch, too") if source.owned else None
-        epilogue = simplify(growth.values[output])
+        value = growth.values[output]
+        epilogue = simplify(value, fresh_acc=source.owned)
         if isinstance(epilogue, Acc) or not depends_on_acc(epilogue):
             return None
+        if is_fresh(value, source.owned) and not is_fresh(epilogue, source.owned):
+            return None  # of what eager computes anew a tensor from outside is left
         anchor = Anchor("pointwise", source.node, None, options={"overwrite": source.owned})
         nodes = members if source.library is None else [source.node, *members]
         return Region(anchor, tuple(nodes), *compact(epilogue, growth.operands), library=source.library)

@@ -10,6 +10,7 @@ from fxfuse.patterns.chain import Chains
 from fxfuse.patterns.gated import join_gated
 from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.region import Region, Skipped, close, grow
+from fxfuse.patterns.tensors import tensors_of
 
 
 def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[Skipped]]:
@@ -18,7 +19,7 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
     Anchors are taken from last to first, so that a residual addition of two anchors' results goes to the later one,
     whose other input is then ready. Chains come last, the latest first, so that each is as long as it can be.
     """
-    mutations = Mutations(root, graph)
+    mutations, tensors = Mutations(root, graph), tensors_of(root, graph)
     regions: list[Region] = []
     skipped: dict[fx.Node, str] = {}
     taken: set[fx.Node] = set()
@@ -30,7 +31,7 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
             continue
         if anchor is None:
             continue
-        growth = grow(root, node, anchor, taken, mutations)
+        growth = grow(root, node, anchor, taken, mutations, tensors)
         closed = close(growth, mutations)
         if isinstance(closed, str):
             skipped[node] = closed
@@ -40,7 +41,7 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
             skipped.update((refused, reason) for refused, reason in growth.refused.items() if refused not in taken)
     regions = join_gated(root, regions, mutations)
     taken.update(node for region in regions for node in region.nodes)
-    chains = Chains(root, graph, mutations)
+    chains = Chains(root, tensors, mutations)
     for node in reversed(graph.nodes):
         chain = None if node in taken else chains.ending_at(node, taken)
         if isinstance(chain, Region):

@@ -102,7 +102,8 @@ def find_library(root: nn.Module, node: fx.Node) -> LibraryCall | None:
 def _module_call(node: fx.Node, module: nn.Module) -> LibraryCall | None:
     """A module as a call of its function: hooks that it is given later would see a result that is overwritten."""
     row = _BY_TARGET.get(type(module))
-    if row is None or has_hooks(module) or len(node.args) + len(node.kwargs) != 1:
+    inputs = [*node.args, *node.kwargs.values()]
+    if row is None or has_hooks(module) or len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
         return None
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return None

@@ -52,14 +52,23 @@ def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
     """The op table's row that `node` spells, with what its arguments say about overwriting."""
     if node.op == "call_module":
         return ops.find_module(root.get_submodule(str(node.target)))
-    if node.op == "call_method":
-        return ops.find_method(str(node.target))
-    if node.op != "call_function":
+    if node.op not in ("call_method", "call_function"):
         return None
-    found = ops.find_function(node.target)
+    is_method = node.op == "call_method"
+    found = ops.find_method(str(node.target)) if is_method else ops.find_function(node.target)
+    if found is not None and found.of_two_tensors and len(second_arguments(node)) != 1:
+        return None
+    if is_method:
+        return found
     if found is not None and ops.split_in_place(node.target, node.args, node.kwargs)[2]:
         return ops.Spelling(found.row, True)
     return found
+
+
+def second_arguments(node: fx.Node) -> list[fx.Node]:
+    """The values that a call gets beside its first argument; none if any other is no value of the graph."""
+    others = [*node.args, *node.kwargs.values()][1:]
+    return [other for other in others if isinstance(other, fx.Node)] if node.kwargs.keys() <= {"input", "other"} else []
 
 
 _SWITCHES: Final = frozenset(

@@ -57,9 +57,15 @@ class Skipped:
 # ---------------------------------------------------------------------------------------- growing, closing
 
 
-def grow(root: nn.Module, anchor_node: fx.Node, anchor: Anchor, taken: set[fx.Node], mutations: Mutations) -> Growth:
-    """Goes from an anchor over whatever computes with its result, but for nodes of other regions."""
-    growth = Growth(root, anchor_node, anchor, {anchor_node: Acc()})
+def grow(
+    root: nn.Module, anchor_node: fx.Node, anchor: Anchor, taken: set[fx.Node], mutations: Mutations,
+    tensors: frozenset[fx.Node],
+) -> Growth:  # fmt: skip
+    """Goes from an anchor over whatever computes with its result, but for nodes of other regions.
+
+    `tensors` are the graph's nodes that are surely tensors.
+    """
+    growth = Growth(root, anchor_node, anchor, tensors, {anchor_node: Acc()})
     for node in sorted(_descendants(anchor_node), key=mutations.order.__getitem__):
         if node.op == "output" or not any(arg in growth.values for arg in node.all_input_nodes):
             continue

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxfuse import ops
 from fxfuse.patterns.anchors import known_tensor, noted
+from fxfuse.patterns.mutation import second_arguments
 
 _NOT_TENSORS: Final = frozenset(
     {"size", "dim", "numel", "item", "stride", "tolist", "nelement", "ndimension", "storage_offset", "data_ptr",
@@ -59,7 +60,7 @@ def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
             several = isinstance(module, _TUPLE_MODULES) or getattr(module, "return_indices", False)
             return _is_torchs(root, node) and not several
         case "call_method":
-            return _is_tensor_method(node.target) and node.target not in _TUPLES
+            return _is_tensor_method(node.target) and (node.target not in _TUPLES or _is_of_two(node, tensors))
         case "call_function":
             if node.target is getattr:
                 return node.args[0] in tensors and node.args[1] in _VIEWS
@@ -68,8 +69,17 @@ def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
             if _module_of(node.target) == "_operator":
                 direct = (arg for arg in node.args if isinstance(arg, fx.Node))  # a tuple may hold others
                 return _is_tensor_operator(node) or any(arg in tensors for arg in direct)
-            return _is_tensor_function(node.target) and _name_of(node.target) not in _TUPLES
+            is_tuple = _name_of(node.target) in _TUPLES and not _is_of_two(node, tensors)
+            return _is_tensor_function(node.target) and not is_tuple
     return False
+
+
+def _is_of_two(node: fx.Node, tensors: set[fx.Node]) -> bool:
+    """Whether it is one of those functions that compute with two tensors element by element, and reduce one."""
+    is_method = node.op == "call_method"
+    found = ops.find_method(str(node.target)) if is_method else ops.find_function(node.target)
+    others = second_arguments(node)
+    return found is not None and found.of_two_tensors and len(others) == 1 and others[0] in tensors
 
 
 def _makes_several(root: nn.Module, node: Any) -> bool:

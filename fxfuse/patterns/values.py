@@ -13,7 +13,8 @@ from fxfuse import ops
 from fxfuse.expression import Expr, Operand, call
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, Source, has_hooks, known_tensor, noted
-from fxfuse.patterns.mutation import Mutations, spelling
+from fxfuse.patterns.mutation import Mutations, second_arguments, spelling
+from fxfuse.problem import MAX_OPERANDS
 
 _DROPOUT_MODULES: Final = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -25,9 +26,21 @@ _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
     torch.ops.aten.dropout,
 )  # fmt: skip
-_STOCHASTIC_DEPTH: Final = ("torchvision.ops.stochastic_depth", "stochastic_depth")
-"""Drops whole samples. torchvision's models call it wrapped, so that it stands in their graphs; named here so as not to
-import torchvision."""
+_TORCHVISIONS: Final = {
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"): 3,
+    ("torchvision.ops.drop_block", "drop_block2d"): 5,
+    ("torchvision.ops.drop_block", "drop_block3d"): 5,
+}
+"""Functions that drop samples or blocks, with the position of their flag `training`. torchvision's models call them
+wrapped, so that they stand in graphs; named here so as not to import torchvision."""
+
+
+MAX_OPERATIONS: Final = 256
+"""Of a region: a kernel of so many takes a compiler seconds, and one of 2000 half a minute."""
+
+
+class Full(Rejected):
+    """A region has no room for a node that would fit otherwise."""
 
 
 @dataclass
@@ -37,12 +50,16 @@ class Growth:
     root: nn.Module
     anchor_node: fx.Node
     anchor: Anchor
+    tensors: frozenset[fx.Node] = frozenset()
+    """The graph's nodes whose values are surely tensors."""
     values: dict[fx.Node, Expr] = field(default_factory=dict)
     operands: list[Source] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
     def operand(self, source: Source) -> Operand:
         if source not in self.operands:
+            if len(self.operands) == MAX_OPERANDS:
+                raise Full(f"a region reads at most {MAX_OPERANDS} tensors beside its first one")
             self.operands.append(source)
         return Operand(self.operands.index(source))
 
@@ -84,18 +101,32 @@ class Growth:
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is a tensor, as far as the graph tells; sizes and numbers are not."""
-    if isinstance(noted(node), torch.Tensor):
-        return True
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        if isinstance(noted(node), torch.Tensor):
+            return True
+        if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "math", "builtins"):
+            if node.target is getattr:
+                if node.args[1] in ("T", "mT", "H", "mH", "data", "real", "grad"):
+                    return True
+                continue
+            new = [arg for arg in node.all_input_nodes if arg not in seen]  # it is one if one of these is
+            seen.update(new)
+            stack.extend(new)
+        elif _is_tensor_itself(node):
+            return True
+    return False
+
+
+def _is_tensor_itself(node: fx.Node) -> bool:
+    """The same of a node for which its arguments do not decide it."""
     if node.op == "placeholder":
         numbers = (int, float, bool)
         default = node.args[0] if node.args else None
         return node.type not in numbers and not isinstance(default, numbers)
     if node.op == "call_method":
         return node.target not in ("size", "dim", "numel", "item", "stride", "tolist", "nelement", "ndimension")
-    if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "math", "builtins"):
-        if node.target is getattr:
-            return node.args[1] in ("T", "mT", "H", "mH", "data", "real", "grad")
-        return bool(node.all_input_nodes) and any(is_tensor(arg) for arg in node.all_input_nodes)
     return True
 
 
@@ -118,10 +149,11 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
     target = ops.function_of(node.target)
     if target in _DROPOUT_FUNCTIONS:
         position = 2
-    elif (getattr(target, "__module__", None), getattr(target, "__name__", None)) == _STOCHASTIC_DEPTH:
-        position = 3
     else:
-        return False
+        name = (getattr(target, "__module__", ""), getattr(target, "__name__", ""))
+        if name not in _TORCHVISIONS:
+            return False
+        position = _TORCHVISIONS[name]
     training = node.args[position] if len(node.args) > position else True
     return node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
@@ -145,6 +177,8 @@ def is_nothing(root: nn.Module, node: fx.Node) -> bool:
 
 def value_of(growth: Growth, node: fx.Node) -> Expr | None:
     """The node's expression; None if it is no pointwise operation. Raises Rejected if it is one that does not fit."""
+    if len(growth.values) > MAX_OPERATIONS:
+        raise Full(f"a region has at most {MAX_OPERATIONS} operations")
     module = growth.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and has_hooks(module):
         raise Rejected(f"'{node.name}' has hooks")
@@ -155,6 +189,8 @@ def value_of(growth: Growth, node: fx.Node) -> Expr | None:
     found = spelling(growth.root, node)
     if found is None:
         return None
+    if found.of_two_tensors and not growth.tensors.issuperset(second_arguments(node)):
+        raise Rejected(f"'{node.name}' may have a dimension for its second argument")
     args, kwargs, _ = ops.split_in_place(node.target, node.args, node.kwargs)
     args = [growth.argument(arg) for arg in args]
     kwargs = {name: growth.argument(arg) for name, arg in kwargs.items()}

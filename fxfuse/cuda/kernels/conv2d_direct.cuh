@@ -1,4 +1,5 @@
-// Direct 3x3 convolution, stride 1, NCHW: float32 operands rounded to the nearest TF32, or 16-bit operands.
+// Direct 3x3 convolution, stride 1, NCHW: float32 operands rounded to the nearest TF32 or split in two (3xTF32), or
+// 16-bit operands.
 //
 // A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, or 16 of 16 bits, the
 // patch of x under the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every
@@ -81,7 +82,11 @@ struct Conv2dDirect {
             for (int chunk = 0; chunk < stream.chunks(); ++chunk) {
                 stream.complete(Config::kReadsAhead ? next_stage(use) : use);
                 __syncthreads();  // everyone's copies are complete, and everyone has read the stage before
-                multiply(sum, operands, stream, shared, use, chunk, skews);
+                if constexpr (Mma::kProducts > 1) {
+                    multiply_split(sum, stream, shared, use, chunk, skews);
+                } else {
+                    multiply(sum, operands, stream, shared, use, chunk, skews);
+                }
                 use = next_stage(use);
             }
             __syncthreads();  // everyone has read the last stage
@@ -329,7 +334,9 @@ private:
         static __device__ __forceinline__ uint32_t apart(uint32_t bits) {
             if constexpr (Config::kPairs) return Mma::add(bits, 0);
 #if __CUDA_ARCH__ >= 900
-            if constexpr (Config::kAlignedWords) return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
+            if constexpr (Config::kAlignedWords && Mma::kProducts == 1) {
+                return __float_as_uint(__fadd_rn(__uint_as_float(bits), 0.0f));
+            }
 #endif
             return bits;
         }
@@ -373,6 +380,59 @@ private:
     static __device__ __forceinline__ typename Mma::A load_filters(const uint4* w, int tap, int m) {
         const uint4 raw = w[Fragments::index(tap % kKernel, tap / kKernel, m) * 32];
         return {{raw.x, raw.y, raw.z, raw.w}};
+    }
+
+    // Multiplies the stage at `use` where each product is the sum of several (3xTF32). Operands take twice the registers:
+    // they are read when they are needed, one row of the filter after the other, and other warps hide the latency. Tensor
+    // cores truncate what they add to, so that each tap has accumulators of its own.
+    static __device__ __forceinline__ void multiply_split(Sum& sum, Stream& stream, const unsigned char* shared,
+                                                          uint32_t use, int chunk, uint32_t skews) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const Warp warp(threadIdx.x);
+        const uint32_t* x = reinterpret_cast<const uint32_t*>(shared + use) + lane % 4 * Config::kChannelPitch +
+                            warp.image * Config::kImagePitch + warp.row * Config::kPatchCols + warp.col +
+                            lane / 4 * kWindow;
+        const uint4* w = reinterpret_cast<const uint4*>(
+                             kResident ? shared + resident_offset() + chunk * Config::kFilterBytes
+                                       : shared + use + Config::kPatchBytes) + warp.m * kMmasM * Fragments::kParts * 32 + lane;
+        stream.template work<1>(0);
+#pragma unroll 1
+        for (int r = 0; r < kKernel; ++r) {
+            Pixels rows[kWarpRows];
+#pragma unroll
+            for (int y = 0; y < kWarpRows; ++y) rows[y].load(x + (r + y) * Config::kPatchCols + Skews::of_row(skews, r + y));
+#pragma unroll
+            for (int s = 0; s < kKernel; ++s) {
+#pragma unroll
+                for (int m = 0; m < kMmasM; ++m) {
+                    const uint4 hi = w[Fragments::index(s, r, m) * 32], lo = w[(Fragments::index(s, r, m) + 1) * 32];
+                    const typename Mma::A a = {{hi.x, hi.y, hi.z, hi.w}, {lo.x, lo.y, lo.z, lo.w}};
+#pragma unroll
+                    for (int y = 0; y < kWarpRows; ++y) {
+                        float tap[kMmasN][4] = {};
+                        add_products<0>(tap, a, rows[y], s);
+#pragma unroll
+                        for (int n = 0; n < kMmasN; ++n) {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) sum[y][m][n][i] += tap[n][i];
+                        }
+                    }
+                }
+            }
+        }
+        ptx::cp_async_commit();
+        stream.advance();
+    }
+
+    // One product of all pixels before the next: those of one pixel depend on each other.
+    template <int kProduct>
+    static __device__ __forceinline__ void add_products(float (&tap)[kMmasN][4], const typename Mma::A& a,
+                                                        const Pixels& row, int s) {
+        if constexpr (kProduct < Mma::kProducts) {
+#pragma unroll
+            for (int n = 0; n < kMmasN; ++n) Mma::template product<kProduct>(tap[n], a, row.operand(n, s));
+            add_products<kProduct + 1>(tap, a, row, s);
+        }
     }
 
     // Multiplies the stage at `use`. Operands are read as soon as the registers are free that they go to, and what else

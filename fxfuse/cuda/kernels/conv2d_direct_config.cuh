@@ -34,7 +34,7 @@ struct Conv2dDirectConfig {
     static constexpr bool kAlignedRows = kSkew != kAnySkew;
     static_assert(kStages == 2 || (kStages == 3 && !kPairs), "PatchCopy remembers what it copied two stages ago");
     // Whether the stage after the one in use is complete, too, so that its first fragments are read before the barrier.
-    static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0;
+    static constexpr bool kReadsAhead = kStages == 3 && kResidentChunks == 0 && Mma::kProducts == 1;
     static constexpr int kPendingStages = kReadsAhead ? 0 : kStages - 2;  // that may be under way at the barrier
 
     static constexpr int kThreads = kWarpsM * kWarpsY * kWarpsX * kImages * 32;
@@ -67,7 +67,7 @@ struct Conv2dDirectConfig {
     static constexpr int kPlanePitch = kUnpaddedPitch;
     static constexpr int kPlaneBytes = kPairs ? kChannels * kPlanePitch * kSize : 0;
     static constexpr int kPatchBytes = kWords * kChannelPitch * 4;
-    static constexpr int kFilterBytes = kTaps * kFilterTile * kWords * 4;
+    static constexpr int kFilterBytes = kTaps * kFilterTile * kWords * 4 * (Mma::kProducts > 1 ? 2 : 1);
     static constexpr int kUsedBytes = kPatchBytes + (kResidentChunks == 0 ? kFilterBytes : 0);
     static constexpr int kStageBytes = kPlaneBytes + kUsedBytes;
     static constexpr int kSharedBytes = kStages * kStageBytes + kResidentChunks * kFilterBytes;

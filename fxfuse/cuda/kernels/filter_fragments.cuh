@@ -1,4 +1,5 @@
-// Filters of a 3x3 convolution in the order in which warps read them: as A fragments (mma.cuh), float rounded to TF32.
+// Filters of a 3x3 convolution in the order in which warps read them: as A fragments (mma.cuh), float rounded to TF32 or,
+// for 3xTF32, split into two fragments that follow each other, hi and lo.
 //
 // One unit holds what kFilterTile filters have in 8 channels, or 16 of 16 bits: [column s][row r][16 filters][lane] of
 // 16 bytes each, so that a warp reads a fragment as one access of 512 bytes. Filters and channels that do not exist are
@@ -21,16 +22,19 @@ struct FilterFragments {
     static constexpr int kKernel = 3, kMmasM = kFilterTile / kMmaM;
     static constexpr int kSize = static_cast<int>(sizeof(Element)), kPerWord = 4 / kSize;
     static constexpr int kChannels = kMmaBytesOfK / kSize;
-    static constexpr int kFragments = kKernel * kKernel * kMmasM;
+    static constexpr int kParts = Mma::kProducts > 1 ? 2 : 1;
+    static constexpr int kFragments = kKernel * kKernel * kMmasM * kParts;
     static constexpr int kPieces = kFragments * 32;  // of 16 bytes, in a unit
 
-    // Of the fragment for column s, row r and 16 filters m.
-    static __device__ __forceinline__ constexpr int index(int s, int r, int m) { return (s * kKernel + r) * kMmasM + m; }
+    // Of the (first) fragment for column s, row r and 16 filters m.
+    static __device__ __forceinline__ constexpr int index(int s, int r, int m) {
+        return ((s * kKernel + r) * kMmasM + m) * kParts;
+    }
 
     // Piece `piece` of the unit of `filters` filters from `filter` on and channels (of the group) from `channel` on.
     static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const Element* w, int filter,
                                                   int filters, int channel, int channels, int piece) {
-        const int lane = piece % 32, fragment = piece / 32, m = fragment % kMmasM, tap = fragment / kMmasM;
+        const int lane = piece % 32, fragment = piece / 32 / kParts, m = fragment % kMmasM, tap = fragment / kMmasM;
         const Element* corner = w + tap % kKernel * problem.w_row + tap / kKernel * problem.w_col;
         uint32_t value[4];
 #pragma unroll
@@ -40,13 +44,22 @@ struct FilterFragments {
             value[i] = 0;
             if (k >= filters) continue;
             if constexpr (kSize == 4) {
-                if (c < channels) value[i] = Tf32::round_to_tf32(__float_as_uint(*source));
+                if (c < channels) value[i] = __float_as_uint(*source);
             } else {
                 if (c < channels) value[i] = bits(source[0]);
                 if (c + 1 < channels) value[i] |= bits(source[problem.w_channel]) << 16;
             }
         }
-        return make_uint4(value[0], value[1], value[2], value[3]);
+        if constexpr (kParts == 2) {
+            const typename Mma::A a = Mma::make_a(value);
+            return piece / 32 % 2 == 0 ? make_uint4(a.hi[0], a.hi[1], a.hi[2], a.hi[3])
+                                       : make_uint4(a.lo[0], a.lo[1], a.lo[2], a.lo[3]);
+        } else if constexpr (kSize == 4) {
+            const typename Mma::A a = Mma::make_a(value);
+            return make_uint4(a.value[0], a.value[1], a.value[2], a.value[3]);
+        } else {
+            return make_uint4(value[0], value[1], value[2], value[3]);
+        }
     }
 
     // Packs the chunk-th channels to `unit`, by all kThreads threads of a block.

@@ -1,0 +1,15 @@
+"""Locks that are free in a forked process, whichever thread holds them in the process that forks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+L = TypeVar("L")
+
+
+def free_in_children(lock: L) -> L:
+    """`lock` (a threading.Lock or RLock): in a child its holder does not exist, and would never release it."""
+    renewed: Any = lock  # the method is the standard library's own for this, and not documented
+    os.register_at_fork(after_in_child=renewed._at_fork_reinit)
+    return lock

@@ -1,0 +1,147 @@
+"""Activations that a model does not keep are not kept for it: torch.utils.checkpoint, also with Dropout inside."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import fxfuse
+from fxfuse.backend import compile_graph
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 64), nn.Linear(64, 8), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.silu(self.up(x))))
+
+
+class CallingBlock(Block):
+    """As the layers of transformers have had it."""
+
+    def __call__(self, *args, **kwargs):
+        call = partial(super().__call__, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False) if self.training else call(*args)
+
+
+class Network(nn.Module):
+    def __init__(self, way, block=Block):
+        super().__init__()
+        self.blocks = nn.Sequential(*(block() for _ in range(3)))
+        self.head = nn.Linear(8, 8)
+        self.way = way
+
+    def forward(self, x):
+        return F.relu(self.head(self.way(self.blocks, x)))
+
+
+def each(blocks, x, **options):
+    for block in blocks:
+        x = checkpoint(block, x, **options)
+    return x
+
+
+def plain(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+WAYS = {
+    "saved tensor hooks": lambda: Network(partial(each, use_reentrant=False)),
+    "reentrant": lambda: Network(partial(each, use_reentrant=True)),
+    "in sequence": lambda: Network(lambda blocks, x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)),
+    "a __call__ of the layer": lambda: Network(plain, CallingBlock),
+    "a __call__ of the model": CallingBlock,
+    "inside a model": lambda: nn.Sequential(Network(partial(each, use_reentrant=False)), nn.Linear(8, 8), nn.Tanh()),
+    "none": lambda: Network(plain),
+}
+
+
+def step(model):
+    """Result and gradients of a training step, and the bytes of activations that it kept for the latter."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    x = randn(6, 8).requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(parameter.grad for parameter in model.parameters())], sum(kept.values())
+
+
+def assert_same_step(model, fast):
+    (actual, kept), (expected, eager_kept) = step(fast), step(model)
+    torch.testing.assert_close(actual, expected)
+    assert kept <= 1.1 * eager_kept
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_training_keeps_what_eager_keeps(name):
+    model = WAYS[name]().train()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    reason = {"none": None, "reentrant": "switches autocast or gradients"}.get(name, "checkpoint")
+    reasons = [item.reason for item in fxfuse.explain(fast).skipped if "runs as Python" in item.reason]
+    assert any(reason in text for text in reasons) if reason else not reasons
+    assert_same_step(model, fast)
+    assert_same_step(model, copy.deepcopy(fast))
+    for training in (False, True):
+        model.train(training), fast.train(training)
+    assert_same_step(model, fast)
+
+
+def test_what_is_around_a_checkpoint_is_fused():
+    fast = fxfuse.optimize(WAYS["inside a model"]().train())
+    assert "tanh(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]
+    fast = fxfuse.optimize(WAYS["a __call__ of the layer"]().train())
+    assert "relu(acc)" in [region.epilogue for region in fxfuse.explain(fast).regions]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_dynamos_graphs_recompute(name):
+    torch.compiler.reset()
+    model = WAYS[name]().train()
+    before = set(fxfuse.compiled_graphs())
+    assert_same_step(model, torch.compile(copy.deepcopy(model), backend=compile_graph))
+    regions = [
+        region for graph in fxfuse.compiled_graphs() if graph not in before for region in fxfuse.explain(graph).regions
+    ]
+    assert "silu(acc)" in [region.epilogue for region in regions]
+
+
+class Transparent(nn.Module):
+    """Its class changes what a call of it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def __call__(self, x):
+        return super().__call__(x * 2) + 1
+
+    def forward(self, x):
+        return F.relu(self.fc(x))
+
+
+@pytest.mark.parametrize("make", [Transparent, lambda: nn.Sequential(Transparent(), Transparent())])
+def test_a_call_of_the_class_is_part_of_the_model(make):
+    model = make().eval()
+    calls = []
+    model.register_forward_hook(lambda *args: calls.append(args))
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(randn(3, 8)), model(randn(3, 8)))
+    assert len(calls) == 2 and fxfuse.explain(fast).regions

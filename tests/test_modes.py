@@ -1,0 +1,225 @@
+"""Calls in every order of torch's modes: each gives what eager gives under its own, whatever came before it."""
+
+import contextlib
+import random
+import threading
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from helpers import Net, Net2, assert_same_kind, linear, randn
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxfuse
+from fxfuse import cuda_graphs
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class WatchingFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "grad within inference": lambda: _nested(torch.inference_mode, lambda: torch.inference_mode(False)),
+    "grad within no_grad": lambda: _nested(torch.no_grad, torch.enable_grad),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without gradients": lambda: _nested(torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+    "saved on the CPU": torch.autograd.graph.save_on_cpu,
+    "deterministic": deterministic,
+    "anomalies": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "default dtype without gradients": lambda: _nested(torch.no_grad, lambda: default_dtype(torch.float64)),
+    "default device": lambda: torch.device("meta"),
+    "dispatch mode": Watching,
+    "function mode": WatchingFunctions,
+}
+
+
+@contextlib.contextmanager
+def _nested(outer, inner):
+    with outer(), inner():
+        yield
+
+
+def plainly(call, x):
+    return call(x)
+
+
+def forward_derivative(call, x):
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x))))
+        return torch.stack([result.primal, result.tangent])
+
+
+WAYS = {
+    "plainly": plainly,
+    "as a subclass": lambda call, x: call(x.as_subclass(Sub)),
+    "negated lazily": lambda call, x: call(torch._neg_view(x)),
+    "a gradient": lambda call, x: call(x.detach().clone().requires_grad_()),
+    "forward derivative": forward_derivative,
+    "vmap": lambda call, x: torch.func.vmap(call)(x),
+    "func.grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "functional_call": lambda call, x: torch.func.functional_call(
+        call, {name: tensor.detach() * 2 for name, tensor in call.named_parameters()}, (x,)
+    ),
+}  # fmt: skip
+
+MODELS = {
+    "prelu": lambda: nn.Sequential(nn.PReLU(), nn.ReLU()),
+    "feed forward": lambda: nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(8), nn.SiLU()),
+    "gated": lambda: Net(lambda m, x: F.silu(m.a(x)) * m.b(x), a=linear(), b=linear()),
+    "dropout in place": lambda: nn.Sequential(linear(), nn.Dropout(0.5, inplace=True), nn.Tanh(), nn.SiLU()),
+    "residual": lambda: Net(lambda m, x: x + m.fc(x).tanh_(), fc=linear()),
+    "parameters": lambda: Net(lambda m, x: torch.sigmoid(x * m.w + m.v) * m.w, w=randn(8), v=randn(8, seed=1)),
+    "numbers": lambda: Net(lambda m, x: torch.where(x > 0, 0.1, 0.7) * m.w.detach() + (x > m.w) * 0.3, w=randn(8)),
+    "in place": lambda: Net(lambda m, x: (x * m.w).mul_(2).add_(m.w).sigmoid_(), w=randn(8)),
+}  # fmt: skip
+
+
+def outcome(model, mode, way, x):
+    """What a call gives: its result and all gradients, or the type of the exception."""
+    torch.manual_seed(0)
+    with MODES[mode]():
+        try:
+            result = WAYS[way](model, x)
+        except Exception as error:
+            return type(error), (), ()
+        gradients = ()
+        if result.requires_grad:
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            gradients = torch.autograd.grad(result.float().square().sum(), parameters, allow_unused=True)
+    seen = (type(result), result.dtype, result.shape, result.stride(), result.requires_grad, result.is_inference())
+    return seen, result.detach().as_subclass(torch.Tensor), gradients
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_call_is_as_eagers_in_any_order_of_modes(name, seed):
+    draw = random.Random(f"{name} {seed}")
+    model = MODELS[name]().train(draw.random() < 0.5)
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    for step in range(60):
+        mode, way = draw.choice(list(MODES)), draw.choice([*WAYS, *["plainly"] * len(WAYS)])
+        for repeat in range(draw.choice([1, 1, 3])):  # the third of a kind takes a short cut
+            expected, actual = outcome(model, mode, way, x), outcome(fast, mode, way, x)
+            where = f"call {step}.{repeat}: {mode}, {way}"
+            assert actual[0] == expected[0], where
+            tolerance = 2e-2 if "autocast" in mode else 1e-5
+            for have, want in zip((actual[1], *actual[2]), (expected[1], *expected[2]), strict=True):
+                torch.testing.assert_close(
+                    have, want, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
+                )
+
+
+@pytest.mark.parametrize("name", ["prelu", "feed forward", "gated", "in place"])
+def test_gradients_after_calls_without(name):
+    model = MODELS[name]()
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+    assert fast(x).requires_grad
+    for have, want in zip(outcome(fast, "grad", "plainly", x)[2], outcome(model, "grad", "plainly", x)[2], strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def test_a_thread_without_gradients_beside_one_that_trains():
+    model = MODELS["feed forward"]()
+    fast, x = fxfuse.optimize(model), randn(3, 8)
+    expected, stop, found = outcome(model, "grad", "plainly", x), threading.Event(), []
+
+    def evaluate():
+        while not stop.is_set():
+            found.append(outcome(fast, "no_grad", "plainly", x)[0][4])
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(100):
+            actual = outcome(fast, "grad", "plainly", x)
+            assert actual[0] == expected[0]
+            torch.testing.assert_close(actual[2], expected[2])
+    finally:
+        stop.set()
+        thread.join()
+    assert found and not any(found)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_a_subclass_as_an_operand_gives_its_own_type(mode):
+    model = Net2(lambda m, x, y: torch.where(y > 0, x, y))
+    fast, y = fxfuse.optimize(model), randn(8)
+    with MODES[mode]():
+        for x in [randn(3, 8).as_subclass(Sub)] * 4 + [randn(3, 8), randn(3, 8).as_subclass(Sub)]:
+            assert_same_kind(fast(x, y), model(x, y))
+
+
+SWITCHES = {
+    "default dtype": (torch.set_default_dtype, torch.get_default_dtype, torch.float64),
+    "deterministic algorithms": (
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True,
+    ),
+    "float32 matmul precision": (
+        torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium",
+    ),
+    "cuDNN's TF32": (
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value), lambda: torch.backends.cudnn.allow_tf32,
+        False,
+    ),
+    "float16 reductions": (
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction, False,
+    ),
+    "cuDNN": (
+        lambda value: setattr(torch.backends.cudnn, "enabled", value), lambda: torch.backends.cudnn.enabled, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_cuda_graph_is_for_the_switches_that_it_was_captured_with(name):
+    write, read, other = SWITCHES[name]
+    before, switches = read(), cuda_graphs._switches()
+    try:
+        write(other)
+        assert cuda_graphs._switches() != switches
+    finally:
+        write(before)
+    assert cuda_graphs._switches() == switches
