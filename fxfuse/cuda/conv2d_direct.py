@@ -18,7 +18,7 @@ from fxfuse.cuda.conv2d_problem import (
     varying,
 )
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import MMA
+from fxfuse.cuda.precision import MMA, Precision, element_bytes
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,14 @@ class Tile:
         chunks = ceil(problem.group_channels / _chunk(problem))
         return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
 
-    def shared_bytes(self, element_bytes: int) -> int:
+    def shared_bytes(self, precision: Precision) -> int:
         """Of a thread block, as Conv2dDirectConfig::kSharedBytes."""
         images, filters, rows, cols = self.extents
-        plane = images * (rows + 2) * (cols + 2 * (16 // element_bytes))
+        size = element_bytes(precision)
+        plane = images * (rows + 2) * (cols + 2 * (16 // size))
         pitch = plane + (40 - plane % 16) % 16
-        stage = _CHUNK_BYTES * pitch + (_CHUNK_BYTES * plane if element_bytes == 2 else 0)
-        filter_bytes = 9 * filters * _CHUNK_BYTES
+        stage = _CHUNK_BYTES * pitch + (_CHUNK_BYTES * plane if size == 2 else 0)
+        filter_bytes = 9 * filters * _CHUNK_BYTES * (2 if precision == "tf32x3" else 1)  # split beforehand
         return self.stages * (stage + (0 if self.resident else filter_bytes)) + self.resident * filter_bytes
 
 
@@ -180,7 +181,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
             cpp,
             pack(problem),
             tile.workspace(problem),
-            tile.shared_bytes(size),
+            tile.shared_bytes(problem.precision),
         )
         found.append((_cost(problem, tile), kernel))
     return found
