@@ -71,11 +71,12 @@ def optimize(
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
             UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel. A model whose
             parameters have no shape yet (LazyLinear) is a CaptureError in any case.
-        fp32: how float32 matrix products are computed on a GPU where torch's own switches ask for full precision (where
-            they allow TF32, that is used). "exact": as accurate as eager's for numbers of any size. "fast": each row of
-            x and of the weight is scaled and split into two float16 numbers, about twice as fast; as accurate for rows
-            whose numbers are within a factor of 2^18 of each other, while smaller ones lose digits. It takes scratch
-            memory as large as x and the weight at every call.
+        fp32: how float32 matrix products are computed on a GPU. "exact": as accurate as eager's, so that TF32 is
+            used where torch's switches allow it and torch's library uses it for that problem. "fast": TF32 wherever it
+            is allowed; where torch's switches ask for full precision, each row of x and of the weight is scaled
+            and split into two float16 numbers, about twice as fast; as accurate for rows whose numbers are within a
+            factor of 2^18 of each other, while smaller ones lose digits. It takes scratch memory as large as x and the
+            weight at every call.
         cuda_graphs: on a GPU, replay the model as one CUDA graph for calls without gradients in evaluation mode. The
             call of `example_inputs` is captured now; of other calls (shapes, dtypes, strides, values that are no
             tensors), the second of a kind, for up to 8 kinds. Results are the caller's own. Weights may change in place

@@ -152,6 +152,8 @@ class Plan:
     """Why torch runs it, if it does."""
     measured: tuple[tuple[str, float], ...] = ()
     """Times in seconds of the candidates that it was chosen from, if they were measured."""
+    errors: tuple[tuple[str, float], ...] = ()
+    """Their errors as multiples of what eager's allows, where those were compared."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates beside its output."""
     provisional: bool = False

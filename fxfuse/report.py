@@ -41,6 +41,8 @@ class RegionReport:
     """Why torch ran it for some of the calls, if it did: "gradients are due", or what no kernel can do."""
     measured: tuple[tuple[tuple[str, float], ...], ...] = ()
     """For each problem that was measured, the candidates' names and times in seconds."""
+    error: float | None = None
+    """The largest error of a chosen kernel as a multiple of what eager's allows, where they were compared."""
     chain: bool = False
     """Whether it is pointwise work alone, after torch's library or without any anchor."""
     workspace: int = 0
@@ -115,6 +117,8 @@ def _how(region: RegionReport) -> str:
         ranked = sorted(contest, key=lambda item: item[1])
         times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in ranked)
         ways.append(f"measured: {times}")
+    if region.error is not None:
+        ways.append(f"error {region.error:.2g}x of what eager's allows")
     if region.workspace:
         ways.append(f"scratch memory {region.workspace / 2**20:.1f} MB")
     if region.fallback:
@@ -193,5 +197,6 @@ def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
         kernel="; ".join(kernels) or None,
         fallback="; ".join(reasons) or None,
         measured=tuple(dict.fromkeys(plan.measured for plan in made if plan.measured)),
+        error=max((error for plan in made for name, error in plan.errors if name == plan.kernel), default=None),
         workspace=max((plan.workspace for plan in made), default=0),
     )

@@ -63,8 +63,8 @@ def capability(request):
 def test_kernels_fit_what_a_thread_block_has(kind, tf32, capability, ranked, monkeypatch):
     kernels = []
 
-    def noted(problem, acc):
-        family = prepare(problem, acc)
+    def noted(problem, acc, *multiplied):
+        family = prepare(problem, acc, *multiplied)
 
         def candidates(layout):
             kernels[:] = family.candidates(layout)

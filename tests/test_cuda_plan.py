@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxfuse import build
-from fxfuse.cuda import plan
+from fxfuse.cuda import exactness, plan
 from fxfuse.pooling import Separate
 from fxfuse.problem import Problem, TensorMeta
 
@@ -76,7 +76,7 @@ def test_candidates_have_names_of_their_own_and_generate_their_source(problem, r
 def test_the_library_goes_by_way_of_channels_last_where_that_was_measured_to_pay(
     images, channels_last, groups, tf32, offered, ranked, monkeypatch
 ):
-    monkeypatch.setattr(plan, "precision", lambda kind, dtype, fp32="exact": "tf32" if tf32 else "tf32x3")
+    monkeypatch.setattr(plan, "precision_of", lambda problem: "tf32" if tf32 else "tf32x3")
     strides = (128 * 784, 1, 28 * 128, 128) if channels_last else (128 * 784, 784, 28, 1)
     x = TensorMeta((images, 128, 28, 28), strides, torch.float32, CUDA)
     weight = meta(128, 128 // groups, 3, 3, is_parameter=True)
@@ -191,14 +191,16 @@ def test_pooling_that_torch_must_do(problem, reason, ranked):
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_without_tf32_kernels_of_ours_are_tried_in_channels_last(kernel, ranked, monkeypatch):
+@pytest.mark.parametrize("allowed", [False, True], ids=["not allowed", "not what eager does on NCHW"])
+def test_without_tf32_kernels_of_ours_are_tried_in_channels_last(kernel, allowed, ranked, monkeypatch):
     texts = []
     monkeypatch.setattr(build, "load", lambda source: texts.append(source.text))
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     x, weight = meta(4, 16, 30, 31), meta(64, 16, kernel, kernel, is_parameter=True)
     options = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)), ("groups", 1))
     problem = Problem("conv2d", options, "tanh(acc)", x, weight, meta(64, is_parameter=True), ())
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: problem.x.strides[1] == 1)
+    with torch.backends.cudnn.flags(allow_tf32=allowed):
         there = [candidate for candidate in ranked(problem, (9, 0)) if "in channels_last" in candidate.name]
         assert len(there) == (0 if kernel == 1 else plan.CHANNELS_LAST_CONTESTANTS)
         for candidate in there:

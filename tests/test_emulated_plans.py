@@ -17,7 +17,7 @@ import torch
 from emulator import available, compiled
 
 from fxfuse import build
-from fxfuse.cuda import conv2d_wgmma, plan, pooling, tune
+from fxfuse.cuda import conv2d_wgmma, exactness, plan, pooling, tune
 from fxfuse.problem import ByAddress, Problem, TensorMeta, anchor_meta, in_order
 
 pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
@@ -69,6 +69,7 @@ def drafted(gpu, monkeypatch):
         monkeypatch.setattr(module, "empty_strided", empty_strided)
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(tune, "draft", lambda problem, candidates, apart=None: candidates)
+    monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: True)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (properties.major, properties.minor))

@@ -23,7 +23,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse import build, cache, plans, toolchain
-from fxfuse.cuda import tune
+from fxfuse.cuda import exactness, tune
 from fxfuse.errors import BuildError, ToolchainError
 
 TEXT = (
@@ -259,7 +259,7 @@ def test_a_process_that_is_forked_during_a_build_does_not_wait_for_it(compiler, 
         assert isinstance(building.exception(SOON), KeyboardInterrupt)
 
 
-@pytest.mark.parametrize("lock", [build._lock, build._loading, plans._lock, tune._measuring, toolchain._redirected])
+@pytest.mark.parametrize("lock", [build._lock, build._loading, plans._lock, exactness.measuring, toolchain._redirected])
 def test_locks_that_others_hold_are_free_in_a_child(lock):
     held, may_end = threading.Event(), threading.Event()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxfuse import cache
-from fxfuse.cuda import tune
+from fxfuse.cuda import exactness, tune
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.problem import Plan, Problem, TensorMeta
 
@@ -25,9 +25,9 @@ def gpu(tmp_path, monkeypatch):
 
     class Gpu:
         def __init__(self):
-            self.times, self.built, self.measured = {}, [], []
+            self.times, self.errors, self.built, self.measured = {}, {}, [], []
 
-        def candidates(self, *names, broken=(), always=()):
+        def candidates(self, *names, broken=(), always=(), library=()):
             def build(name):
                 if name in broken:
                     raise BuildError(name)
@@ -35,7 +35,13 @@ def gpu(tmp_path, monkeypatch):
                 return lambda *tensors: name
 
             return [
-                tune.Candidate(name, name.split(",")[0], lambda name=name: build(name), always=name in always)
+                tune.Candidate(
+                    name,
+                    name.split(",")[0],
+                    lambda name=name: build(name),
+                    always=name in (*always, *library),
+                    library=name in library,
+                )
                 for name in names
             ]
 
@@ -43,6 +49,9 @@ def gpu(tmp_path, monkeypatch):
             names = [candidate.name for candidate, _ in ready]
             self.measured.append(names)
             return {name: self.times[name] for name in names}
+
+        def judge(self, problem, runs):
+            return {name: self.errors.get(name, 0.5) for name in runs}
 
         def new_process(self):
             monkeypatch.setattr(tune, "_choices", {})
@@ -60,6 +69,7 @@ def gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "_gpu", lambda device: ("a GPU", 108))
     monkeypatch.setattr(tune, "_measure", fake.measure)
+    monkeypatch.setattr(exactness, "errors", fake.judge)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return fake
 
@@ -83,6 +93,25 @@ def test_the_report_gets_every_time(gpu):
 def test_the_model_decides_between_equals(gpu):
     gpu.times = {"a": 1.01, "b": 1.0}
     assert gpu(problem(), gpu.candidates("a", "b")) == "a"
+
+
+@pytest.mark.parametrize(("error", "chosen"), [(1.0, "a"), (1.1, "b")])
+def test_what_is_less_exact_than_eager_is_not_chosen(error, chosen, gpu):
+    gpu.times, gpu.errors = {"a": 1.0, "b": 2.0, "library": 3.0}, {"a": error, "library": 9.0}
+    candidates = gpu.candidates("a", "b", "library", library=("library",))
+    for _ in range(2):
+        assert gpu(problem(), candidates) == chosen
+        assert dict(tune.draft(problem(), candidates)().errors) == {"a": error, "b": 0.5}
+        gpu.new_process()
+
+
+@pytest.mark.parametrize(("exact", "chosen"), [(("d",), "d"), ((), "library")])
+def test_where_no_kernel_is_as_exact_the_next_are_tried_before_the_library_is_taken(exact, chosen, gpu):
+    names = ("a", "b", "c", "d")
+    gpu.times = {**dict.fromkeys(names, 1.0), "library": 3.0}
+    gpu.errors = {name: 0.9 if name in exact else 1.5 for name in names}
+    assert gpu(problem(), gpu.candidates(*names, "library", library=("library",))) == chosen
+    assert gpu.built == ["a", "b", "c", "library", "d"]
 
 
 def test_few_are_measured_and_the_library_always(gpu):
@@ -208,9 +237,9 @@ DAMAGED = {
     "cut off": "{",
     "a list": "[]",
     "incomplete": '{"name": "a"}',
-    "outdated": '{"name": "gone", "identity": "gone", "measured": []}',
-    "no times": '{"name": "a", "identity": "a", "measured": 5}',
-    "times that are none": '{"name": "a", "identity": "a", "measured": [["a", null]]}',
+    "outdated": '{"name": "gone", "identity": "gone", "measured": [], "errors": []}',
+    "no times": '{"name": "a", "identity": "a", "measured": 5, "errors": []}',
+    "times that are none": '{"name": "a", "identity": "a", "measured": [["a", null]], "errors": []}',
     "times that no float holds": f'{{"name": "a", "identity": "a", "measured": [["a", 1{"0" * 400}]]}}',
     "nested": "[" * 100_000,
     "nested text": '"' + "[" * 100_000 + '"',
@@ -234,7 +263,7 @@ def test_a_damaged_or_outdated_file_is_replaced(gpu, text, store):
     gpu.times = {"a": 2.0, "b": 1.0}
     candidates = gpu.candidates("a", "b")
     gpu(problem(), candidates)
-    (file,) = tune._file("x").parent.glob("*.json")
+    (file,) = exactness.file_of("x").parent.glob("*.json")
     file.write_text(store(text))
     gpu.new_process()
     assert gpu(problem(), candidates) == "b" and gpu.measured
@@ -264,7 +293,7 @@ def test_choices_are_read_from_private_files_that_are_whole(gpu, tamper):
     gpu.times = {"a": 2.0, "b": 1.0}
     candidates = gpu.candidates("a", "b")
     gpu(problem(), candidates)
-    tamper(tune._file(tune._key(problem())))
+    tamper(exactness.file_of(tune._key(problem())))
     gpu.new_process()
     assert gpu(problem(), candidates) == "b" and gpu.measured
 
@@ -279,7 +308,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(gpu, monkeypatch, tmp_path)
 
 def test_a_choice_that_cannot_be_stored_leaves_nothing_behind(gpu):
     gpu.times = {"a": 2.0, "b": 1.0}
-    file = tune._file(tune._key(problem()))
+    file = exactness.file_of(tune._key(problem()))
     file.mkdir(parents=True)
     assert gpu(problem(), gpu.candidates("a", "b")) == "b"
     assert list(file.parent.iterdir()) == [file]

@@ -21,10 +21,10 @@ import torch
 from fxfuse import build, ops
 from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, pointwise, tune
+from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
 from fxfuse.cuda.pooling import Pooling
-from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import prepare
 from fxfuse.cuda.region import Region, with_bias, with_parameters
 from fxfuse.errors import BuildError, UnsupportedError
@@ -155,7 +155,7 @@ def _library_is_faster(region: Region) -> bool:
     problem = region.problem
     if problem.kind in ("conv2d", "layer_norm") or region.capability < (9, 0):
         return False
-    wide = precision(problem.kind, problem.x.dtype) in ("tf32", "fp16", "bf16")
+    wide = precision_of(problem) in ("tf32", "fp16", "bf16")
     return wide and _products(region) >= LIBRARY_PRODUCTS
 
 
@@ -232,7 +232,7 @@ def _library_candidate(region: Region) -> tune.Candidate:
     problem, prepared, output = region.problem, region.prepared, region.output
     biased = problem.kind == "conv2d" and problem.bias is not None  # which torch adds in a slower pass
     if isinstance(region.expression, Acc) and output == problem.x.dtype and not biased:
-        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True)
+        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True, library=True)
     by_pass = _bias_by_pass(region)
     expression, metas = with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
@@ -243,7 +243,7 @@ def _library_candidate(region: Region) -> tune.Candidate:
     def compiled() -> Run:
         return _library_runner(region, operands, kernel, region.load(kernel, expression, operands, True), by_pass)
 
-    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True)
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True)
 
 
 def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidate:
@@ -255,7 +255,7 @@ def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidat
         launch = region.load(kernel, expression, operands, True)
         return _library_runner(region, operands, kernel, launch, True, pooling)
 
-    return tune.Candidate(LIBRARY_POOLED, LIBRARY_POOLED, compiled, pooling.unpooled_bytes, always=True)
+    return tune.Candidate(LIBRARY_POOLED, LIBRARY_POOLED, compiled, pooling.unpooled_bytes, always=True, library=True)
 
 
 def _bias_by_pass(region: Region) -> bool:
@@ -336,7 +336,7 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     anchors: list[tuple[str, Callable[[], Anchor]]] = [
         (CHANNELS_LAST_LIBRARY, lambda: lambda x, weight: library(x, weight, None))
     ]
-    if precision(problem.kind, x.dtype) == "tf32x3":
+    if precision_of(problem) == "tf32x3":
         anchors = _channels_last_anchors(region)
     expression, metas = with_bias(problem, region.expression)
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
@@ -373,7 +373,9 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
     )
     alone = dataclasses.replace(problem, x=x, weight=filters, bias=None, epilogue="acc", operands=(), pool=())
     acc = anchor_meta(alone)
-    there = Region(alone, region.capability, prepare(alone, acc), Acc(), alone.x.dtype, frozenset())
+    # as exact as eager's for the problem as it lies: the library may well use TF32 there, and not here
+    prepared = prepare(alone, acc, precision_of(problem))
+    there = Region(alone, region.capability, prepared, Acc(), alone.x.dtype, frozenset())
 
     def anchor(candidate: tune.Candidate) -> tuple[str, Callable[[], Anchor]]:
         def build_anchor() -> Anchor:

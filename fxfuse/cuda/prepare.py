@@ -15,8 +15,9 @@ import torch
 
 from fxfuse.cuda import conv2d, gemm, gemm_problem, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
+from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import precision
+from fxfuse.cuda.precision import Precision
 from fxfuse.errors import UnsupportedError
 from fxfuse.layout import (
     CHANNELS_LAST,
@@ -136,7 +137,7 @@ def _splits_rows(
     return lambda result: partial or result.sizes[0] > 1
 
 
-def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
+def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
     matrix = anchor_weight(problem)
     if len(matrix.shape) != 2 or not problem.x.shape:
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
@@ -151,7 +152,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
             m=math.prod(shape[:-1]),
             n=features_out,
             k=features_in,
-            precision=precision(problem.kind, problem.x.dtype, problem.fp32),
+            precision=multiplied,
             weight_layout=layout,
             x_stride=x_stride,
             weight_stride=weight_stride,
@@ -174,7 +175,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor) -> Prepared:
 # ---------------------------------------------------------------------------------------------- conv2d
 
 
-def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
+def _prepare_conv2d(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
     options = dict(problem.options)
     unbatched = len(problem.x.shape) == 3
     x, weight = problem.x, anchor_weight(problem)
@@ -218,7 +219,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor) -> Prepared:
             x_strides=source.meta.strides,  # type: ignore[arg-type]
             weight_strides=filters.meta.strides,  # type: ignore[arg-type]
             out_layout="nhwc" if channels_last else "nchw",
-            precision=precision(problem.kind, x.dtype),
+            precision=multiplied,
             x_alignment=source.meta.alignment,
             weight_alignment=filters.meta.alignment,
             multiprocessors=device.multi_processor_count,
@@ -247,7 +248,7 @@ def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------ layer_norm
 
 
-def _prepare_layer_norm(problem: Problem, acc: torch.Tensor) -> Prepared:
+def _prepare_layer_norm(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
     options, shape = dict(problem.options), tuple(acc.shape)
     dimensions = len(options["normalized_shape"])
     leading = shape[: len(shape) - dimensions]
@@ -274,6 +275,11 @@ def _prepare_layer_norm(problem: Problem, acc: torch.Tensor) -> Prepared:
 _FAMILIES = {"conv2d": _prepare_conv2d, "layer_norm": _prepare_layer_norm}
 
 
-def prepare(problem: Problem, acc: torch.Tensor) -> Prepared:
-    """The problem for its family. `acc`: the anchor's result as a meta tensor. Raises UnsupportedError."""
-    return _FAMILIES.get(problem.kind, _prepare_gemm)(problem, acc)
+def prepare(problem: Problem, acc: torch.Tensor, multiplied: Precision | None = None) -> Prepared:
+    """The problem for its family. Raises UnsupportedError.
+
+    Args:
+        acc: the anchor's result as a meta tensor.
+        multiplied: the arithmetic of products; None: what is as exact as eager's for this problem.
+    """
+    return _FAMILIES.get(problem.kind, _prepare_gemm)(problem, acc, multiplied or precision_of(problem))

@@ -8,8 +8,8 @@ import torch
 
 from fxfuse import build
 from fxfuse.cuda import codegen
+from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import precision
 from fxfuse.cuda.prepare import Prepared
 from fxfuse.expression import Acc, Expr, Operand, call, rewrite
 from fxfuse.operands import OperandPlan
@@ -37,7 +37,7 @@ class Region:
         return 3 if self.problem.kind == "gated_linear" else 2
 
     def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
-        tf32 = precision(self.problem.kind, self.problem.x.dtype) == "tf32"
+        tf32 = precision_of(self.problem) == "tf32"
         text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 

@@ -2,7 +2,8 @@
 
 Candidates come ranked by a model of their time. The first few are compiled and measured on tensors like the problem's
 (random data, L2 flushed, interleaved, medians); the fastest is kept under FXFUSE_CACHE_DIR, keyed on the GPU, the
-versions of what was measured and the problem. Sizes that change from call to call enter the key as the power of two
+versions of what was measured and the problem. Of a float32 product only those count that are as exact as eager
+(exactness.py). Sizes that change from call to call enter the key as the power of two
 above them, so that a model that meets many batch sizes or sequence lengths measures a few. FXFUSE_TUNE=0 takes the
 model's first choice.
 """
@@ -15,9 +16,7 @@ import functools
 import hashlib
 import logging
 import math
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +26,11 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import build, cache
+from fxfuse import build
 from fxfuse.benchmark import gpu_timer
-from fxfuse.cuda.precision import precision
+from fxfuse.cuda import exactness
+from fxfuse.cuda.exactness import enabled, precision_of
 from fxfuse.errors import BuildError, LaunchError
-from fxfuse.locks import free_in_children
 from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
@@ -75,6 +74,8 @@ class Candidate:
     """Bytes of scratch memory that a call allocates."""
     always: bool = False
     """Whether it is measured however low its rank is."""
+    library: bool = False
+    """Whether its anchor is eager's own, and so as exact."""
     estimate: float | None = None
     """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
 
@@ -87,11 +88,8 @@ class _Choice:
     identity: str
     measured: tuple[tuple[str, float], ...]
     """Each contestant's median, in seconds, in order of rank."""
-
-
-def enabled() -> bool:
-    """Whether choices are measured (FXFUSE_TUNE is not 0)."""
-    return os.environ.get("FXFUSE_TUNE", "1") != "0"
+    errors: tuple[tuple[str, float], ...] = ()
+    """Each one's error as a multiple of what eager's allows, if that was measured."""
 
 
 def is_undecided(problem: Problem) -> bool:
@@ -116,7 +114,7 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         chosen = _find(candidates, stored)
         if chosen is not None:
             with contextlib.suppress(BuildError):  # then the others are tried, as if nothing were stored
-                plan = _plan(chosen, chosen.build(), stored.measured)
+                plan = _plan(chosen, chosen.build(), stored)
                 return lambda: plan
     decided = not enabled() or (len(candidates) == 1 and apart is None)
     if decided or torch.cuda.is_current_stream_capturing():
@@ -124,9 +122,11 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
         return lambda: plan
     build.check_may_build()  # here, and not in the threads that compile
-    ready = _compile(_contestants(candidates))
+    contestants = _contestants(candidates)
+    ready = _compile(contestants)
     if apart is None:
-        return lambda: _decide(problem, ready)
+        rest = [candidate for candidate in candidates if candidate not in contestants]
+        return lambda: _decide(problem, ready, rest)
     other = apart()
     return lambda: _decide_beside(problem, ready, other())
 
@@ -139,8 +139,9 @@ def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.always or candidate in chosen]
 
 
-def _plan(candidate: Candidate, run: Run, measured: tuple[tuple[str, float], ...] = ()) -> Plan:
-    return Plan(run, candidate.name, measured=measured, workspace=candidate.workspace)
+def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan:
+    measured, errors = ((), ()) if choice is None else (choice.measured, choice.errors)
+    return Plan(run, candidate.name, measured=measured, errors=errors, workspace=candidate.workspace)
 
 
 def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:
@@ -174,9 +175,6 @@ def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
 
 # ------------------------------------------------------------------------------------------- measuring
 
-_measuring = free_in_children(threading.Lock())
-"""One contest at a time: the GPU is shared."""
-
 
 def _decide_beside(problem: Problem, ready: Sequence[tuple[Candidate, Run]], apart: Plan) -> Plan:
     candidate = Candidate(apart.kernel or APART, APART, lambda: apart.run, apart.workspace)
@@ -184,21 +182,37 @@ def _decide_beside(problem: Problem, ready: Sequence[tuple[Candidate, Run]], apa
     return dataclasses.replace(apart, measured=plan.measured) if plan.kernel == candidate.name else plan
 
 
-def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> Plan:
-    with _measuring:
+def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: Sequence[Candidate] = ()) -> Plan:
+    """The fastest of those that are as exact as eager. Where no kernel is, the best of `rest` are tried, too."""
+    with exactness.measuring:
         stored = _recall(problem)  # another region may have had the same problem
         known = {candidate.name: (candidate, run) for candidate, run in ready}
         if stored is not None and stored.name in known:
-            return _plan(*known[stored.name], stored.measured)
+            return _plan(*known[stored.name], stored)
         times = _measure(problem, ready)
         if not times:
             return _plan(*ready[0])
-        best = min(times.values())
-        name = next(name for name, time in times.items() if time <= best * (1 + NOISE))
+        errors = _errors(problem, ready)
+        if errors and min(errors.values()) > 1 and rest:
+            with contextlib.suppress(BuildError):
+                more = _compile(rest[:CONTESTANTS])
+                known.update({candidate.name: (candidate, run) for candidate, run in more})
+                errors |= _errors(problem, more)
+                if min(errors[candidate.name] for candidate, _ in more) <= 1:
+                    times = _measure(problem, list(known.values())) or times
+        exact = {name: time for name, time in times.items() if errors.get(name, 0.0) <= 1} or times
+        best = min(exact.values())
+        name = next(name for name, time in exact.items() if time <= best * (1 + NOISE))
         candidate, run = known[name]
-        choice = _Choice(name, candidate.identity, tuple(times.items()))
+        choice = _Choice(name, candidate.identity, tuple(times.items()), tuple(errors.items()))
         _remember(problem, choice)
-        return _plan(candidate, run, choice.measured)
+        return _plan(candidate, run, choice)
+
+
+def _errors(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
+    """By name, where eager's error is a limit, of those that are not the library's."""
+    runs = {candidate.name: run for candidate, run in ready if not candidate.library}
+    return exactness.errors(problem, runs) if runs and exactness.is_judged(problem) else {}
 
 
 def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
@@ -208,7 +222,7 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
     times: dict[str, float] = {}
     try:
         with torch.cuda.device(device), torch.no_grad():
-            tensors = _example(problem)
+            tensors = exactness.example(problem)
             time_once = gpu_timer(device, ATTEMPTS)
             for candidate, run in ready:
                 try:
@@ -250,27 +264,6 @@ def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
     return min(samples)
 
 
-def _example(problem: Problem) -> tuple[Any, ...]:
-    """Tensors like the problem's, of random numbers that leave torch's generators alone."""
-    generator = torch.Generator(problem.x.device).manual_seed(0)
-
-    def like(meta: TensorMeta) -> torch.Tensor:
-        if meta.device.type == "cpu":  # a number
-            return torch.ones(meta.shape, dtype=meta.dtype)
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
-        offset = meta.alignment % 16 // meta.dtype.itemsize
-        storage = torch.empty(offset + extent, dtype=meta.dtype, device=meta.device)
-        if meta.dtype.is_floating_point:
-            storage.normal_(generator=generator)
-        else:
-            storage.random_(0, 2, generator=generator)
-        return storage[offset:].as_strided(meta.shape, meta.strides)
-
-    bias = None if problem.bias is None else like(problem.bias)
-    weight = None if problem.weight is None else like(problem.weight)
-    return like(problem.x), weight, bias, [like(operand) for operand in problem.operands]
-
-
 # ----------------------------------------------------------------------------------------- remembering
 
 _choices: dict[str, _Choice] = {}
@@ -303,7 +296,7 @@ def _key(problem: Problem) -> str:
     parts = (
         *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, problem.pool,
-        precision(problem.kind, problem.x.dtype, problem.fp32),
+        precision_of(problem),
         tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
         problem.weight and tensor(problem.weight, True),
         problem.bias and tensor(problem.bias, True),
@@ -312,27 +305,10 @@ def _key(problem: Problem) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _file(key: str) -> Path:
-    return cache.writable() / "choices" / f"{key}.json"
-
-
-def _stored(key: str) -> _Choice | None:
-    for folder in cache.folders():
-        try:
-            value = cache.read_document(folder, "choices", f"{key}.json", key=key)
-            times = tuple((str(name), float(time)) for name, time in value["measured"])
-            return _Choice(str(value["name"]), str(value["identity"]), times)
-        except FileNotFoundError:
-            continue
-        except cache.UNREADABLE as error:
-            logger.info("fxfuse: a stored choice cannot be read and is measured anew: %s", error)
-    return None
-
-
 def _recall(problem: Problem) -> _Choice | None:
     key = _key(problem)
     if key not in _choices:
-        stored = _stored(key)
+        stored = exactness.recall(key, _choice)
         if stored is None:
             return None
         _choices[key] = stored
@@ -342,8 +318,12 @@ def _recall(problem: Problem) -> _Choice | None:
 def _remember(problem: Problem, choice: _Choice) -> None:
     key = _key(problem)
     _choices[key] = choice
-    value = {"name": choice.name, "identity": choice.identity, "measured": choice.measured}
-    try:
-        cache.write_document(_file(key), key, value)
-    except OSError as error:  # it is kept for this process
-        logger.info("fxfuse: a choice cannot be stored: %s", error)
+    exactness.remember(key, dataclasses.asdict(choice))
+
+
+def _choice(value: Any) -> _Choice:
+    """The choice that was stored as this document."""
+    times, errors = (
+        tuple((str(name), float(number)) for name, number in value[field]) for field in ("measured", "errors")
+    )
+    return _Choice(str(value["name"]), str(value["identity"]), times, errors)

@@ -1,0 +1,283 @@
+"""How exact float32 results are: eager's on this machine and those of kernels, against float64, on a part of a result.
+
+A library need not use TF32 where torch's switches allow it: cuDNN computes many convolutions of few channels in
+float32. `precision_of` takes TF32 only for problems whose own result by the library has TF32's error, which is measured
+once and remembered on disk. `errors` compares kernels with eager; tune.py leaves out what is less exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from fxfuse import cache
+from fxfuse.cuda.precision import Precision, precision
+from fxfuse.errors import LaunchError
+from fxfuse.layout import is_channels_last
+from fxfuse.locks import free_in_children
+from fxfuse.problem import PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
+from fxfuse.reference import evaluate
+
+logger = logging.getLogger("fxfuse")
+
+_T = TypeVar("_T")
+
+TF32_ERROR: Final = 2.0**-15
+"""Relative error from which on a product was one of TF32: that has 3e-4, float32 2e-6 at most, for sums of 16384."""
+MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
+"""Of a result, that are computed in float64: of a matrix product, and of one image."""
+ALLOWED: Final = {"normal": 1.25, "uniform": 1.25}
+"""Most that a kernel's error may be of eager's, by what x and the weight hold."""
+ULP: Final = 2.0**-23
+"""More that it may be: the epilogue rounds, too."""
+
+
+measuring = free_in_children(threading.RLock())
+"""One measurement at a time: the GPU is shared."""
+
+
+def enabled() -> bool:
+    """Whether anything is measured (FXFUSE_TUNE is not 0)."""
+    return os.environ.get("FXFUSE_TUNE", "1") != "0"
+
+
+# ----------------------------------------------------------------------------------------- remembering
+
+
+def file_of(key: str) -> Path:
+    """Where what was measured under this key is stored."""
+    return cache.writable() / "choices" / f"{key}.json"
+
+
+def recall(key: str, read: Callable[[Any], _T]) -> _T | None:
+    """What `read` makes of the document that was stored under this key, in any cache that may be read; None if none."""
+    for folder in cache.folders():
+        try:
+            return read(cache.read_document(folder, "choices", f"{key}.json", key=key))
+        except FileNotFoundError:
+            continue
+        except cache.UNREADABLE as error:
+            logger.info("fxfuse: what was measured cannot be read and is measured anew: %s", error)
+    return None
+
+
+def remember(key: str, value: Mapping[str, Any]) -> None:
+    """Stores the document for other processes, if that is possible."""
+    try:
+        cache.write_document(file_of(key), key, dict(value))
+    except OSError as error:  # it is kept for this process
+        logger.info("fxfuse: what was measured cannot be stored: %s", error)
+
+
+# ------------------------------------------------------------------------------------------- what eager does
+
+_uses_tf32: dict[str, bool] = {}
+
+
+def precision_of(problem: Problem) -> Precision:
+    """The arithmetic for the problem's anchor: TF32 only where eager's result is no more exact, or with fp32="fast"."""
+    allowed = precision(problem.kind, problem.x.dtype, problem.fp32)
+    if allowed != "tf32" or problem.fp32 == "fast" or eager_uses_tf32(problem):
+        return allowed
+    return "tf32x3"
+
+
+def eager_uses_tf32(problem: Problem) -> bool:
+    """Whether torch's library computes this product, for which TF32 is allowed, in TF32.
+
+    Where nothing may be measured now, or memory does not suffice, and nothing is remembered: no.
+    """
+    key = _key(problem)
+    if key in _uses_tf32:
+        return _uses_tf32[key]
+    stored = recall(key, lambda value: bool(value["tf32"]))
+    if stored is not None:
+        return _uses_tf32.setdefault(key, stored)
+    if not enabled() or torch.cuda.is_current_stream_capturing():
+        return False
+    with measuring:
+        if key not in _uses_tf32:  # else another thread has measured it meanwhile
+            error = _library_error(problem)
+            if error is None:
+                return False
+            _uses_tf32[key] = error > TF32_ERROR
+            remember(key, {"tf32": _uses_tf32[key], "error": error})
+    return _uses_tf32[key]
+
+
+def _key(problem: Problem) -> str:
+    """What the library's choice of an algorithm depends on, as a file's name."""
+    cudnn = torch.backends.cudnn
+    parts = (
+        torch.cuda.get_device_name(problem.x.device), torch.__version__, torch.version.cuda, cudnn.version(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, problem.kind, problem.options,
+        *(meta and (meta.shape, meta.strides, meta.alignment) for meta in (problem.x, problem.weight, problem.bias)),
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _library_error(problem: Problem) -> float | None:
+    """Relative error of the anchor as torch computes it, for normal data; None where memory does not suffice.
+
+    A convolution in channels_last may be one that was brought there from NCHW (channels_last.py), where eager computes
+    it: the least error counts.
+    """
+    try:
+        with torch.cuda.device(problem.x.device), torch.no_grad(), torch.autocast("cuda", enabled=False):
+            x, weight, bias, _ = example(problem, "normal", with_operands=False)
+            part = Part(problem)
+            exact = part.anchor(x, weight, bias)
+            layouts = [(x, weight)]
+            if problem.kind == "conv2d" and is_channels_last(problem.x.shape, problem.x.strides):
+                layouts.append((x.contiguous(), weight.contiguous()))
+            results = (run_anchor(problem.kind, problem.options, *there, bias) for there in layouts)
+            return min(relative_error(part.of_result(result), exact) for result in results)
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("fxfuse: %s: too little memory to measure eager's error; it is computed exactly", problem.label)
+        return None
+
+
+# ------------------------------------------------------------------------------------------ what kernels do
+
+
+def is_judged(problem: Problem) -> bool:
+    """Whether kernels for it are compared with eager: float32 products that are to be exact."""
+    exact = problem.x.dtype == torch.float32 and problem.fp32 == "exact"
+    return exact and problem.kind in PRODUCTS and not problem.pool
+
+
+def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
+    """Each one's error as a multiple of what it may be: beyond 1 it is less exact than eager; the worst kind of data.
+
+    Epilogues are part of it, on both sides: a kernel has no result without one. Empty where memory does not suffice.
+    """
+    worst = dict.fromkeys(runs, 0.0)
+    part = Part(problem)
+    try:
+        with torch.cuda.device(problem.x.device), torch.no_grad(), torch.autocast("cuda", enabled=False):
+            for data, factor in ALLOWED.items():
+                tensors = example(problem, data)
+                exact = part.exact(*tensors)
+                allowed = factor * relative_error(part.of_result(problem.reference(*tensors)), exact) + ULP
+                for name, run in runs.items():
+                    try:
+                        error = relative_error(part.of_result(run(*tensors)), exact)
+                    except LaunchError:
+                        continue  # it has no time either
+                    worst[name] = max(worst[name], error / allowed)
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("fxfuse: %s: too little memory to compare errors", problem.label)
+        return {}
+    return worst
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Frobenius norm of the difference by that of `exact`; of what is finite in it."""
+    finite = exact.isfinite()
+    difference = torch.where(finite, found.double() - exact, 0.0)
+    norm = float(torch.where(finite, exact, 0.0).norm())
+    return float(difference.norm()) / norm if norm > 0 else 0.0
+
+
+class Part:
+    """Some rows and columns of a problem's result, or some filters of one image: what is computed in float64."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        weight = anchor_weight(problem)
+        self._is_conv2d = problem.kind == "conv2d"
+        if self._is_conv2d:
+            ungrouped = dict(problem.options)["groups"] == 1
+            filters = _spread(weight.shape[0], MOST_FILTERS if ungrouped else weight.shape[0])
+            images = [[0]] if len(problem.x.shape) == 4 else []
+            self._of_dims: list[list[int] | None] = [*images, filters, None, None]
+            return
+        rows: list[list[int] | None] = []
+        room = MOST_ROWS
+        for size in reversed(problem.x.shape[:-1]):
+            rows.insert(0, _spread(size, room))
+            room = max(1, room // min(size, room))
+        by_rows = problem.kind in ("linear", "gated_linear")
+        self._of_dims = [*rows, _spread(weight.shape[0 if by_rows else 1], MOST_COLUMNS)]
+
+    def of_result(self, result: torch.Tensor) -> torch.Tensor:
+        """The part of the result, or of what broadcasts with it."""
+        for dim, chosen in enumerate(reversed(self._of_dims), 1):
+            if chosen is not None and dim <= result.dim() and result.shape[-dim] > 1:
+                result = result.index_select(-dim, torch.tensor(chosen, device=result.device))
+        return result
+
+    def anchor(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The part of the anchor's result in float64."""
+        if self._is_conv2d:
+            images, filters = self._of_dims[:-3], self._of_dims[-3]
+            if images:
+                x = x[:1]
+            chosen = torch.tensor(filters, device=x.device)
+            weight = weight.index_select(0, chosen)
+            bias = None if bias is None else bias.index_select(0, chosen).double()
+            return run_anchor("conv2d", self._problem.options, x.double(), weight.double(), bias)
+        for dim, rows in enumerate(self._of_dims[:-1]):
+            x = x.index_select(dim, torch.tensor(rows, device=x.device))
+        by_rows = self._problem.kind in ("linear", "gated_linear")
+        columns = torch.tensor(self._of_dims[-1], device=x.device)
+        weight = weight.index_select(0 if by_rows else 1, columns)
+        bias = None if bias is None else self.of_result(bias).double()
+        return run_anchor(self._problem.kind, self._problem.options, x.double(), weight.double(), bias)
+
+    def exact(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The part of the problem's result in float64."""
+        by_channel = channel_operands(self._problem.expression)
+        channels = self._of_dims[1] if len(self._of_dims) > 1 else None
+        chosen = []
+        for index, operand in enumerate(operands):
+            if index in by_channel and operand.dim() == 1:
+                if channels is not None and operand.shape[0] > 1:
+                    operand = operand.index_select(0, torch.tensor(channels, device=operand.device))
+            elif operand.dim():
+                operand = self.of_result(operand)
+            chosen.append(operand.double() if operand.is_floating_point() else operand)
+        return evaluate(self._problem.expression, self.anchor(x, weight, bias), chosen).double()
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """Up to `most` indices below `size`, from the first to the last."""
+    count = min(size, most)
+    return [index * (size - 1) // max(1, count - 1) for index in range(count)]
+
+
+_FILL: Final[dict[str, Callable[[torch.Tensor, torch.Generator], object]]] = {
+    "normal": lambda storage, generator: storage.normal_(generator=generator),
+    "uniform": lambda storage, generator: storage.uniform_(generator=generator),
+}
+
+
+def example(problem: Problem, data: str = "normal", with_operands: bool = True) -> tuple[Any, ...]:
+    """Tensors like the problem's, of random numbers that leave torch's generators alone; `data`: x and the weight."""
+    generator = torch.Generator(problem.x.device).manual_seed(0)
+
+    def like(meta: TensorMeta, data: str = "normal") -> torch.Tensor:
+        if meta.device.type == "cpu" and problem.x.device.type != "cpu":  # a number
+            return torch.ones(meta.shape, dtype=meta.dtype)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
+        offset = meta.alignment % 16 // meta.dtype.itemsize
+        storage = torch.empty(offset + extent, dtype=meta.dtype, device=meta.device)
+        if meta.dtype.is_floating_point:
+            _FILL[data](storage, generator)
+        else:
+            storage.random_(0, 2, generator=generator)
+        return storage[offset:].as_strided(meta.shape, meta.strides)
+
+    bias = None if problem.bias is None else like(problem.bias)
+    weight = None if problem.weight is None else like(problem.weight, data)
+    operands = [like(operand) for operand in problem.operands] if with_operands else []
+    return like(problem.x, data), weight, bias, operands

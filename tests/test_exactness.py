@@ -1,0 +1,145 @@
+"""What eager's error is and what kernels' may be: measured against float64 on a part of a result. No GPU is needed."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fxfuse.cuda import exactness
+from fxfuse.problem import Problem, TensorMeta
+
+CPU = torch.device("cpu")
+CONV2D = (("stride", (1, 1)), ("padding", (1, 1)), ("dilation", (1, 1)))
+
+
+def meta(*shape):
+    return TensorMeta(shape, torch.empty(shape, device="meta").stride(), torch.float32, CPU)
+
+
+def problem(kind, x, weight, bias=None, operands=(), epilogue="relu(acc)", options=()):
+    bias = None if bias is None else meta(*bias)
+    return Problem(kind, options, epilogue, meta(*x), meta(*weight), bias, tuple(meta(*shape) for shape in operands))
+
+
+CASES = {
+    "linear": problem("linear", (500, 64), (400, 64), (400,), ((400,), (500, 1)), "relu(acc + o0) * o1"),
+    "rows of a batch": problem("linear", (3, 200, 32), (48, 32), None, ((3, 200, 48), (200, 1)), "acc * o0 + o1"),
+    "matmul": problem("matmul", (40, 32), (32, 300), None, ((40, 300),), "acc + o0"),
+    "addmm": problem("addmm", (300, 32), (32, 300), (300,), (), "acc", (("beta", 2), ("alpha", 0.5))),
+    "conv2d": problem(
+        "conv2d", (3, 8, 9, 7), (40, 8, 3, 3), (40,), ((40, 1, 1), (3, 40, 9, 7)), "acc * o0 + o1",
+        (*CONV2D, ("groups", 1)),
+    ),
+    "depthwise": problem("conv2d", (2, 40, 9, 7), (40, 1, 3, 3), None, ((40,),), "prelu(acc, o0)",
+                         (*CONV2D, ("groups", 40))),
+    "one image": problem("conv2d", (4, 9, 7), (40, 4, 3, 3), (40,), (), "acc", (*CONV2D, ("groups", 1))),
+    "channels": problem("conv2d", (2, 4, 9, 7), (64, 4, 3, 3), (64,), ((64,),), "prelu(acc, o0)",
+                        (*CONV2D, ("groups", 1))),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Measures on the CPU what it otherwise would on a GPU."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "autocast", lambda *of, **options: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_part_in_float64_is_that_of_the_whole_result(case):
+    x, weight, bias, operands = exactness.example(case)
+    part = exactness.Part(case)
+    exact = part.exact(x, weight, bias, operands)
+    whole = case.reference(
+        x.double(), weight.double(), None if bias is None else bias.double(), [operand.double() for operand in operands]
+    )
+    torch.testing.assert_close(exact, part.of_result(whole), rtol=1e-12, atol=1e-12)
+    assert exact.numel() <= max(exactness.MOST_ROWS * exactness.MOST_COLUMNS, 40 * 63)
+
+
+def rounded_to_tf32(tensor):
+    return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def by_tf32(x, weight, bias, operands):
+    return torch.relu(F.linear(rounded_to_tf32(x), rounded_to_tf32(weight), bias))
+
+
+def test_a_kernel_is_judged_by_eagers_own_error(on_cpu):
+    plain = problem("linear", (64, 256), (64, 256), (64,))
+    errors = exactness.errors(plain, {"eager": plain.reference, "tf32": by_tf32})
+    assert 0 < errors["eager"] <= 1 < 100 < errors["tf32"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"fp32": "fast"}, {"kind": "layer_norm"}, {"pool": (2, 2, 2, 2, 0, 0, False)}], ids=str
+)
+def test_what_need_not_be_as_exact_is_not_judged(change):
+    plain = problem("linear", (64, 256), (64, 256))
+    assert exactness.is_judged(plain) and not exactness.is_judged(dataclasses.replace(plain, **change))
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Where TF32 is allowed, and the library's error is what is appended; notes how often that was measured."""
+
+    class Library:
+        error, asked = 0.0, 0
+
+        def measure(self, problem):
+            self.asked += 1
+            return self.error
+
+        def new_process(self):
+            monkeypatch.setattr(exactness, "_uses_tf32", {})
+
+    fake = Library()
+    fake.new_process()
+    monkeypatch.setenv("FXFUSE_TUNE", "1")
+    monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(exactness, "_library_error", fake.measure)
+    monkeypatch.setattr(exactness, "precision", lambda kind, dtype, fp32: "tf32")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return fake
+
+
+@pytest.mark.parametrize(("error", "chosen"), [(3e-4, "tf32"), (2e-7, "tf32x3"), (2.5e-6, "tf32x3")])
+def test_tf32_is_used_where_eager_has_its_error(error, chosen, library):
+    library.error = error
+    for _ in range(2):  # a new process finds what the first has stored
+        assert exactness.precision_of(CASES["conv2d"]) == exactness.precision_of(CASES["conv2d"]) == chosen
+        assert library.asked == 1
+        library.new_process()
+
+
+def test_fast_float32_is_tf32_wherever_that_is_allowed(library):
+    assert exactness.precision_of(dataclasses.replace(CASES["conv2d"], fp32="fast")) == "tf32" and not library.asked
+
+
+@pytest.mark.parametrize("hindrance", ["switched off", "capture", "memory"])
+def test_what_cannot_be_measured_is_computed_exactly_for_now(hindrance, library, monkeypatch):
+    library.error = 3e-4
+    with monkeypatch.context() as patch:
+        if hindrance == "switched off":
+            patch.setenv("FXFUSE_TUNE", "0")
+        elif hindrance == "capture":
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        else:
+            patch.setattr(exactness, "_library_error", lambda problem: None)
+        assert exactness.precision_of(CASES["conv2d"]) == "tf32x3" and not library.asked
+    assert exactness.precision_of(CASES["conv2d"]) == "tf32"
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    library.new_process()
+    assert exactness.precision_of(CASES["conv2d"]) == "tf32" and library.asked == 1  # it is remembered
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000])
+def test_damaged_memory_is_measured_anew(text, library):
+    library.error = 3e-4
+    exactness.precision_of(CASES["conv2d"])
+    exactness.file_of(exactness._key(CASES["conv2d"])).write_text(text)
+    library.new_process()
+    assert exactness.precision_of(CASES["conv2d"]) == "tf32" and library.asked == 2
