@@ -5,8 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+from helpers import CAPABILITY
+from torch import nn
 from torch.nn import functional as F
 
+import fxfuse
 from fxfuse.cuda import exactness
 from fxfuse.problem import Problem, TensorMeta
 
@@ -143,3 +146,30 @@ def test_damaged_memory_is_measured_anew(text, library):
     exactness.file_of(exactness._key(CASES["conv2d"])).write_text(text)
     library.new_process()
     assert exactness.precision_of(CASES["conv2d"]) == "tf32" and library.asked == 2
+
+
+LAYERS = {
+    "few channels": (lambda: nn.Conv2d(8, 64, 3), (16, 8, 65, 66)),
+    "a stem": (lambda: nn.Conv2d(3, 64, 7, 2, 3), (8, 3, 64, 64)),
+    "patches": (lambda: nn.Conv2d(3, 96, 16, 16), (8, 3, 224, 224)),
+    "many channels": (lambda: nn.Conv2d(64, 128, 3, padding=1), (16, 64, 56, 56)),
+    "1x1": (lambda: nn.Conv2d(256, 64, 1), (16, 256, 28, 28)),
+    "grouped": (lambda: nn.Conv2d(64, 64, 3, padding=1, groups=4), (8, 64, 28, 28)),
+    "depthwise": (lambda: nn.Conv2d(96, 96, 7, padding=3, groups=96), (8, 96, 28, 28)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_convolutions_are_as_exact_as_eagers_with_torchs_default_switches(name, channels_last, new_cache, monkeypatch):
+    monkeypatch.setenv("FXFUSE_TUNE", "1")
+    assert torch.backends.cudnn.allow_tf32
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = nn.Sequential(make(), nn.ReLU()).eval().cuda().to(memory_format=layout)
+    x = torch.randn(shape, device="cuda").to(memory_format=layout)
+    found = fxfuse.verify(model, fxfuse.optimize(model, (x,)), (x,))
+    assert found.ok, found

@@ -34,11 +34,19 @@ from torch import nn
 
 import fxfuse
 from fxfuse import plans
-from fxfuse.cuda import plan, tune
+from fxfuse.cuda import exactness, plan, tune
 from fxfuse.problem import Plan, anchor_meta
 from fxfuse.verify import ALLOWANCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@pytest.fixture(autouse=True)
+def tf32_where_it_is_allowed(monkeypatch):
+    """Candidates in TF32 are tested for every problem: where eager uses it is test_exactness.py's question."""
+    monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: True)
+
+
 COMPILERS = min(8, os.cpu_count() or 1)
 """At a time: other test processes compile, too."""
 TF32_ERROR = 2.0**-10
