@@ -1283,7 +1283,7 @@ def a_convolution(images, channels, filters, size, kernel=3, stride=1, groups=1)
 
 
 BY_CHANNELS_LAST = {"plan._ranked": plan._channels_last_candidates, "plan.CHANNELS_LAST_PRODUCTS": 0,
-                    "plan.precision_of": lambda *_: "tf32x3"}  # fmt: skip  # kernels of ours there, no library's
+                    "plan._library_gains_there": lambda problem: False}  # fmt: skip  # kernels of ours there
 WGMMA, TF32X3 = gemm.WGMMA_TILES, gemm.WGMMA_TF32X3_TILES
 FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, or more tiles than run at once
     "Gemv<": (DTYPES, {}, a_linear, (1, 7, 24), (3, 130, 1032)),

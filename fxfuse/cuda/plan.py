@@ -336,7 +336,7 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
     anchors: list[tuple[str, Callable[[], Anchor]]] = [
         (CHANNELS_LAST_LIBRARY, lambda: lambda x, weight: library(x, weight, None))
     ]
-    if precision_of(problem) == "tf32x3":
+    if not _library_gains_there(problem):
         anchors = _channels_last_anchors(region)
     expression, metas = with_bias(problem, region.expression)
     operands = plan_operands(shape, prepared.result_strides, metas, region.channel, prepared.grouping)
@@ -356,6 +356,11 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
 
     found = [candidate(*anchor) for anchor in anchors]
     return found if pooling is None else [pooling.after(candidate) for candidate in found]
+
+
+def _library_gains_there(problem: Problem) -> bool:
+    """Whether the library's own kernels for channels_last are tried: exact float32 may be TF32 there."""
+    return precision_of(problem) != "tf32x3"
 
 
 Anchor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
