@@ -1,0 +1,381 @@
+"""Random models, drawn by seed, as the source text of a Python module.
+
+Every statement is run once in eager while it is drawn, which tells its result's shape; one that raises is not taken.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# feature, statements of __init__, expression. {x}: a value, {y}: another of its shape, {n}: its last size, {c}: its
+# second size, {k}: a number of its own. `rank`: of x, 0 for any.
+Row = tuple[str, int, str, str]
+LAYERS: list[Row] = [
+    ("linear", 0, "self.l{k} = nn.Linear({n}, {m})", "self.l{k}({x})"),
+    ("linear no bias", 0, "self.l{k} = nn.Linear({n}, {m}, bias=False)", "self.l{k}({x})"),
+    ("F.linear", 0, "self.w{k} = nn.Parameter(torch.randn({m}, {n}) * .3)", "F.linear({x}, self.w{k})"),
+    ("matmul", 0, "self.w{k} = nn.Parameter(torch.randn({n}, {m}) * .3)", "{x} @ self.w{k}"),
+    (
+        "addmm",
+        2,
+        "self.w{k} = nn.Parameter(torch.randn({n}, {m}) * .3); self.b{k} = nn.Parameter(torch.randn({m}))",
+        "torch.addmm(self.b{k}, {x}, self.w{k})",
+    ),
+    ("bmm", 3, "", "torch.bmm({x}, {x}.transpose(1, 2))"),
+    (
+        "gated unit",
+        0,
+        "self.g{k} = nn.Linear({n}, {m}); self.u{k} = nn.Linear({n}, {m})",
+        "F.silu(self.g{k}({x})) * self.u{k}({x})",
+    ),
+    ("shared module", 0, "self.s{k} = nn.Linear({n}, {n})", "F.relu(self.s{k}(F.gelu(self.s{k}({x}))))"),
+    (
+        "Sequential",
+        0,
+        "self.q{k} = nn.Sequential(nn.Linear({n}, {m}), nn.GELU(), nn.Dropout(.25), nn.Tanh())",
+        "self.q{k}({x})",
+    ),
+    (
+        "loop over ModuleList",
+        0,
+        "self.ml{k} = nn.ModuleList([nn.Linear({n}, {n}) for _ in range(2)])",
+        "functools.reduce(lambda v, l: F.relu(l(v)) + v, self.ml{k}, {x})",
+    ),
+    ("Conv2d", 4, "self.c{k} = nn.Conv2d({c}, {m}, 3, padding=1)", "self.c{k}({x})"),
+    ("Conv2d 1x1 padded", 4, "self.c{k} = nn.Conv2d({c}, 4, 1, padding=1)", "self.c{k}({x})"),
+    ("Conv2d strided", 4, "self.c{k} = nn.Conv2d({c}, 4, 2, stride=2, bias=False)", "self.c{k}({x})"),
+    ("Conv2d depthwise", 4, "self.c{k} = nn.Conv2d({c}, {c}, 3, padding='same', groups={c})", "self.c{k}({x})"),
+    ("ConvTranspose2d", 4, "self.c{k} = nn.ConvTranspose2d({c}, 4, 2)", "self.c{k}({x})"),
+    ("Conv1d", 3, "self.c{k} = nn.Conv1d({c}, 4, 3, padding=1)", "self.c{k}({x})"),
+    ("Conv3d", 4, "self.c{k} = nn.Conv3d(1, 2, 1)", "self.c{k}({x}.unsqueeze(1)).mean(1)"),
+    ("BatchNorm2d", 4, "self.n{k} = nn.BatchNorm2d({c})", "self.n{k}({x})"),
+    ("BatchNorm1d", 2, "self.n{k} = nn.BatchNorm1d({c})", "self.n{k}({x})"),
+    ("GroupNorm", 4, "self.n{k} = nn.GroupNorm(1, {c})", "self.n{k}({x})"),
+    ("InstanceNorm2d", 4, "self.n{k} = nn.InstanceNorm2d({c}, affine=True)", "self.n{k}({x})"),
+    ("LayerNorm", 0, "self.n{k} = nn.LayerNorm({n})", "self.n{k}({x})"),
+    (
+        "RMS by hand",
+        0,
+        "self.p{k} = nn.Parameter(torch.rand({n}) + .5)",
+        "{x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-5) * self.p{k}",
+    ),
+    ("PReLU", 0, "self.a{k} = nn.PReLU()", "self.a{k}({x})"),
+    ("Dropout", 0, "self.d{k} = nn.Dropout(.25)", "self.d{k}({x})"),
+    ("Dropout in place", 0, "self.d{k} = nn.Dropout(.5, inplace=True)", "self.d{k}({x} * 2)"),
+    ("MaxPool2d", 4, "self.p{k} = nn.MaxPool2d(2)", "self.p{k}({x})"),
+    ("avg_pool", 4, "", "F.avg_pool2d({x}, 2, 1)"),
+    ("attention", 3, "self.a{k} = nn.MultiheadAttention({n}, 1, batch_first=True)", "self.a{k}({x}, {x}, {x})[0]"),
+    ("sdpa", 3, "", "F.scaled_dot_product_attention({x}, {x}, {x})"),
+    ("Embedding", 0, "self.e{k} = nn.Embedding(5, {n})", "{x} + self.e{k}(torch.arange({n}) % 5).sum(0)"),
+    ("parameter operand", 0, "self.p{k} = nn.Parameter(torch.randn({n}))", "{x} * self.p{k} + self.p{k}"),
+    ("0-d parameter", 0, "self.p{k} = nn.Parameter(torch.tensor(.75))", "({x} * self.p{k}).tanh()"),
+    ("buffer", 0, "self.register_buffer('b{k}', torch.randn({n}))", "F.relu({x} + self.b{k})"),
+    ("buffer where", 0, "self.register_buffer('b{k}', torch.randn({n}))", "torch.where(self.b{k} > 0, {x} * 2, {x})"),
+    ("integer operand", 0, "self.register_buffer('i{k}', torch.arange({n}))", "({x} + self.i{k}) * .5"),
+    ("tensor attribute", 0, "self.t{k} = torch.randn({n})", "({x} + self.t{k}).sigmoid()"),
+]
+ACTIVATIONS = [
+    "nn.ReLU()",
+    "nn.ReLU(inplace=True)",
+    "nn.ReLU6()",
+    "nn.GELU()",
+    "nn.GELU('tanh')",
+    "nn.SiLU()",
+    "nn.SiLU(inplace=True)",
+    "nn.Mish()",
+    "nn.ELU()",
+    "nn.SELU()",
+    "nn.CELU(1.5)",
+    "nn.LeakyReLU(.2)",
+    "nn.Hardtanh(-.5,.5)",
+    "nn.Hardswish()",
+    "nn.Hardsigmoid()",
+    "nn.Sigmoid()",
+    "nn.Tanh()",
+    "nn.Softplus()",
+    "nn.Softsign()",
+    "nn.LogSigmoid()",
+    "nn.Tanhshrink()",
+    "nn.Softshrink()",
+    "nn.RReLU()",
+    "nn.Identity()",
+]
+LAYERS += [(f"{name} after a copy", 0, f"self.a{{k}} = {name}", "self.a{k}({x} * .5)") for name in ACTIVATIONS]
+POINTWISE: list[Row] = [
+    (text.replace("{x}", "x").replace("{y}", "y"), 0, "", text)
+    for text in (
+        "F.relu({x})",
+        "{x}.relu()",
+        "torch.relu({x})",
+        "torch.ops.aten.relu({x})",
+        "{x} + {y}",
+        "{x} * {y}",
+        "torch.add({x}, {y}, alpha=.5)",
+        "{x}.sub({y})",
+        "{x} - 1",
+        "1.5 - {x}",
+        "{x} / 2.0",
+        "{x} * .5 + .25",
+        "-{x}",
+        "{x}.clamp(-1, 1)",
+        "torch.clamp({x}, min=0.1)",
+        "torch.sigmoid({x}) * {x}",
+        "{x}.tanh()",
+        "F.gelu({x})",
+        "torch.minimum({x}, {y})",
+        "torch.maximum({x}, torch.zeros_like({x}))",
+        "{x}.abs().sqrt()",
+        "{x}.exp().log1p()",
+        "torch.erf({x})",
+        "{x}.sin() + {x}.cos()",
+        "F.softplus({x}) - {y}",
+        "torch.lerp({x}, {y}, .3)",
+        "torch.addcmul({x}, {y}, {x}, value=.1)",
+        "torch.where({x} > 0, {x}, {y})",
+        "{x}.masked_fill({x} > 1, 0.5)",
+        "{x}.type_as({y}) + 1",
+        "{x}.pow(2) * .1",
+        "{x}.square().add(1).rsqrt()",
+        "F.hardtanh({x}) * {x}",
+        "F.leaky_relu({x}, .1)",
+        "F.mish({x})",
+        "{x} * 2 + {y} * 3",
+        "{x}.neg().exp()",
+        "F.glu({x}.repeat_interleave(2, -1))",
+        "{x}.to(torch.float64).to({x}.dtype)",
+        "torch.ops.aten.mul.Tensor({x}, {y}).tanh()",
+        "{x}.reciprocal().clamp(-3, 3)",
+        "torch.nan_to_num({x} / {y}, 0., 1., -1.)",
+        "torch.rsub({x}, 1)",
+        "{x}.float() * 2",
+        "{x} + torch.tensor(.5)",
+        "torch.sqrt({x})",
+        "{x}.log() * 2",
+    )
+]
+VIEWS: list[Row] = [
+    ("transpose", 0, "", "{x}.transpose(-1, -2)"),
+    ("permute", 3, "", "{x}.permute(0, 2, 1)"),
+    ("permute 4", 4, "", "{x}.permute(0, 2, 3, 1)"),
+    ("flatten", 0, "", "{x}.flatten(1)"),
+    ("reshape", 0, "", "{x}.reshape({x}.shape[0], -1)"),
+    ("chunk", 0, "", "{x}.chunk(2, -1)[0]"),
+    ("cat", 0, "", "torch.cat([{x}, {y}], -1)"),
+    ("slice", 0, "", "{x}[..., 1:]"),
+    ("step", 0, "", "{x}[..., ::2]"),
+    ("roll", 0, "", "torch.roll({x}, 1, -1)"),
+    ("flip", 0, "", "{x}.flip(-1)"),
+    ("contiguous", 0, "", "{x}.contiguous()"),
+    ("channels_last", 4, "", "{x}.to(memory_format=torch.channels_last)"),
+    ("mean", 0, "", "{x}.mean(-1, keepdim=True)"),
+    ("softmax", 0, "", "{x}.softmax(-1)"),
+    ("unsqueeze", 2, "", "{x}.unsqueeze(1)"),
+    ("expand", 0, "", "{x}[..., :1].expand_as({x})"),
+    ("view_as", 0, "", "{x}.view_as({x})"),
+    ("detach", 0, "", "{x}.detach() + {x}"),
+    ("unbind", 3, "", "torch.stack({x}.unbind(1), 1)"),
+]
+STATEFUL: list[Row] = [
+    ("randn", 0, "", "{x} + torch.randn_like({x})"),
+    ("rand", 0, "", "{x} * torch.rand({n})"),
+    ("bernoulli", 0, "", "{x} * torch.bernoulli(torch.full_like({x}, .5)).relu()"),
+    ("random module", 0, "", "{x} * random.choice([1., 2.])"),
+    ("fresh", 0, "", "{x} + torch.ones({n}) * 2"),
+    ("shape branch", 0, "", "{x}.relu() if {x}.shape[0] > 3 else {x}.tanh() * 2"),
+    ("flag branch", 0, "self.flag = True", "{x}.relu() * 2 if self.flag else {x}"),
+    ("training branch", 0, "", "{x} * 2 if self.training else {x}.tanh() + 1"),
+    ("value branch", 0, "", "{x} * 2 if float({x}.detach().sum()) > 0 else {x}.tanh()"),
+    ("complex", 0, "", "torch.view_as_real(torch.complex({x}.float(), {x}.float()) * 2).sum(-1).to({x}.dtype)"),
+]
+STATEMENTS: list[Row] = [
+    ("in place", 0, "", "{v} = {x} * 1\n{v} += 1"),
+    ("relu_", 0, "", "{v} = F.relu_({x} + 1) * 2"),
+    ("in place on a view", 0, "", "{v} = {x} * 1\n{v}[..., 0] = 0\n{v} = {v} + 1"),
+    ("in place on a value", 0, "", "{x}.mul_(2)\n{v} = {x} + 1"),
+    ("add_ alpha", 0, "", "{v} = ({x} + 0).add_({y}, alpha=2)"),
+    ("buffer +=", 0, "self.register_buffer('r{k}', torch.zeros({n}))", "self.r{k} += 1\n{v} = {x} + self.r{k}"),
+    (
+        "buffer =",
+        0,
+        "self.register_buffer('r{k}', torch.ones({n}))",
+        "self.r{k} = self.r{k} * .5\n{v} = {x} * self.r{k}",
+    ),
+    ("counter", 0, "self.n{k} = 0", "self.n{k} += 1\n{v} = {x} * self.n{k}"),
+    ("attribute +=", 0, "self.t{k} = torch.zeros({n})", "self.t{k} += .125\n{v} = {x} + self.t{k}"),
+    ("fresh written", 0, "", "{v} = torch.ones({n})\n{v}[0] = {x}.detach().sum()\n{v} = {x} * {v}"),
+    ("no_grad inside", 0, "", "with torch.no_grad():\n    {v} = {x} * 2 + 1\n{v} = {v} + {x}"),
+    (
+        "running mean",
+        0,
+        "self.register_buffer('r{k}', torch.zeros({n}))",
+        "self.r{k}.copy_({x}.detach().reshape(-1, {n}).mean(0))\n{v} = {x} - self.r{k}",
+    ),
+]
+OUTPUTS = (
+    "{a}",
+    "{a}",
+    "{a}",
+    "({a}, {b})",
+    "{{'a': {a}, 'b': {b}}}",
+    "({a}, {a})",
+    "({a}, x)",
+    "Result({a}, {b})",
+    "[{a}, {a}.transpose(0, -1)]",
+    "({a}, None, 3)",
+    "({a}, {a}.reshape(-1))",
+)
+INPUTS = ((2,), (4, 6), (4,), (3, 6, 6), (8,), (1,), (5, 1), (2, 4, 5))
+LAYOUTS = ("plain", "plain", "transposed", "expanded", "sliced", "channels_last")
+DTYPES = ("float32",) * 8 + ("float64", "bfloat16", "float16")
+STEPS = (
+    "call",
+    "call",
+    "call",
+    "no_grad",
+    "no_grad",
+    "no_grad",
+    "inference",
+    "train",
+    "eval",
+    "autocast",
+    "deepcopy",
+    "pickle",
+    "state_dict",
+    "update",
+    "replace",
+    "functional_call",
+    "vmap",
+    "func_grad",
+    "threads",
+    "hook",
+    "double",
+    "half",
+    "bfloat16",
+    "repeat",
+    "hook child",
+    "flag",
+    "bias None",
+)
+SLOW_STEPS = ("export", "compile")
+HEADER = """import dataclasses, functools, random
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclasses.dataclass
+class Result:
+    a: torch.Tensor
+    b: torch.Tensor
+
+"""
+
+
+@dataclass
+class Case:
+    """A model and what is done with it."""
+
+    seed: int
+    inputs: list[int]
+    """Of one element of the batch."""
+    dtype: str
+    lines: list[tuple[str, str, str, str]]
+    """(feature, in __init__, in forward, the value that stands for it if the line is dropped)."""
+    output: str
+    steps: list[tuple[str, int, str]] = field(default_factory=list)
+    """(what, batch, layout)."""
+    argument: bool = False
+
+    def source(self) -> str:
+        init = "\n".join(f"        {text}" for _, text, _, _ in self.lines if text)
+        forward = "\n".join("        " + line for _, _, text, _ in self.lines for line in text.split("\n"))
+        extra = ", y=None" if self.argument else ""
+        use = "        if y is not None:\n            x = x + y\n" if self.argument else ""
+        return (
+            f"{HEADER}class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n{init}\n\n"
+            f"    def forward(self, x{extra}):\n{use}{forward}\n        return {self.output}\n"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def is_stateful(self) -> bool:
+        """Whether two calls at a time disturb each other in eager, too."""
+        text = "\n".join(init + "\n" + forward for _, init, forward, _ in self.lines)
+        words = r"rand|bernoulli|Dropout|RReLU|BatchNorm|self\.[ntr]\d|[a-z]_\(|inplace|\] ="
+        return re.search(words, text) is not None
+
+    def coarsest(self) -> torch.dtype:
+        """Of the dtypes that values have anywhere."""
+        met = {self.dtype, *(what.replace("autocast", "bfloat16") for what, *_ in self.steps)}
+        for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float16", torch.float16)):
+            if name in met:
+                return dtype
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def features(self) -> list[str]:
+        return [
+            *(line[0] for line in self.lines),
+            *(f"step {what}" for what, _, _ in self.steps),
+            *(f"layout {layout}" for *_, layout in self.steps),
+            f"dtype {self.dtype}",
+            f"output {self.output[:1]}",
+        ]
+
+
+def draw(seed: int, slow: float = 0.01) -> Case:
+    """The model of this seed."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    sizes = list(dice.choice(INPUTS))
+    dtype = dice.choice(DTYPES)
+    case = Case(seed, sizes, dtype, [], "x", argument=dice.random() < 0.1)
+    module = nn.Module()
+    scope: dict[str, Any] = {}
+    exec(HEADER, scope)
+    scope |= {"self": module, "F": F, "x": torch.randn(3, *sizes)}
+    names = ["x"]
+    for k in range(dice.randint(2, 8)):
+        _add(case, dice, scope, names, k)
+    a, b = names[-1], dice.choice(names)
+    case.output = dice.choice(OUTPUTS).format(a=a, b=b)
+    for _ in range(dice.randint(4, 9)):
+        what = dice.choice(SLOW_STEPS) if dice.random() < slow else dice.choice(STEPS)
+        batch = dice.choice((3, 3, 3, 5, 2, 1, 0))
+        case.steps.append((what, batch, dice.choice(LAYOUTS)))
+    return case
+
+
+def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int) -> None:
+    """One more line, if one is found that eager takes."""
+    tables = (LAYERS, POINTWISE, VIEWS, STATEFUL, STATEMENTS)
+    for _ in range(8):
+        (table,) = dice.choices(tables, (10, 12, 4, 1.2, 1.2))
+        feature, rank, init, text = dice.choice(table)
+        x = names[-1] if dice.random() < 0.8 else dice.choice(names)
+        shape = scope[x].shape
+        if (rank and rank != len(shape)) or len(shape) < 2:
+            continue
+        y = dice.choice([name for name in names if scope[name].shape == shape])
+        v = f"v{k}"
+        words = {"x": x, "y": y, "v": v, "k": k, "n": shape[-1], "c": shape[1], "m": dice.choice((4, 6, shape[-1]))}
+        init, text = init.format(**words), text.format(**words)
+        if table is not STATEMENTS:
+            text = f"{v} = {text}"
+        before = {name: scope[name].clone() for name in names}
+        try:
+            exec(init, scope)
+            exec(text, scope)
+        except Exception:
+            scope.update(before)
+            continue
+        scope[v] = scope[v].detach()  # shapes are all that is wanted
+        case.lines.append((feature, init, text, x if scope[v].shape == shape else ""))
+        names.append(v)
+        return

@@ -1,0 +1,393 @@
+"""Drives an optimised model and an eager copy the same way, and compares all that a caller can see."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import pickle
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxfuse
+from fxfuse.verify import _leaves
+
+from .draw import Case
+
+CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative difference (Frobenius) up to which results need not be compared with float64."""
+FAR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Where float64 is no judge (random numbers differ by dtype), what is a finding in any case."""
+
+
+@dataclass
+class Finding:
+    """One difference from eager."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass
+class Seen:
+    """What a caller sees of one step."""
+
+    error: BaseException | None = None
+    outputs: tuple[Any, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
+    gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    random: tuple[Any, ...] = ()
+    structure: Any = None
+    aliases: tuple[Any, ...] = ()
+
+
+def run(case: Case) -> Finding | None:
+    """The first difference, if there is one."""
+    namespace = types.ModuleType("fxfuse_fuzz_case")
+    sys.modules[namespace.__name__] = namespace  # pickle imports it
+    exec(compile(case.source(), f"<case {case.seed}>", "exec"), namespace.__dict__)
+    torch.manual_seed(case.seed)
+    eager: nn.Module = namespace.Model().to(getattr(torch, case.dtype))
+    random.seed(case.seed)
+    try:
+        fast: nn.Module = fxfuse.optimize(copy.deepcopy(eager))
+    except Exception as error:
+        return Finding("optimize raises", -1, f"{type(error).__name__}: {error}")
+    calls = ["none", *case.steps]
+    for index, step in enumerate(calls):
+        what, batch, layout = ("call", 3, "plain") if step == "none" else step
+        seed = case.seed * 100 + index
+        before = _copy(eager)
+        sides = []
+        for model in (eager, fast):
+            seen, model = _step(model, case, what, batch, layout, seed, None)
+            sides.append((seen, model))
+        (want, eager), (have, fast) = sides
+
+        def exact(before: Any = before, arguments: Any = (what, batch, layout, seed)) -> Seen | None:
+            if before is None:
+                return None
+            what, batch, layout, seed = arguments
+            return _step(before.double(), case, what, batch, layout, seed, torch.float64)[0]
+
+        finding = _compare(want, have, exact, index - 1, case.coarsest())
+        if finding is not None:
+            return finding
+        if want.error is not None and what not in ("call", "no_grad", "inference", "autocast", "repeat"):
+            return None  # half of a conversion: nothing can be said of what follows
+    return None
+
+
+def _copy(model: nn.Module) -> nn.Module | None:
+    try:
+        return copy.deepcopy(model)
+    except Exception:
+        return None
+
+
+def make_input(case: Case, batch: int, layout: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers for the same seed, whatever the dtype."""
+    shape = (batch, *case.inputs)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator).to(getattr(torch, case.dtype)).to(dtype)
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded":
+        return x[:1].expand(shape)
+    if layout == "sliced":
+        return torch.stack((x, x + 1), -1)[..., 0]
+    if layout == "channels_last" and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x
+
+
+def _step(
+    model: nn.Module, case: Case, what: str, batch: int, layout: str, seed: int, double: torch.dtype | None
+) -> tuple[Seen, nn.Module]:
+    seen = Seen()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        changed = _change(model, what, seed)
+        model = changed if changed is not None else model
+        _call(model, case, what, batch, layout, seed, double, seen)
+    except Exception as error:
+        seen.error = error
+    seen.random = (random.getstate(), torch.get_rng_state())
+    seen.state = _state(model)
+    return seen, model
+
+
+def _change(model: nn.Module, what: str, seed: int) -> nn.Module | None:
+    """What a step does before the call; a model if it is another one from then on."""
+    match what:
+        case "train":
+            model.train()
+        case "eval":
+            model.eval()
+        case "deepcopy":
+            return copy.deepcopy(model)
+        case "pickle":
+            return pickle.load(io.BytesIO(pickle.dumps(model)))  # type: ignore[no-any-return]
+        case "state_dict":
+            model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        case "update":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.75).add_(0.01)
+        case "replace":
+            for module in model.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is not None:
+                        setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
+        case "hook":
+            model.register_forward_hook(lambda module, args, out: pytree.tree_map(_doubled, out))
+        case "hook child":
+            for child in model.children():
+                child.register_forward_hook(lambda module, args, out: pytree.tree_map(_doubled, out))
+                model.train(not model.training)  # when hooks on children are seen at the latest
+                model.train(not model.training)
+        case "flag" if hasattr(model, "flag"):
+            model.flag = not model.flag
+        case "bias None":
+            for child in model.children():
+                if isinstance(child, nn.Linear | nn.Conv2d):
+                    child.bias = None
+        case "double" | "half" | "bfloat16":
+            model.to(getattr(torch, {"double": "float64", "half": "float16"}.get(what, what)))
+    return None
+
+
+def _doubled(value: Any) -> Any:
+    return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _mode(what: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if what in ("no_grad", "repeat"):
+            stack.enter_context(torch.no_grad())
+        if what == "inference":
+            stack.enter_context(torch.inference_mode())
+        if what == "autocast":
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        yield
+
+
+def _call(
+    model: nn.Module, case: Case, what: str, batch: int, layout: str, seed: int, double: torch.dtype | None, seen: Seen
+) -> None:
+    floating = [tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    dtype = double or (floating[0] if floating else getattr(torch, case.dtype))
+    x = make_input(case, batch, layout, seed, dtype)
+    leaf = None
+    grad = what not in ("no_grad", "inference", "repeat", "vmap", "func_grad", "export") and seed % 3 != 0
+    if grad and layout != "expanded":
+        leaf = x.detach().requires_grad_()
+        x = leaf * 1 if layout == "plain" else leaf  # of a leaf in place is an error, of its copy not
+    arguments = (x,) if not case.argument or seed % 2 else (x, make_input(case, batch, "plain", seed + 1, dtype))
+    with _mode(what):
+        result = _called(model, case, what, arguments)
+        if what == "repeat":  # shapes that come again take short cuts
+            result = [result, model(*arguments), model(*arguments)]
+    leaves = tuple(_leaves(result))
+    seen.outputs, seen.structure = leaves, _structure(result)
+    seen.inputs = tuple(argument.detach() for argument in arguments)
+    seen.aliases = _aliases(leaves, arguments, model)
+    if grad and not isinstance(result, dict):
+        _backward(model, leaf, leaves, seen)
+    elif grad:
+        _backward(model, leaf, tuple(result.values()), seen)
+
+
+def _called(model: nn.Module, case: Case, what: str, arguments: tuple[Any, ...]) -> Any:
+    match what:
+        case "functional_call":
+            weights = {name: value * 0.5 for name, value in model.named_parameters()}
+            return torch.func.functional_call(model, weights, arguments)
+        case "vmap":
+            return torch.func.vmap(model, randomness="same")(*(argument.unsqueeze(0) for argument in arguments))
+        case "func_grad":
+
+            def loss(*values: Any) -> torch.Tensor:
+                return _first(_leaves(model(*values))).float().sum()
+
+            return torch.func.grad(loss)(*arguments)
+        case "export":
+            return torch.export.export(model, arguments).module()(*arguments)
+        case "compile":
+            torch._dynamo.reset()
+            return torch.compile(model, backend="eager")(*arguments)
+        case "threads":
+            results: list[Any] = [None] * 2
+            thread = threading.Thread(target=_without_gradients, args=(model, arguments, results))
+            if not case.is_stateful():  # else the threads' order decides
+                thread.start()
+            result = model(*arguments)
+            if thread.ident is not None:
+                thread.join()
+            return result
+    return model(*arguments)
+
+
+def _without_gradients(model: Callable[..., Any], arguments: Any, results: list[Any]) -> None:
+    with torch.no_grad():
+        results[0] = model(*copy.deepcopy([argument.detach() for argument in arguments]))
+
+
+def _first(leaves: list[Any]) -> torch.Tensor:
+    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _structure(result: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return (type(result).__name__, tuple(map(_structure, result)))
+    return (type(result).__name__, tuple(result) if isinstance(result, dict) else ())
+
+
+def _backward(model: nn.Module, leaf: torch.Tensor | None, leaves: tuple[Any, ...], seen: Seen) -> None:
+    due = [out for out in leaves if isinstance(out, torch.Tensor) and out.requires_grad]
+    if not due:
+        return
+    model.zero_grad()
+    sum((out.double() if not out.is_complex() else out.abs()).sin().sum() for out in due).backward()  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        seen.gradients[name] = parameter.grad
+        parameter.grad = None
+    seen.gradients["the input"] = None if leaf is None else leaf.grad
+
+
+def _aliases(leaves: tuple[Any, ...], arguments: tuple[Any, ...], model: nn.Module) -> tuple[Any, ...]:
+    """For each output the first output, input, parameter or buffer that shares its memory; and which are identical."""
+    state = [*model.named_parameters(), *model.named_buffers()]
+    known: list[tuple[str, Any]] = [(f"input {i}", argument) for i, argument in enumerate(arguments)] + sorted(
+        state, key=lambda pair: pair[0]
+    )
+    found = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+            continue
+        at = leaf.untyped_storage().data_ptr() if leaf.numel() else 0
+        shares = [name for name, other in known if at and other.untyped_storage().data_ptr() == at]
+        same = [name for name, other in known if other is leaf]
+        found.append((shares[:1], same[:1], leaf.storage_offset() if shares else 0))
+        known.append((f"output {index}", leaf))
+    return tuple(found)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    held: dict[str, Any] = {name: value.detach().clone() for name, value in state.items()}
+    held |= {f"{name}'s flag": value.requires_grad for name, value in state.items()}
+    for name in [f"n{k}" for k in range(9)] + [f"t{k}" for k in range(9)]:
+        value = getattr(model, name, None)
+        if isinstance(value, int):
+            held[f"attribute {name}"] = value
+        elif isinstance(value, torch.Tensor):
+            held[f"attribute {name}"] = value.detach().clone()
+    return held
+
+
+# ------------------------------------------------------------------------------------------ comparing
+
+
+def _compare(
+    want: Seen, have: Seen, exact: Callable[[], Seen | None], step: int, coarsest: torch.dtype
+) -> Finding | None:
+    if (want.error is None) != (have.error is None) or type(want.error) is not type(have.error):
+        return Finding("exceptions", step, f"eager: {_said(want.error)}\nfxfuse: {_said(have.error)}")
+    if want.structure != have.structure or len(want.outputs) != len(have.outputs):
+        return Finding("structure", step, f"eager: {want.structure}\nfxfuse: {have.structure}")
+    judge: list[Seen | None] = []
+
+    def true(get: Callable[[Seen], Any]) -> Any:
+        if not judge:
+            try:
+                judge.append(exact())
+            except Exception:
+                judge.append(None)
+        try:
+            return None if judge[0] is None else get(judge[0])
+        except (IndexError, KeyError):
+            return None
+
+    for index, (one, other) in enumerate(zip(want.outputs, have.outputs, strict=True)):
+        text = _difference(one, other, lambda index=index: true(lambda seen: seen.outputs[index]), coarsest)
+        if text:
+            return Finding(text.partition(":")[0], step, f"output {index}: {text}")
+    if want.aliases != have.aliases:
+        return Finding("aliasing", step, f"eager: {want.aliases}\nfxfuse: {have.aliases}")
+    for index, (one, other) in enumerate(zip(want.inputs, have.inputs, strict=False)):
+        text = _difference(one, other, lambda index=index: true(lambda seen: seen.inputs[index]), coarsest)
+        if text:
+            return Finding("mutated input", step, f"input {index}: {text}")
+    for kind in ("gradients", "state"):
+        ones, others = getattr(want, kind), getattr(have, kind)
+        if set(ones) != set(others):
+            return Finding(kind, step, f"eager has {sorted(ones)}, fxfuse {sorted(others)}")
+        for name, one in ones.items():
+            text = _difference(
+                one, others[name], lambda name=name, kind=kind: true(lambda s: getattr(s, kind)[name]), coarsest
+            )
+            if text:
+                return Finding(kind, step, f"{name}: {text}")
+    if want.random[0] != have.random[0] or not torch.equal(want.random[1], have.random[1]):
+        return Finding("random state", step, "the generators differ afterwards")
+    return None
+
+
+def _said(error: BaseException | None) -> str:
+    return "nothing raised" if error is None else f"{type(error).__name__}: {error}"[:1500]
+
+
+def _difference(want: Any, have: Any, exact: Callable[[], Any], coarsest: torch.dtype) -> str | None:
+    """In words, the kind first."""
+    if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
+        if isinstance(want, torch.Tensor) or isinstance(have, torch.Tensor) or want != have:
+            return f"value: {have!r} instead of {want!r}"
+        return None
+    for kind in ("dtype", "shape", "requires_grad"):
+        if getattr(want, kind) != getattr(have, kind):
+            return f"{kind}: {getattr(have, kind)} instead of {getattr(want, kind)}"
+    if type(want) is not type(have):
+        return f"type: {type(have).__name__} instead of {type(want).__name__}"
+    if want.stride() != have.stride():
+        return f"strides: {have.stride()} instead of {want.stride()}"
+    one, other = want.detach(), have.detach()
+    if not (one.is_floating_point() or one.is_complex()):
+        return None if torch.equal(one, other) else f"value: {one.dtype} differs"
+    if torch.equal(one.isnan(), other.isnan()) and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
+        return None
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if not torch.equal(one.isnan(), other.isnan()) or not torch.equal(one.isinf(), other.isinf()):
+        return "NaN and infinities: in other places"
+    finite = one.isfinite()
+    size = float(one[finite].double().norm()) or 1.0
+    apart = float((one[finite].double() - other[finite].double()).norm()) / size
+    low = one.dtype
+    if apart <= CLOSE[low]:
+        return None
+    right = exact()
+    if isinstance(right, torch.Tensor) and right.shape == one.shape:
+        right = right.detach()
+        both = finite & right.isfinite()
+        reference = right.double()[both]
+        norm = float(reference.norm()) or 1.0
+        eager, ours = (float((v.double()[both] - reference).norm()) / norm for v in (one, other))
+        if eager <= max(FAR[low], FAR[coarsest]):
+            bound = 2 * eager + 4 * torch.finfo(low).eps
+            return None if ours <= bound else f"value: error {ours:.2e}, eager's {eager:.2e}"
+    return f"value: {apart:.2e} from eager" if apart > max(FAR[low], FAR[coarsest]) else None
