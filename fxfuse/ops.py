@@ -2,7 +2,7 @@
 
 A `PointwiseOp` row has its torch reference (fallback, test oracle, source of gradients), its C++ text (used by the
 CUDA and the CPU code generators alike), its interval rule, and all its spellings in torch. A `Composite` row is a
-spelling whose meaning is an expression of other rows (relu6 is a clamp). `find` goes from what a traced graph
+spelling whose meaning is an expression of other rows (relu6 is a hardtanh). `find` goes from what a traced graph
 contains to a row; `row` from a name in an epilogue's text. Adding an operation is adding a row; users add theirs
 with `register_pointwise`.
 
@@ -353,8 +353,10 @@ _ROWS: Final[list[Row]] = [
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
     Composite("clamp_min", lambda x, lo: _clamp(x, lo, None), {"input": REQUIRED, "min": REQUIRED}),
     Composite("clamp_max", lambda x, hi: _clamp(x, None, hi), {"input": REQUIRED, "max": REQUIRED}),
-    Composite("hardtanh", _clamp, {"input": REQUIRED, "min_val": -1.0, "max_val": 1.0}, (nn.Hardtanh,)),
-    Composite("relu6", lambda x: call("clamp", x, 0.0, 6.0), UNARY, (nn.ReLU6,)),
+    # no clamp: its gradient at the bounds is 0, and the strides of its result are its own
+    PointwiseOp("hardtanh", F.hardtanh, "minimum(maximum({0}, {1}), {2})", interval.clamp,
+                {"input": REQUIRED, "min_val": -1.0, "max_val": 1.0}, (nn.Hardtanh,), passing=True),
+    Composite("relu6", lambda x: call("hardtanh", x, 0.0, 6.0), UNARY, (nn.ReLU6,)),
     # activations
     PointwiseOp("relu", torch.relu, "maximum({0}, 0.0f)", interval.increasing(0.0), UNARY, (nn.ReLU,), passing=True),
     PointwiseOp("leaky_relu", F.leaky_relu, "{0} > 0.0f ? {0} : {0} * {1}", _nonnegative_parameter,

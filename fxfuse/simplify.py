@@ -50,6 +50,12 @@ def _inside(known: Ranges, matched: Matched) -> bool:
     return _is_float(known, matched) and known[matched["x"]].within(_number(matched, "c"), _number(matched, "d"))
 
 
+def _strictly_inside(known: Ranges, matched: Matched) -> bool:
+    """The same without the bounds, at which hardtanh has no gradient."""
+    below, above = (math.nextafter(_number(matched, bound), 0.0) for bound in ("c", "d"))
+    return _is_float(known, matched) and known[matched["x"]].within(below, above) and below < 0 < above
+
+
 def _never_below(known: Ranges, matched: Matched) -> bool:
     return _is_float(known, matched) and known[matched["x"]].lo >= _number(matched, "c")
 
@@ -125,6 +131,7 @@ def _rule(pattern: str, replacement: str, condition: Condition = _always) -> Rul
 _RULES = [
     # clamps that the range of their argument makes redundant
     _rule("clamp(x, c, d)", "x", _inside),
+    _rule("hardtanh(x, c, d)", "x", _strictly_inside),
     _rule("maximum(x, c)", "x", _never_below),
     _rule("minimum(x, c)", "x", _never_above),
     _rule("relu(x)", "x", _nonnegative),

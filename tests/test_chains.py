@@ -680,3 +680,25 @@ def test_a_copy_is_in_memory_of_its_own_and_laid_out_as_eagers(name, grad):
             before = x.detach().clone()
             fast(x, y).detach().zero_()
             assert torch.equal(x, before)
+
+
+BOUNDED = {
+    "relu": (F.relu, 0.0),
+    "relu6": (F.relu6, 0.0, 3.0),
+    "hardtanh": (lambda x: F.hardtanh(x, -1.0, 4.0), -0.5, 2.0),
+    "clamp": (lambda x: torch.clamp(x, -1.0, 4.0), -0.5, 2.0),
+    "hardtanh of a clamp": (lambda x: F.hardtanh(torch.clamp(x, 0.0, 3.0), 0.0, 6.0), 0.0, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_gradients_at_the_bounds_are_torchs(name):
+    function, *places = BOUNDED[name]
+    model = Net(lambda m, x: function(x * 2.0) * m.v, v=torch.tensor(1.5))
+    fast, gradients = fxfuse.optimize(model), []
+    assert len(regions(fast)) == 1
+    for module in (model, fast):
+        x = torch.tensor([*places, -7.0, 0.25, 9.0], requires_grad=True)
+        module(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -106,7 +106,7 @@ ONE_REGION = {
     # in place
     "relu_": (Net(lambda m, x: m.fc(x).relu_(), fc=linear()), "relu(acc)"),
     "inplace=True": (Net(lambda m, x: m.r(m.conv(x)), conv=conv(), r=nn.ReLU(inplace=True)), "relu(acc)"),
-    "in-place functions": (Net(inplace_functions, fc=linear()), "tanh(clamp(relu(acc), -2, 2))"),
+    "in-place functions": (Net(inplace_functions, fc=linear()), "tanh(hardtanh(relu(acc), -2, 2))"),
     "add_": (Net(lambda m, x: m.fc(x).add_(m.v), fc=linear(), v=ones(8)), "assign(acc + o0, acc)"),
     "add_ number": (Net(lambda m, x: m.fc(x).add_(1).mul_(2), fc=linear()), "(acc + 1) * 2"),
     # parameters of modules

@@ -34,6 +34,7 @@ CASTS = ("float32", "float16", "bfloat16", "type_as", "assign")
 
 PARAMETERS = {
     "clamp": ((-1.5, 0.25), (-1, 1), (0.0, 6.0), (0.5, -0.5), (float("-inf"), 2.0)),
+    "hardtanh": ((-1.0, 1.0), (0.0, 6.0), (-0.5, 0.25)),
     "threshold": ((0.1, -3.0), (-1.0, 20.0)),
     "leaky_relu": ((0.01,), (-0.3,), (1.5,)),
     "elu": ((1.0,), (0.3,)),
@@ -244,7 +245,7 @@ def test_generated_code_computes_the_expression(run_expression, index):
 
 OPERAND_SHAPES = ((), (1,), (7,), (90, 1), (90, 7), (1, 7))
 OPERAND_DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.bool)
-REFUSED_BY_TORCH = frozenset({1, 2, 8, 11})
+REFUSED_BY_TORCH = frozenset({10, 11})
 """Of the drawn expressions: functions of integers and truth values that torch has not. There both raise the same."""
 
 
