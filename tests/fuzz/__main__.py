@@ -19,6 +19,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from .known import is_known
+
 LIMIT_S = 90.0
 """A model that takes longer is a finding."""
 
@@ -129,7 +131,7 @@ def _main() -> int:
         threading.Thread(target=_lines, args=(options, job, results), daemon=True).start()
     features: collections.Counter[str] = collections.Counter()
     kinds: dict[str, list[int]] = collections.defaultdict(list)
-    count = running = 0
+    count = known = 0
     running = options.jobs
     with open(options.output or os.devnull, "w") as output:
         while running:
@@ -143,16 +145,20 @@ def _main() -> int:
             if finding is None:
                 continue
             print(json.dumps({"seed": result["done"], **finding}), file=output, flush=True)
+            if not options.fault and is_known(finding):
+                known += 1
+                continue
             label = _label(finding)
             kinds[label].append(result["done"])
             if len(kinds[label]) == 1:
                 print(f"\n--- seed {result['done']}: {label}\n{finding['text']}\n{finding.get('source', '')}"
                       f"# {_steps(finding)}", flush=True)  # fmt: skip
-            if options.fault:
+            if options.fault and not finding["text"].startswith("exit status"):
                 print(f"{options.fault}: found after {count} models")
                 return 1
     minutes = (time.monotonic() - started) / 60
-    print(f"\n{count} models from seed {options.seed} in {minutes:.1f} minutes ({count / minutes:.0f} a minute)")
+    rate = f"{minutes:.1f} minutes ({count / minutes:.0f} a minute)"
+    print(f"\n{count} models from seed {options.seed} in {rate}, {known} known findings")
     for label, seeds in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(seeds):6} {label}: seeds {seeds[:5]}")
     print("features:", ", ".join(f"{name} {number}" for name, number in features.most_common()))

@@ -152,12 +152,16 @@ POINTWISE: list[Row] = [
         "{x}.to(torch.float64).to({x}.dtype)",
         "torch.ops.aten.mul.Tensor({x}, {y}).tanh()",
         "{x}.reciprocal().clamp(-3, 3)",
-        "torch.nan_to_num({x} / {y}, 0., 1., -1.)",
+        "torch.nan_to_num({x} / ({y}.abs() + 1), 0., 1., -1.)",
         "torch.rsub({x}, 1)",
         "{x}.float() * 2",
         "{x} + torch.tensor(.5)",
         "torch.sqrt({x})",
         "{x}.log() * 2",
+        "{x}.bfloat16() * 2",
+        "{x}.half() + 1",
+        "{x}.to(torch.bfloat16).float() * 3",
+        "{x} * ({x} > {y}).float()",
     )
 ]
 VIEWS: list[Row] = [
@@ -311,11 +315,18 @@ class Case:
         words = r"rand|bernoulli|Dropout|RReLU|BatchNorm|self\.[ntr]\d|[a-z]_\(|inplace|\] ="
         return re.search(words, text) is not None
 
+    def jumps(self) -> bool:
+        """Whether a value may jump where 16-bit numbers are rounded at other places: its size says nothing then."""
+        words = r"masked_fill|where|Softshrink|> 0| > |value branch"
+        text = "\n".join(line[0] + line[2] + line[1] for line in self.lines)
+        return self.coarsest() in (torch.float16, torch.bfloat16) and re.search(words, text) is not None
+
     def coarsest(self) -> torch.dtype:
         """Of the dtypes that values have anywhere."""
         met = {self.dtype, *(what.replace("autocast", "bfloat16") for what, *_ in self.steps)}
+        text = "".join(line[2] for line in self.lines)
         for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float16", torch.float16)):
-            if name in met:
+            if name in met or name in text:
                 return dtype
         return torch.float64 if self.dtype == "float64" else torch.float32
 

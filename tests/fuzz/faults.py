@@ -11,10 +11,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from fxfuse import functional, operands, plans, problem, state
+from fxfuse.cpu import codegen
 from fxfuse.cpu import plan as cpu_plan
+from fxfuse.expression import Call, Expr, rewrite
 from fxfuse.optimize import FusedModule
 
 Patch = tuple[Any, str, Callable[..., Any]]
@@ -97,10 +99,20 @@ def _wrong_type() -> Patch:
     return cpu_plan, "_apply", apply
 
 
-def _no_hooks() -> Patch:
-    import fxfuse.optimize as module
+def _missing_cast() -> Patch:
+    true = codegen.generate
 
-    return module, "_watching", lambda forward: forward
+    def generate(expression: Expr, *args: Any) -> str:
+        def uncast(node: Expr) -> Expr:
+            return node.args[0] if isinstance(node, Call) and node.op in ("half", "bfloat16") else node
+
+        return true(rewrite(expression, uncast), *args)
+
+    return codegen, "generate", generate
+
+
+def _no_hooks() -> Patch:
+    return sys.modules["fxfuse.optimize"], "_watching", lambda forward: forward
 
 
 FAULTS: dict[str, Callable[[], Patch]] = {
@@ -108,7 +120,7 @@ FAULTS: dict[str, Callable[[], Patch]] = {
     "a wrong stride": lambda: _strides(lambda three: [0, 0, 0]),
     "a wrong broadcast": lambda: _strides(lambda three: [three[0], 0, three[2]]),
     "a dropped bias": lambda: (problem.ANCHORS, "linear", lambda x, weight, bias: F.linear(x, weight)),
-    "a missing cast": lambda: (problem, "_cast_to", lambda dtype, node, before: node),
+    "a missing cast": _missing_cast,
     "a wrong result type": _wrong_type,
     "swapped operands": _swapped_operands,
     "an overwritten value": _overwritten,
