@@ -6,11 +6,8 @@ import re
 from typing import Any
 
 KNOWN = (
-    # Strides of dimensions of size 1 or of empty tensors, where the reference has another operator than eager (relu
-    # for relu_, clamp for hardtanh).
-    ("strides", r"inplace=True|[Hh]ardtanh|ReLU6|relu_"),
-    # hardtanh's gradient is 0 at its bounds, clamp's is 1: in 16 bits values are often exactly there.
-    ("gradients", r"[Hh]ardtanh|ReLU6"),
+    # Strides of dimensions of size 1, where the reference has another operator than eager (relu for relu_).
+    ("strides", r"inplace=True|relu_"),
 )
 """(kind, what the minimised model's own lines contain)."""
 
