@@ -799,7 +799,8 @@ def _calling_graph(module: FusedModule) -> fx.Graph:
     """A graph for fx.Interpreter that calls `module`."""
     graph = fx.Graph()
     args = graph.placeholder("*args")
-    graph.output(graph.call_function(lambda args: module.forward(*args), (args,)))
+    # as a module, hooks included: whoever interprets a graph calls none
+    graph.output(graph.call_function(lambda args: nn.Module.__call__(module, *args), (args,)))
     return graph
 
 

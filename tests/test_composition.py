@@ -157,6 +157,18 @@ def test_exported_for_any_number_of_rows():
             assert_as_eager(model, program.module(), randn(n, 8), exact=False)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["interpreted", "by Dynamo"])
+def test_an_exported_program_calls_the_models_hooks(strict):
+    model = nn.Sequential(linear(), nn.ReLU()).eval()
+    fast = fxfuse.optimize(model)
+    for module in (model, fast):
+        module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        module.register_forward_hook(lambda module, args, result: result * 2)
+    program = torch.export.export(fast, (randn(3, 8),), strict=strict)
+    with torch.no_grad():
+        assert_as_eager(model, program.module(), randn(3, 8), exact=False)
+
+
 def test_an_exported_program_can_be_optimised_again():
     model = Optional().eval()
     program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),))
