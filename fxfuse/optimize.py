@@ -356,7 +356,7 @@ def _root_of(module: nn.Module) -> nn.Module:
 
 def state_of(module: FusedModule) -> FusedState:
     """The module's own state; every other attribute of it is the model's."""
-    state: FusedState = module.__dict__[_STATE]
+    state: FusedState = module._fxfuse  # an attribute of the instance comes before a child of that name
     return state
 
 
