@@ -265,6 +265,9 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "conv2d"})
 """Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
 
+BY_ROWS: Final = frozenset({"linear", "gated_linear"})
+"""Of them those whose weight is (N, K); that of the other matrix products is (K, N)."""
+
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()
 }

@@ -148,6 +148,13 @@ def test_damaged_memory_is_measured_anew(text, library):
     assert exactness.precision_of(CASES["conv2d"]) == "tf32" and library.asked == 2
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_result_that_is_not_finite_is_infinitely_wrong(wrong):
+    exact = torch.tensor([1.0, 2.0, torch.inf], dtype=torch.float64)
+    assert exactness.relative_error(torch.tensor([1.0, wrong, torch.inf]), exact) == torch.inf
+    assert exactness.relative_error(torch.tensor([1.0, 2.0, wrong]), exact) == 0.0
+
+
 LAYERS = {
     "few channels": (lambda: nn.Conv2d(8, 64, 3), (16, 8, 65, 66)),
     "a stem": (lambda: nn.Conv2d(3, 64, 7, 2, 3), (8, 3, 64, 64)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +23,14 @@ from fxfuse.cuda.precision import Precision, precision
 from fxfuse.errors import LaunchError
 from fxfuse.layout import is_channels_last
 from fxfuse.locks import free_in_children
-from fxfuse.problem import PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
+from fxfuse.problem import BY_ROWS, PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
 from fxfuse.reference import evaluate
 
 logger = logging.getLogger("fxfuse")
 
 _T = TypeVar("_T")
 
-TF32_ERROR: Final = 2.0**-15
+LEAST_TF32_ERROR: Final = 2.0**-15
 """Relative error from which on a product was one of TF32: that has 3e-4, float32 2e-6 at most, for sums of 16384."""
 MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
 """Of a result, that are computed in float64: of a matrix product, and of one image."""
@@ -107,7 +108,7 @@ def eager_uses_tf32(problem: Problem) -> bool:
             error = _library_error(problem)
             if error is None:
                 return False
-            _uses_tf32[key] = error > TF32_ERROR
+            _uses_tf32[key] = error > LEAST_TF32_ERROR
             remember(key, {"tf32": _uses_tf32[key], "error": error})
     return _uses_tf32[key]
 
@@ -179,11 +180,13 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Frobenius norm of the difference by that of `exact`; of what is finite in it."""
+    """Frobenius norm of the difference by that of `exact`, where that is finite; infinity if `found` is not."""
     finite = exact.isfinite()
-    difference = torch.where(finite, found.double() - exact, 0.0)
+    difference = float(torch.where(finite, found.double() - exact, 0.0).norm())
     norm = float(torch.where(finite, exact, 0.0).norm())
-    return float(difference.norm()) / norm if norm > 0 else 0.0
+    if not math.isfinite(difference):
+        return math.inf  # not NaN, which no comparison finds too large
+    return difference / norm if norm > 0 else 0.0
 
 
 class Part:
@@ -204,8 +207,8 @@ class Part:
         for size in reversed(problem.x.shape[:-1]):
             rows.insert(0, _spread(size, room))
             room = max(1, room // min(size, room))
-        by_rows = problem.kind in ("linear", "gated_linear")
-        self._of_dims = [*rows, _spread(weight.shape[0 if by_rows else 1], MOST_COLUMNS)]
+        self._filters = 0 if problem.kind in BY_ROWS else 1  # the weight's dimension for which the result has columns
+        self._of_dims = [*rows, _spread(weight.shape[self._filters], MOST_COLUMNS)]
 
     def of_result(self, result: torch.Tensor) -> torch.Tensor:
         """The part of the result, or of what broadcasts with it."""
@@ -226,9 +229,8 @@ class Part:
             return run_anchor("conv2d", self._problem.options, x.double(), weight.double(), bias)
         for dim, rows in enumerate(self._of_dims[:-1]):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))
-        by_rows = self._problem.kind in ("linear", "gated_linear")
         columns = torch.tensor(self._of_dims[-1], device=x.device)
-        weight = weight.index_select(0 if by_rows else 1, columns)
+        weight = weight.index_select(self._filters, columns)
         bias = None if bias is None else self.of_result(bias).double()
         return run_anchor(self._problem.kind, self._problem.options, x.double(), weight.double(), bias)
 

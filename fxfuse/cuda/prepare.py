@@ -31,7 +31,7 @@ from fxfuse.layout import (
     is_channels_last,
 )
 from fxfuse.operands import Grouping
-from fxfuse.problem import Problem, TensorMeta, anchor_weight
+from fxfuse.problem import BY_ROWS, Problem, TensorMeta, anchor_weight
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,10 +84,6 @@ def _shared_per_block(device: Any) -> int | None:
 # ---------------------------------------------------------------------------------------------- linear
 
 
-_BY_ROWS = ("linear", "gated_linear")
-"""Kinds whose weight is (N, K)."""
-
-
 def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
     """x as a matrix whose rows, of its last dimensions, are contiguous, and the distance between them."""
     first = len(meta.shape) - dimensions
@@ -102,7 +98,7 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
     """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
     layouts: tuple[gemm_problem.Layout, gemm_problem.Layout] = ("nk", "kn")
-    first, second = layouts if kind in _BY_ROWS else layouts[::-1]
+    first, second = layouts if kind in BY_ROWS else layouts[::-1]
     (rows, cols), (row_stride, col_stride) = meta.shape, meta.strides
     if col_stride == 1 or cols == 1:
         return Input(meta), first, row_stride if rows > 1 else cols
@@ -141,7 +137,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
     matrix = anchor_weight(problem)
     if len(matrix.shape) != 2 or not problem.x.shape:
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
-    features_in, features_out = matrix.shape[::-1] if problem.kind in _BY_ROWS else matrix.shape
+    features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape
     x, x_stride = _rows(problem.x)
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
     shape = tuple(acc.shape)
