@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import keyword
 import logging
-import operator
 import threading
 import traceback
 import unicodedata
@@ -31,6 +30,7 @@ from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
+from fxfuse.proxies import BufferProxy, Proxy, answering
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
 
@@ -71,6 +71,8 @@ class Captured:
     for one value only."""
     constants: Constants = ()
     """Those values where they are not the defaults; further keyword arguments among them."""
+    tensors: frozenset[str] = frozenset()
+    """Arguments for which the graph is right only if they are tensors: the forward asked."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
@@ -107,63 +109,6 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
     return done[module]
 
 
-class _Proxy(fx.Proxy):
-    """A proxy for which `x += 1` overwrites x, as it does for tensors, and to which nothing can be attached unseen."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("node", "tracer"):
-            raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
-        object.__setattr__(self, name, value)
-
-
-def _augmented(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-_AUGMENTED: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
-for _name in _AUGMENTED:
-    setattr(_Proxy, f"__i{_name}__", _augmented(getattr(operator, f"__i{_name}__")))
-
-
-class _BufferProxy(_Proxy):
-    """A buffer, read at every call; what is asked of its shape while tracing is answered at once."""
-
-    _buffer: torch.Tensor
-
-    def __init__(self, node: fx.Node, tracer: Any, buffer: torch.Tensor) -> None:
-        super().__init__(node, tracer)
-        object.__setattr__(self, "_buffer", buffer)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._buffer.shape
-
-    @property
-    def ndim(self) -> int:
-        return self._buffer.ndim
-
-    def size(self, *dim: int) -> Any:
-        return self._buffer.size(*dim)
-
-    def dim(self) -> int:
-        return self._buffer.dim()
-
-    def numel(self) -> int:
-        return self._buffer.numel()
-
-
-def _augmented_buffer(function: Callable[..., Any]) -> Callable[[_BufferProxy, Any], _BufferProxy]:
-    def augmented(self: _BufferProxy, other: Any) -> _BufferProxy:
-        node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
-        return _BufferProxy(node, self.tracer, self._buffer)  # the same buffer: `self.steps += 1` replaces nothing
-
-    return augmented
-
-
-for _name in _AUGMENTED:
-    setattr(_BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
-
-
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
@@ -196,6 +141,7 @@ class _Tracer(fx.Tracer):
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
         self._buffer_paths: dict[int, str] = {}
+        self.taken_for_tensors: set[str] = set()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -240,7 +186,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
@@ -251,7 +197,7 @@ class _Tracer(fx.Tracer):
             if path is not None:  # computed with here and now, it would become a constant
                 if path not in parameter_proxy_cache:
                     node = self.create_node("get_attr", path, (), {})
-                    parameter_proxy_cache[path] = _BufferProxy(node, self, attr_val)
+                    parameter_proxy_cache[path] = BufferProxy(node, self, attr_val)
                 return parameter_proxy_cache[path]
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -259,7 +205,7 @@ class _Tracer(fx.Tracer):
         self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with self._recording:
+            with self._recording, answering():
                 return super().trace(root, concrete_args)
 
     @contextlib.contextmanager
@@ -463,8 +409,8 @@ def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
     """Where forwards assigned a buffer's own proxy to it (`self.steps += 1`)."""
     for module in modules:
         for name, value in module._buffers.items():
-            if isinstance(value, _BufferProxy):
-                module._buffers[name] = value._buffer
+            if isinstance(value, BufferProxy):
+                module._buffers[name] = value.buffer
 
 
 _tracing: Final = free_in_children(threading.RLock())
@@ -554,4 +500,5 @@ def trace(
             return Captured(root, None, (Untraced("", refused[root]),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
-    return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants)
+    tensors = frozenset(tracer.taken_for_tensors)
+    return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants, tensors)

@@ -38,6 +38,7 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
+from fxfuse.recapture import Recapture, is_capturing
 from fxfuse.state import copies, unchanged
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
@@ -178,6 +179,9 @@ def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
     """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
     with plans.preparing(), unchanged(fast):
         args, kwargs = copies((tuple(args), dict(kwargs or {})))
+        recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
+        if recapture is not None:
+            recapture.hurry()
         fast(*args, **kwargs)
 
 
@@ -341,6 +345,8 @@ class FusedState:
     """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
+    recapture: Recapture | None = None
+    """Dynamo's graphs of the model, if fx could not trace it whole."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -387,6 +393,8 @@ class FusedModule(fx.GraphModule):
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         state.structure, state.outdated = _structure(captured), 0
+        if captured.untraced and state.recapture is None and not _disabled():
+            state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
             state.replays = Replays()
         regions: list[FusedRegion] = []
@@ -450,10 +458,14 @@ class FusedModule(fx.GraphModule):
             if state.captured.graph is None and has_own_call(state.captured.root):
                 type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
+            if state.captured.tensors:
+                type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
+            if state.captured.untraced and state.recapture is not None:
+                type(self).forward = _recaptured(type(self).forward)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
         return code
@@ -699,12 +711,15 @@ _GLOBAL_HOOKS: Final = tuple(
 
 
 def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
-    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules."""
+    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules; also
+    while Dynamo captures a model around it, whole."""
     before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
 
     @functools.wraps(forward)
     def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         if before_forward or after_forward or backward or before_backward:
+            return root.forward(*args, **kwargs)
+        if torch.compiler.is_compiling() and is_capturing():
             return root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -733,6 +748,23 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     return _with_own_code(watching)
+
+
+def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """`forward`, for calls in which those arguments are tensors that `captured` takes for tensors; others run as
+    Python: a forward asked for their class."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    positions = tuple((names.index(name), name) for name in sorted(captured.tensors))
+
+    @functools.wraps(forward)
+    def for_tensors(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        for position, name in positions:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if not isinstance(value, torch.Tensor | fx.Proxy):
+                return captured.root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(for_tensors)
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
@@ -764,6 +796,19 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return _with_own_code(guarded)
+
+
+def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, a part of which runs as Python, or Dynamo's graph of the whole."""
+
+    @functools.wraps(forward)
+    def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        recapture = state_of(self).recapture
+        if recapture is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+            return forward(self, *args, **kwargs)
+        return recapture.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(recaptured)
 
 
 def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,6 +67,8 @@ class Report:
     """Which convolutions run in channels_last on a GPU although the model's tensors are contiguous."""
     cuda_graphs: tuple[str, ...] = ()
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
+    dynamo: tuple[str, ...] = ()
+    """What Dynamo captured, since tracing stopped."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -85,6 +87,7 @@ class Report:
             parts.append(tabulate(rows, headers=headers, tablefmt="simple_outline"))
         parts += self.channels_last
         parts += self.cuda_graphs
+        parts += self.dynamo
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             reasons = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -138,16 +141,22 @@ def explain(fast: fx.GraphModule) -> Report:
     runs: list[str] = []
     for path, module in _traces(fast):
         prefix = f"{path}." if path else ""
+        recapture = state_of(module).recapture
+        without = "" if recapture is None or recapture.reason is None else f"; Dynamo: {recapture.reason}"
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
             name = prefix + untraced.path if untraced.path else path or "the model"
-            skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}"))
+            skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}{without}"))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
         runs += [
             f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
             for run in state_of(module).runs
         ]
-    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast))
+    dynamo = tuple(
+        f"{repr(path) if path else 'the model'} was captured by Dynamo, as {len(graphs)} graph{'s' * (len(graphs) > 1)}"
+        for path, graphs in _recaptured(fast).items()
+    )
+    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast), dynamo)
 
 
 def _once(items: Iterable[_T]) -> tuple[_T, ...]:
@@ -168,10 +177,27 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
 
 def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
     """The graphs that calls of the model used, with the paths of their modules; before any call, those it has."""
+    whole = _recaptured(fast)
     for path, module in fast.named_modules():
-        if isinstance(module, FusedModule):
+        if path in whole:
+            yield from ((path, trace) for trace in whole[path])
+        elif isinstance(module, FusedModule) and not any(_is_below(path, other) for other in whole):
             used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
             yield from ((path, trace) for trace in used or [module])
+
+
+def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
+    """Dynamo's graphs of what fx could not trace, by the path of their module."""
+    found: dict[str, tuple[FusedModule, ...]] = {}
+    for path, module in fast.named_modules():
+        recapture = state_of(module).recapture if isinstance(module, FusedModule) else None
+        if recapture is not None and recapture.graphs and not any(_is_below(path, other) for other in found):
+            found[path] = recapture.graphs
+    return found
+
+
+def _is_below(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
 
 
 def _is_used(trace: FusedModule, module: FusedModule) -> bool:

@@ -1,5 +1,6 @@
 """Capture: whatever Python a model's forward is, the result is eager's and the report says what was not traced."""
 
+import collections.abc
 import contextvars
 import copy
 import dataclasses
@@ -322,6 +323,53 @@ UNTRACEABLE = {
     "numpy inside": lambda: Net(lambda m, x: torch.from_numpy(m.fc(x).detach().numpy()) * 2, fc=linear()),
     "shape arithmetic": lambda: Net(lambda m, x: m.fc(x).relu() * int(x.shape[0]), fc=linear()),
 }  # fmt: skip
+
+
+def doubled_if(answer, x):
+    return x * 2 if answer else x
+
+
+ASKING_FOR_CLASSES = {
+    "an argument": lambda m, x: doubled_if(isinstance(x, torch.Tensor), m.fc(x).relu()),
+    "an argument that may be a list": lambda m, x: m.fc(torch.cat([x] if isinstance(x, torch.Tensor) else x)).relu(),
+    "is_tensor": lambda m, x: doubled_if(torch.is_tensor(m.fc(x)), x),
+    "no tuple": lambda m, x: doubled_if(not isinstance(m.fc(x), list | tuple), x),
+    "a module's result": lambda m, x: doubled_if(isinstance(m.fc(x), torch.Tensor), x),
+    "several results": lambda m, x: doubled_if(isinstance(m.gru(x), tuple), x),
+    "one of several results": lambda m, x: doubled_if(isinstance(m.fc(x).chunk(2)[0], torch.Tensor), x),
+    "a parameter": lambda m, x: doubled_if(isinstance(m.p, nn.Parameter), x),
+    "no parameter": lambda m, x: doubled_if(isinstance(m.p * 2, nn.Parameter), x),
+    "a shape": lambda m, x: doubled_if(isinstance(m.fc(x).shape, tuple), x),
+    "a size": lambda m, x: doubled_if(isinstance(x.shape[0] // 2, int), x),
+    "an abstract class": lambda m, x: doubled_if(isinstance(x.shape, collections.abc.Sequence), m.fc(x)),
+    "a dtype": lambda m, x: doubled_if(isinstance(m.fc(x).dtype, torch.dtype), x),
+    "an attribute that tensors lack": lambda m, x: doubled_if(hasattr(m.fc(x), "logits"), x),
+    "a default": lambda m, x: x * getattr(m.fc(x), "_scale", 3),
+    "what an untraced child returns": lambda m, x: doubled_if(isinstance(m.several(x), tuple), x),
+}
+
+
+class Several(nn.Module):
+    def forward(self, x):
+        return (x, x) if x.sum() > -1e9 else x
+
+
+@pytest.mark.parametrize("name", ASKING_FOR_CLASSES)
+def test_questions_about_a_values_class(name):
+    members = {"gru": nn.GRU(8, 4)} if name == "several results" else {}
+    if name == "what an untraced child returns":
+        members["several"] = Several()
+    model = Net(ASKING_FOR_CLASSES[name], fc=linear(), p=randn(8), **members)
+    assert_as_eager(model, fxfuse.optimize(model), X)
+
+
+def test_arguments_of_another_class_than_before():
+    model = Net(ASKING_FOR_CLASSES["an argument that may be a list"], fc=linear())
+    fast = fxfuse.optimize(model)
+    for _ in range(2):
+        assert_as_eager(model, fast, X)
+        assert_as_eager(model, fast, [X, X])
+    assert len(fxfuse.explain(fast).regions) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
