@@ -38,6 +38,7 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
+from fxfuse.program import Programs
 from fxfuse.recapture import Recapture, is_capturing
 from fxfuse.state import copies, unchanged
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
@@ -345,6 +346,8 @@ class FusedState:
     """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
+    programs: Programs | None = None
+    """What runs calls without gradients."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
     forget: Callable[[], Any] | None = None
@@ -457,6 +460,9 @@ class FusedModule(fx.GraphModule):
             state = state_of(self)
             if state.captured.graph is None and has_own_call(state.captured.root):
                 type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
+            state.programs = Programs(state.captured.root, self._graph)
+            if state.programs.reason is None:
+                type(self).forward = _programmed(type(self).forward)
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
@@ -724,6 +730,18 @@ def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[...
         return forward(self, *args, **kwargs)
 
     return _with_own_code(unless_hooked)
+
+
+def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the graph's own code, or a program in its place."""
+
+    @functools.wraps(forward)
+    def programmed(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        programs = state_of(self).programs
+        assert programs is not None
+        return programs.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(programmed)
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:

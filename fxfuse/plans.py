@@ -117,6 +117,35 @@ def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
     return dataclasses.replace(_meta(tensor), strides=tensor.stride())
 
 
+def _key(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> Key:  # fmt: skip
+    """What decides a call's plan."""
+    cuda = x.is_cuda
+    state = _cuda_state if cuda else _cpu_state
+    return (
+        kind, epilogue, values, strict, fp32, pool,
+        tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
+        torch.get_default_dtype(),  # of numbers that meet truth values or integers
+        None if bias is None else state(bias), None if weight is None else state(weight), state(x),
+        *map(state, operands),
+    )  # fmt: skip
+
+
+def known_plan(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> Plan | None:  # fmt: skip
+    """The plan that `run` would use, if the region has it already."""
+    found = _plans.get(region)
+    return (
+        None
+        if found is None
+        else found.get(_key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands))
+    )
+
+
 def run(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
@@ -129,15 +158,7 @@ def run(
     Args:
         directly: whether the call came here without torch's dispatcher, so that calls like it may take a short cut.
     """
-    cuda = x.is_cuda
-    state = _cuda_state if cuda else _cpu_state
-    key = (
-        kind, epilogue, values, strict, fp32, pool,
-        tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
-        torch.get_default_dtype(),  # of numbers that meet truth values or integers
-        None if bias is None else state(bias), None if weight is None else state(weight), state(x),
-        *map(state, operands),
-    )  # fmt: skip
+    key = _key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands)
     found = _plans.get(region)
     plan = None if found is None else found.get(key)
     if plan is None:
