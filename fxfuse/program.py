@@ -87,18 +87,27 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.computes = False
         self.depends_on_values = False
+        self.is_pure = True
+        """Whether nobody could tell if it had not run, but for its result."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        tags = func.tags
+        tags, schema = func.tags, func._schema
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            self.depends_on_values = True
-        schema = func._schema
+            indexed = func is torch.ops.aten.index.Tensor and not _has_masks(args[1])
+            self.depends_on_values |= not indexed
+        if schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
+            self.is_pure = False
         is_view = not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
         if not is_view and func not in _ALLOCATING:
             self.computes = True
         return func(*args, **(kwargs or {}))
+
+
+def _has_masks(indices: Any) -> bool:
+    """Whether the number of elements that the indices choose depends on their values."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 _ALLOCATING: Final = (torch.ops.aten.empty_strided.default, torch.ops.aten.empty.memory_format)
@@ -165,7 +174,10 @@ class _Call:
     kwargs: Any
     result: Any
     is_view: bool
+    is_pure: bool
     is_method: bool = False
+    label: str = ""
+    """What it is, for who reads the program."""
 
 
 def _values_in(tree: Any) -> list[_Value]:
@@ -233,8 +245,7 @@ class _Recorder:
             try:
                 env[node], known[node] = self._node(node, args, kwargs, symbols)
             except _Refused as refused:  # what ran has run: the rest runs as it comes
-                self.reason = str(refused)
-                env[node] = refused.args[1]
+                self.reason, env[node] = refused.args
             self._retain(env[node])
             for used in dying.get(node, ()):
                 self._forget(env.pop(used))
@@ -281,7 +292,7 @@ class _Recorder:
 
     def _node(self, node: fx.Node, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
         if node.op == "call_function" and node.target in _KINDS:
-            return self._fused(_KINDS[node.target], args, kwargs, symbols)
+            return self._fused(node, args, kwargs, symbols)
         target: Any = node.target
         if node.op == "call_module":
             target = self._root.get_submodule(str(target))
@@ -293,17 +304,19 @@ class _Recorder:
             return result, None
         if seen.depends_on_values:
             raise _Refused(f"what '{node}' is depends on tensors' values", result)
-        return result, self._called(
-            target, node.op == "call_method", (args, kwargs), symbols, result, not seen.computes
-        )
+        is_method = node.op == "call_method"
+        return result, self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
 
     @staticmethod
     def _observed(call: Callable[[], Any]) -> tuple[Any, _Operators]:
         with _Operators() as seen:
             return call(), seen
 
-    def _called(self, target: Any, is_method: bool, real: Any, symbols: Any, result: Any, is_view: bool) -> Any:
+    def _called(
+        self, target: Any, is_method: bool, real: Any, symbols: Any, result: Any, seen: _Operators, label: str
+    ) -> Any:
         """A step of the call, and its result's values; none where it is made of sizes alone."""
+        is_view = not seen.computes
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             if not is_view:
@@ -312,7 +325,7 @@ class _Recorder:
         given = dict(zip(map(id, _tensors_in(real)), _values_in(symbols), strict=True))
         if is_view and all(id(tensor) in given for tensor in tensors):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], result)
-        call = _Call(target, symbols[0], symbols[1], None, is_view, is_method)
+        call = _Call(target, symbols[0], symbols[1], None, is_view, seen.is_pure, is_method, label)
 
         def value(tensor: torch.Tensor) -> _Value:
             if id(tensor) in given:
@@ -331,8 +344,9 @@ class _Recorder:
         self.steps.append(call)
         return call.result
 
-    def _fused(self, kind: str, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
+    def _fused(self, node: fx.Node, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
         """A fused operator: its kernels, if they are all that its plan takes."""
+        kind = _KINDS[node.target]
         x, weight, bias, operands, epilogue, *values = args
         options = tuple(map(functional._hashable, values))
         said = (kwargs.get("strict", False), kwargs.get("region", 0), kwargs.get("fp32", "exact"))
@@ -353,7 +367,10 @@ class _Recorder:
         if not operators.computes and plan.kernel is not None:
             launches = self._launches(seen, tensors, taken)
         if launches is None:
-            return result, self._called(plan.run, False, real, (inputs, {}), result, False)
+            operators.computes = True
+            return result, self._called(
+                plan.run, False, real, (inputs, {}), result, operators, f"{node}: {plan.kernel}"
+            )
         self.steps += launches
         same = next((value for tensor, value in zip(tensors, taken, strict=True) if tensor is result), None)
         value = same or self._value(result, self._name())
@@ -439,12 +456,18 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _mark_wanted(steps: Sequence[_Launch | _Call], output: Any) -> list[_Launch | _Call]:
-    """Says of each value whether Python needs it as a tensor, and drops views that nobody needs as one."""
+    """Says of each value whether Python needs it as a tensor, and drops views and results that nobody needs."""
     for value in _values_in(output):
         value.wanted = value.slot.escapes = True
     kept: list[_Launch | _Call] = []
+    read: set[_Slot] = set()
     for step in reversed(steps):
-        if isinstance(step, _Call):
+        if isinstance(step, _Launch):
+            read.update(_slots_of(step))
+        else:
+            made = _values_in(step.result)
+            if step.is_pure and not any(value.wanted or value.slot in read for value in made):
+                continue  # fx graphs keep what only questions about shapes used
             if step.is_view:
                 wanted = [value for value in _values_in(step.result) if value.viewed_by is step and value.wanted]
                 if all(_is_reinterpreted(value) for value in wanted):
@@ -631,6 +654,7 @@ class _Writer:
             called = f"{args[0]}.{step.target}({', '.join([*args[1:], *kwargs])})"
         else:
             called = f"{self._constant(step.target)}({', '.join([*args, *kwargs])})"
+        called = f"{called}  # {step.label}" if step.label.isprintable() else called
         new = [(path, value) for path, value in _paths(step.result) if self._is_new(value)]
         if not new:
             self._line(called)
