@@ -89,14 +89,17 @@ _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore
 _is_neg: Final = torch.Tensor.is_neg
 
 
-def _observed() -> bool:
-    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of."""
+def _observed(profiled: bool = True) -> bool:
+    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of.
+
+    A profiler, too, unless `profiled` is False.
+    """
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        or (profiled and torch._C._autograd._profiler_enabled())
     )
 
 

@@ -450,7 +450,7 @@ class FusedModule(fx.GraphModule):
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
             code = super().recompile()
-        _drop_source_with(type(self).forward)
+        drop_source_with(type(self).forward)
         self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
         # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
         # traces a model around this one patches it.
@@ -571,7 +571,7 @@ class FusedModule(fx.GraphModule):
         return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
 
 
-def _drop_source_with(forward: Callable[..., Any]) -> None:
+def drop_source_with(forward: Callable[..., Any]) -> None:
     """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
     assert isinstance(forward, types.FunctionType)
     name = forward.__code__.co_filename

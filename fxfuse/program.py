@@ -156,6 +156,8 @@ class _Value:
     name: str
     wanted: bool = False
     """Whether Python needs it as a tensor."""
+    leaves: bool = False
+    """Whether the caller gets it: a view is then to be one in torch's eyes, too."""
     viewed_by: _Call | None = None
     """The call that makes it of another tensor without computing."""
 
@@ -205,13 +207,21 @@ def _values_in(tree: Any) -> list[_Value]:
 class _Recorder:
     """Runs a graph node by node, and notes how it could be run again."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> None:
-        """`given`: what placeholders and attributes are."""
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            given: what placeholders and attributes are.
+            tensors: those that every call looks up, in that order: `given` ones, and parameters of modules.
+        """
         self.reason: str | None = None
         self.steps: list[_Launch | _Call] = []
         self.output: Any = None
-        self.given_slots: dict[int, _Slot] = {}
-        """By the identity of the tensor, in the order of the given ones."""
+        self.given_slots = {
+            id(tensor): _Slot("given", f"g{number}", dtype=tensor.dtype, index=number)
+            for number, tensor in enumerate(tensors)
+        }
         self._root, self._graph, self._given = root, graph, given
         self._owners: dict[int, tuple[_Slot, int]] = {}
         self._alive: dict[int, int] = {}
@@ -254,14 +264,9 @@ class _Recorder:
     def _give(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        slot = self.given_slots.get(id(value))
-        if slot is None:
-            slot = _Slot("given", f"g{len(self.given_slots)}", index=len(self.given_slots))
-            self.given_slots[id(value)] = slot
-            key = value.untyped_storage()._cdata
-            if key in self._owners:  # another argument's memory: which one a view is of cannot be told
-                self.reason = self.reason or "arguments share memory"
-            self._owners[key] = slot, value.data_ptr()
+        slot, key = self.given_slots[id(value)], value.untyped_storage()._cdata
+        if self._owners.setdefault(key, (slot, value.data_ptr()))[0] is not slot:
+            self.reason = "arguments share memory"  # which one a view is of cannot be told
         return self._value(value, slot.name)
 
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: _Call | None = None) -> _Value:
@@ -336,7 +341,7 @@ class _Recorder:
             if key not in self._owners:
                 if is_view:  # of memory that nobody else knows of
                     call.is_view = False
-                self._owners[key] = _Slot("made", name), tensor.data_ptr()
+                self._owners[key] = _Slot("made", name, dtype=tensor.dtype), tensor.data_ptr()
                 return self._value(tensor, name)
             return self._value(tensor, name, call)
 
@@ -429,6 +434,10 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+_DICTS: Final = (dict, fx.immutable_collections.immutable_dict)
+_LISTS: Final = (list, fx.immutable_collections.immutable_list)
+
+
 def _plain(item: Any) -> Any:
     """fx's own lists and dictionaries as those that the code of a graph makes."""
     if type(item) in _DICTS:
@@ -458,9 +467,9 @@ def _extent(tensor: torch.Tensor) -> int:
 def _mark_wanted(steps: Sequence[_Launch | _Call], output: Any) -> list[_Launch | _Call]:
     """Says of each value whether Python needs it as a tensor, and drops views and results that nobody needs."""
     for value in _values_in(output):
-        value.wanted = value.slot.escapes = True
+        value.wanted = value.leaves = value.slot.escapes = True
     kept: list[_Launch | _Call] = []
-    read: set[_Slot] = set()
+    read = {value.slot for value in _values_in(output)}
     for step in reversed(steps):
         if isinstance(step, _Launch):
             read.update(_slots_of(step))
@@ -474,12 +483,15 @@ def _mark_wanted(steps: Sequence[_Launch | _Call], output: Any) -> list[_Launch 
                     continue  # made of the memory itself where it is needed, or by nobody
             for value in _values_in((step.args, step.kwargs)):
                 value.wanted = True
+                read.add(value.slot)
         kept.append(step)
     return kept[::-1]
 
 
 def _is_reinterpreted(value: _Value) -> bool:
-    return value.slot.kind == "memory" and not value.slot.escapes
+    """Whether it can be made of the memory that it lies in, without the calls that led to it."""
+    kind, dtype = value.slot.kind, value.slot.dtype
+    return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
 
 
 def _place(slots: Sequence[_Slot]) -> int:
@@ -554,13 +566,13 @@ class _Writer:
         for number, step in enumerate(self.steps):
             if isinstance(step, _Call):
                 for value in _values_in((step.args, step.kwargs, step.result)):
-                    last[value.name] = number
+                    last[value.name] = last[value.slot.name] = number  # a view is made of what its memory begins with
         for step in self.steps:
             for slot in _slots_of(step) if isinstance(step, _Launch) else ():
                 if slot.kind == "made":
                     last[slot.name] = max(last.get(slot.name, -1), slot.last)
         for value in _values_in(output):
-            last[value.name] = len(self.steps)
+            last[value.name] = last[value.slot.name] = len(self.steps)
         return last
 
     # ---- text
@@ -703,26 +715,25 @@ class _Writer:
             return value.name
         if value in self._written:
             return value.name
-        assert slot.kind == "memory", "calls make all others"
         self._written.add(value)
-        if not slot.escapes:
+        size = value.dtype.itemsize
+        if slot.kind == "memory" and not slot.escapes:
             dtype = self._dtype(value.dtype)
             self._typed.add(dtype)
-            at = (slot.offset + value.offset) // value.dtype.itemsize
-            self._line(f"{value.name} = reinterpret(arena_{dtype}, {value.shape}, {value.strides}, {at})")
-            self._variables.add(value.name)
-        elif (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0):
+            base, at = f"arena_{dtype}", (slot.offset + value.offset) // size
+        elif value.leaves and (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0):
             value.name = slot.name
+            return value.name
         else:
-            at = value.offset // value.dtype.itemsize
-            self._line(f"{value.name} = {slot.name}.as_strided({value.shape}, {value.strides}, {at})")
-            self._variables.add(value.name)
+            base, at = slot.name, value.offset // size
+            if slot.kind == "given":
+                self._read.add(slot.index)
+        if value.leaves:
+            self._line(f"{value.name} = {base}.as_strided({value.shape}, {value.strides}, {at})")
+        else:
+            self._line(f"{value.name} = reinterpret({base}, {value.shape}, {value.strides}, {at})")
+        self._variables.add(value.name)
         return value.name
-
-
-_DICTS: Final = (dict, fx.immutable_collections.immutable_dict)
-_LISTS: Final = (list, fx.immutable_collections.immutable_list)
-"""fx's own, which the code of a graph makes plain ones of, among them."""
 
 
 def _slots_of(step: _Launch | _Call) -> list[_Slot]:
@@ -832,12 +843,17 @@ class Programs:
             for node in graph.nodes:
                 if node.op == "get_attr":
                     self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
+                if node.op == "call_module":  # of these nothing is read here, but they decide what the call is
+                    module = root.get_submodule(str(node.target))
+                    for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                        path = f"{node.target}.{name}"
+                        self._attributes.setdefault(path, _table_of(root, path))
         except _Refused as refused:
             self.reason = str(refused)
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
-        if self.reason is not None or functional._observed() or functional._intercepted():
+        if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
             return forward(*args, **kwargs)
         if kwargs or len(args) != len(self._names):
             bound = self._bound(args, kwargs)
@@ -894,7 +910,7 @@ class Programs:
         given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
-        recorder = _Recorder(self._root, self._graph, given)
+        recorder = _Recorder(self._root, self._graph, given, tensors)
         result = recorder.run()
         if recorder.reason is not None:
             self._tries += 1

@@ -9,6 +9,7 @@ captured whole or not at all (a part of it would have run before the rest turned
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import types
@@ -88,7 +89,8 @@ class Recapture:
         except Exception as error:
             if not _is_dynamos(error):
                 raise
-            self._failures += 1
+            # what a graph cannot hold it will not hold the next time; other arguments may be others
+            self._failures = FAILURES if isinstance(error, torch._dynamo.exc.Unsupported) else self._failures + 1
             self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
             return python(*args, **kwargs)  # nothing has run: graphs are whole
@@ -104,17 +106,30 @@ class Recapture:
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     return root.forward(*args, **kwargs)
 
-                # Dynamo keeps what it compiles by code object, a few results for each
-                own = types.FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
-                self._run = torch.compile(own, backend=self._fused, fullgraph=True)
+                # Dynamo keeps what it compiles by code object, a few results for each, and in the function's globals;
+                # its tables let each keep the other
+                names = {"__name__": __name__, "__builtins__": __builtins__}
+                own = types.FunctionType(forward.__code__.replace(), names, closure=forward.__closure__)
+                weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
+                backend = functools.partial(_fused, self._settings, weakref.ref(self._graphs))
+                self._run = torch.compile(own, backend=backend, fullgraph=True)
             return self._run
 
-    def _fused(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        from fxfuse.backend import fused_graph, prepared_by_first_call
 
-        fused = fused_graph(gm, self._settings)
-        self._graphs.add(fused)
-        return prepared_by_first_call(fused)
+def _fused(
+    settings: Settings, graphs: weakref.ref[weakref.WeakSet[FusedModule]],
+    gm: fx.GraphModule, example_inputs: Sequence[Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """A backend, which Dynamo keeps for ever: it must not hold the model."""
+    from fxfuse.backend import fused_graph, prepared_by_first_call
+    from fxfuse.optimize import drop_source_with
+
+    drop_source_with(type(gm).forward)
+    fused = fused_graph(gm, settings)
+    known = graphs()
+    if known is not None:
+        known.add(fused)
+    return prepared_by_first_call(fused)
 
 
 def _is_watched(values: Sequence[Any]) -> bool:

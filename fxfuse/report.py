@@ -69,6 +69,8 @@ class Report:
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
     dynamo: tuple[str, ...] = ()
     """What Dynamo captured, since tracing stopped."""
+    programs: tuple[str, ...] = ()
+    """Calls without gradients that run as lists of launches, and why others do not."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -88,6 +90,7 @@ class Report:
         parts += self.channels_last
         parts += self.cuda_graphs
         parts += self.dynamo
+        parts += self.programs
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             reasons = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -152,11 +155,9 @@ def explain(fast: fx.GraphModule) -> Report:
             f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
             for run in state_of(module).runs
         ]
-    dynamo = tuple(
-        f"{repr(path) if path else 'the model'} was captured by Dynamo, as {len(graphs)} graph{'s' * (len(graphs) > 1)}"
-        for path, graphs in _recaptured(fast).items()
-    )
-    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast), dynamo)
+    programs = _once(line for path, module in _traces(fast) for line in _programs_report(path, module))
+    dynamo = tuple(_dynamo_report(fast, path, len(graphs)) for path, graphs in _recaptured(fast).items())
+    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast), dynamo, programs)
 
 
 def _once(items: Iterable[_T]) -> tuple[_T, ...]:
@@ -194,6 +195,33 @@ def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
         if recapture is not None and recapture.graphs and not any(_is_below(path, other) for other in found):
             found[path] = recapture.graphs
     return found
+
+
+def _dynamo_report(fast: FusedModule, path: str, graphs: int) -> str:
+    """Why Dynamo captured the module of that path, and as how many graphs."""
+    module = fast.get_submodule(path)
+    assert isinstance(module, FusedModule)
+    untraced = state_of(module).captured.untraced[0]
+    what = f"'{path}'" if path else "the model"
+    return (
+        f"{what} was captured by Dynamo as {graphs} graph{'' if graphs == 1 else 's'}, since tracing stopped at "
+        f"{untraced.reason}"
+    )
+
+
+def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
+    """What a graph's programs consist of, or why it has none."""
+    programs = state_of(module).programs
+    what = f"'{path}'" if path else "the model"
+    if programs is None:
+        return
+    for program in programs.programs:
+        yield (
+            f"{what} runs as a program: kernels launched: {program.launches}, calls of torch: {program.calls}, memory "
+            f"for results at once: {program.arena_size / 2**20:.1f} MB"
+        )
+    if not programs.programs and programs.reason is not None and state_of(module).regions:
+        yield f"{what} runs node by node: {programs.reason}"
 
 
 def _is_below(path: str, other: str) -> bool:
