@@ -38,7 +38,7 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
-from fxfuse.state import copies, unchanged
+from fxfuse.state import called_unchanged
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -176,9 +176,8 @@ def _is_worth_while(layer: nn.Module) -> bool:
 
 def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
     """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
-    with plans.preparing(), unchanged(fast):
-        args, kwargs = copies((tuple(args), dict(kwargs or {})))
-        fast(*args, **kwargs)
+    with plans.preparing():
+        called_unchanged(fast, args, kwargs or {})
 
 
 def _capture_for(fast: FusedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

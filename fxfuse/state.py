@@ -8,12 +8,14 @@ import enum
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from fxfuse.errors import FxfuseError
 
 _MISSING: Final = object()
 _LITERALS: Final = (bool, int, float, str, torch.dtype, torch.device)
@@ -170,19 +172,27 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Inside, runs without gradients; afterwards, all that a forward may change is what it was.
+def unchanged(*modules: nn.Module, gradients: bool = False) -> Iterator[None]:
+    """Inside, runs without gradients unless told otherwise; afterwards, all that a forward may change is what it was.
 
     Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
-    calls and keep what they computed. Parameters are not looked after.
+    calls and keep what they computed; with gradients, `backward` may add to parameters' `grad`. The values of
+    parameters are not looked after.
     """
-    attributes = Attributes(_with_captured(modules))
+    modules = tuple(_with_captured(modules))
+    attributes = Attributes(modules)
     randomness = RandomState()
+    parameters = {item for module in modules for item in module.parameters(recurse=False)} if gradients else set()
+    slots = [(parameter, parameter.grad) for parameter in parameters]
     with torch.no_grad():
-        values = [(tensor, tensor.detach().clone()) for tensor in attributes.tensors]
+        held = [*attributes.tensors, *(grad for _, grad in slots if grad is not None)]
+        values = [(tensor, tensor.detach().clone()) for tensor in held]
         try:
-            yield
+            with torch.set_grad_enabled(gradients):
+                yield
         finally:
+            for parameter, grad in slots:
+                parameter.grad = grad
             attributes.restore()
             for tensor, value in values:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -202,6 +212,32 @@ def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
                 yield module
 
 
-def copies(inputs: Any) -> Any:
-    """The inputs of a call with every tensor copied, since a model may overwrite them."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+def called_unchanged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `model` makes of copies of the arguments; afterwards, all that its forward may change is what it was.
+
+    It runs without gradients, for which it would keep all that it computes. Where that raises, it runs again as the
+    caller would run it: a forward may ask for derivatives (torch.autograd.grad), which are there with gradients only.
+    """
+    try:
+        return _called(model, args, kwargs, gradients=False)
+    except FxfuseError:
+        raise
+    except Exception:  # whatever a forward raises
+        if not torch.is_grad_enabled():
+            raise
+    return _called(model, args, kwargs, gradients=True)
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: bool) -> Any:
+    with unchanged(model, gradients=gradients):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (tuple(args), dict(kwargs)))
+        return model(*args, **kwargs)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph."""
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return copy
+    with torch.enable_grad():
+        return copy.clone()  # a leaf may not be overwritten, nor a view of one; what was computed may
