@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
@@ -134,13 +134,21 @@ def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, ep
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 
 
+@fx.node.has_side_effect
+def check_rank(rank: Any, ranks: Sequence[int]) -> None:
+    """Raises what nn.BatchNorm1d and its like raise for a tensor whose rank is none of theirs."""
+    if isinstance(rank, fx.Proxy):  # somebody traces the optimised model
+        rank.tracer.create_proxy("call_function", check_rank, (rank, tuple(ranks)), {})
+    elif rank not in ranks:
+        expected = " or ".join(f"{rank}D" for rank in ranks)
+        raise ValueError(f"expected {expected} input (got {rank}D input)")
+
+
 def _batch_norm_of(*ranks: int) -> Callable[..., torch.Tensor]:
-    """What nn.BatchNorm1d and its like compute: they refuse tensors of other ranks, in these words."""
-    expected = " or ".join(f"{rank}D" for rank in ranks)
+    """What nn.BatchNorm1d and its like compute."""
 
     def reference(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        if x.dim() not in ranks:
-            raise ValueError(f"expected {expected} input (got {x.dim()}D input)")
+        check_rank(x.dim(), ranks)
         return _batch_norm(x, *parameters)
 
     return reference
