@@ -76,6 +76,15 @@ def test_a_kernel_is_judged_by_eagers_own_error(on_cpu):
     assert 0 < errors["eager"] <= 1 < 100 < errors["tf32"]
 
 
+def test_a_kernel_that_fails_is_not_as_exact(on_cpu):
+    def failing(*tensors):
+        raise ZeroDivisionError
+
+    plain = problem("linear", (64, 256), (64, 256))
+    errors = exactness.errors(plain, {"failing": failing, "eager": plain.reference})
+    assert errors["failing"] == torch.inf and errors["eager"] <= 1
+
+
 @pytest.mark.parametrize(
     "change", [{"fp32": "fast"}, {"kind": "layer_norm"}, {"pool": (2, 2, 2, 2, 0, 0, False)}], ids=str
 )

@@ -20,7 +20,6 @@ import torch
 
 from fxfuse import cache
 from fxfuse.cuda.precision import Precision, precision
-from fxfuse.errors import LaunchError
 from fxfuse.layout import is_channels_last
 from fxfuse.locks import free_in_children
 from fxfuse.problem import BY_ROWS, PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
@@ -170,8 +169,11 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
                 for name, run in runs.items():
                     try:
                         error = relative_error(part.of_result(run(*tensors)), exact)
-                    except LaunchError:
-                        continue  # it has no time either
+                    except torch.cuda.OutOfMemoryError:
+                        raise
+                    except Exception as failure:  # whatever a kernel's call raises; it is not chosen
+                        logger.info("fxfuse: %s has no error, since it fails: %s", name, failure)
+                        error = math.inf
                     worst[name] = max(worst[name], error / allowed)
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to compare errors", problem.label)
