@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import pickle
 import random
 import sys
 import types
@@ -57,6 +58,17 @@ def _is_same_numpy(before: Any, after: Any) -> bool:
     if before is None or after is None:
         return True
     return bool(before[1].tobytes() == after[1].tobytes() and before[2:] == after[2:])
+
+
+class Draws:
+    """Whether somebody draws random numbers from now on, with a global generator or one in an attribute of a model."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._global = RandomState()
+        self._own = Attributes(_with_captured(models))
+
+    def any(self) -> bool:
+        return not self._global.is_present() or self._own.have_drawn()
 
 
 def seed(number: int) -> None:
@@ -114,6 +126,12 @@ class Attributes:
             found.update((module, key) for key in changed)
         return found
 
+    def have_drawn(self) -> bool:
+        """Whether a generator among what they hold is in another state."""
+        return any(
+            _is_generator(value) and not _is_same(_contents(value), before) for *_, value, before in self._before
+        )
+
     def restore(self) -> None:
         """Undoes what was done, unless hooks were installed: who does that once, at the first call, has done it."""
         if any(name.endswith("_hooks") for name in self.changes().values()):
@@ -124,6 +142,18 @@ class Attributes:
             elif not name and not _is_same(value, before):
                 value.clear()
                 value.update(before)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers, of torch, Python or numpy."""
+    if isinstance(value, random.Random | torch.Generator):
+        return True
+    numpy: Any = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+
+
+def _numpys_state(generator: Any) -> Any:
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def _contents(value: Any) -> Any:
@@ -138,6 +168,8 @@ def _contents(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
+    if _is_generator(value):
+        return pickle.dumps(_numpys_state(value))
     package = type(value).__module__.partition(".")[0]
     if isinstance(value, types.SimpleNamespace) or (package not in _FOREIGN and hasattr(value, "__dict__")):
         return dict(vars(value))
@@ -149,6 +181,12 @@ def _put_back(value: Any, contents: Any) -> None:
         value.setstate(contents)
     elif isinstance(value, torch.Generator):
         value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    elif _is_generator(value):
+        state = pickle.loads(contents)
+        if hasattr(value, "bit_generator"):
+            value.bit_generator.state = state
+        else:
+            value.set_state(state)
     else:
         held = value if isinstance(value, dict | list | collections.deque | set) else vars(value)
         held.clear()
