@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxfuse import ops
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
 from fxfuse.locks import free_in_children
@@ -205,7 +206,7 @@ class _Tracer(fx.Tracer):
         self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with self._recording, answering():
+            with _ranks_checked_later(), self._recording, answering():
                 return super().trace(root, concrete_args)
 
     @contextlib.contextmanager
@@ -295,6 +296,37 @@ class _Tracer(fx.Tracer):
         if self._lasting is not None and id(tensor) not in self._lasting:
             raise fx.proxy.TraceError("a tensor is made anew at every call in a way that a graph does not hold")
         self.unknown[id(tensor)] = tensor
+
+
+_RANKS: Final[Mapping[type[nn.Module], tuple[int, ...]]] = {
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+}  # fmt: skip
+"""What torch's normalisations accept."""
+
+
+@contextlib.contextmanager
+def _ranks_checked_later() -> Iterator[None]:
+    """Inside, torch's batch normalisations check the rank of a value when the graph runs: no proxy knows it.
+
+    Their modules are nodes, but not those of subclasses, whose forward may call theirs.
+    """
+
+    def recording(check: Callable[..., None], ranks: tuple[int, ...]) -> Callable[..., None]:
+        def recorded(module: nn.Module, x: Any) -> None:
+            rank = x.dim() if isinstance(x, fx.Proxy) else None
+            if isinstance(rank, fx.Proxy):
+                ops.check_rank(rank, ranks)
+            else:
+                check(module, x)
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for layer, ranks in _RANKS.items():
+            check = vars(layer)["_check_input_dim"]
+            stack.callback(setattr, layer, "_check_input_dim", check)
+            setattr(layer, "_check_input_dim", recording(check, ranks))  # noqa: B010
+        yield
 
 
 DRAWS: Final = "it draws or sets random numbers in a way that a graph does not hold"

@@ -20,6 +20,7 @@ from fxfuse import functional, ops
 from fxfuse.layout import contiguous_strides
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.patterns.mutation import Mutations, spelling
+from fxfuse.patterns.questions import asks_rank
 from fxfuse.patterns.values import is_nothing
 
 LEAST: Final = 4
@@ -149,7 +150,7 @@ def _convert(graph: fx.Graph, run: Run) -> None:
             else:
                 node.kwargs = {"input": converted}
     for node in run.nodes:
-        outside = [user for user in node.users if user not in inside]
+        outside = [user for user in node.users if user not in inside and not asks_rank(user)]
         if outside:
             with graph.inserting_after(node):
                 restored = graph.call_function(as_before, (node, run.source))

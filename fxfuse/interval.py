@@ -147,6 +147,11 @@ def filled(reference: Callable[..., Any], x: Interval, mask: Interval, value: In
     return either(reference, mask, x, value)
 
 
+def last(reference: Callable[..., Any], *args: Interval) -> Interval:
+    """The last argument's, whatever the others are."""
+    return args[-1]
+
+
 def same(reference: Callable[..., Any], x: Interval, *others: Interval) -> Interval:
     """The first argument's value, perhaps rounded to another dtype."""
     return _widened(x.lo, x.hi)

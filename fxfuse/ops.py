@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
@@ -134,13 +134,21 @@ def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, ep
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 
 
+@fx.node.has_side_effect
+def check_rank(rank: Any, ranks: Sequence[int]) -> None:
+    """Raises what nn.BatchNorm1d and its like raise for a tensor whose rank is none of theirs."""
+    if isinstance(rank, fx.Proxy):  # somebody traces the optimised model
+        rank.tracer.create_proxy("call_function", check_rank, (rank, tuple(ranks)), {})
+    elif rank not in ranks:
+        expected = " or ".join(f"{rank}D" for rank in ranks)
+        raise ValueError(f"expected {expected} input (got {rank}D input)")
+
+
 def _batch_norm_of(*ranks: int) -> Callable[..., torch.Tensor]:
-    """What nn.BatchNorm1d and its like compute: they refuse tensors of other ranks, in these words."""
-    expected = " or ".join(f"{rank}D" for rank in ranks)
+    """What nn.BatchNorm1d and its like compute."""
 
     def reference(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        if x.dim() not in ranks:
-            raise ValueError(f"expected {expected} input (got {x.dim()}D input)")
+        check_rank(x.dim(), ranks)
         return _batch_norm(x, *parameters)
 
     return reference
@@ -275,6 +283,54 @@ def _to(x: Any, dtype: Any) -> Expr:
     if dtype not in _CAST_ROWS:
         raise Rejected(f"cast to {dtype}")
     return call(_CAST_ROWS[dtype], x)
+
+
+_HARMLESS: Final = {"layout": None, "device": None, "pin_memory": False, "requires_grad": False, "memory_format": None}
+"""Arguments of functions that make a tensor, with the values for which it is like what they are given."""
+
+
+def _number_of(name: str, value: Any) -> Number:
+    """What a tensor is filled with. Raises Rejected unless each dtype holds it: torch refuses what overflows."""
+    if not isinstance(value, bool | int | float) or (math.isfinite(value) and abs(value) > _MOST_OF_HALF):
+        raise Rejected(f"{name} of {value!r}, which is no number that each dtype holds")
+    return float(value)
+
+
+_MOST_OF_HALF: Final = 65504
+
+
+def _filled(filled: Call, name: str, dtype: Any, options: Sequence[Any]) -> Expr:
+    if any(option not in (None, False) for option in options):
+        raise Rejected(f"{name} of another device or layout")
+    return filled if dtype is None else _to(filled, dtype)
+
+
+def _full_like(x: Any, value: Any, dtype: Any, *options: Any) -> Expr:
+    return _filled(call("full_like", x, _number_of("full_like", value)), "full_like", dtype, options)
+
+
+def _new_full(x: Any, size: Any, value: Any, dtype: Any, *options: Any) -> Expr:
+    sizes = (size,) if isinstance(size, int) else size
+    if not isinstance(sizes, tuple | list) or any(type(length) is not int or length != 1 for length in sizes):
+        raise Rejected("a new tensor of several elements")
+    return _filled(call("new_full", x, len(sizes), _number_of("new_full", value)), "new_full", dtype, options)
+
+
+def _constant_rows() -> list[Row]:
+    """Tensors of one number, with the dtype of a value and perhaps its shape: made without reading the value."""
+    given, value = {"input": REQUIRED}, {"fill_value": REQUIRED}
+    like, new = {"dtype": None, **_HARMLESS}, {"size": REQUIRED}
+    return [
+        PointwiseOp("full_like", torch.full_like, "{1}", interval.last, {**given, **value}),
+        PointwiseOp("new_full", lambda x, rank, value: x.new_full((1,) * rank, value), "{2}", interval.last,
+                    {**given, "rank": REQUIRED, **value}),
+        Composite("full_like", _full_like, {**given, **value, **like}),
+        Composite("zeros_like", lambda x, *rest: _full_like(x, 0, *rest), {**given, **like}),
+        Composite("ones_like", lambda x, *rest: _full_like(x, 1, *rest), {**given, **like}),
+        Composite("new_full", _new_full, {**given, **new, **value, **like}),
+        Composite("new_zeros", lambda x, size, *rest: _new_full(x, size, 0, *rest), {**given, **new, **like}),
+        Composite("new_ones", lambda x, size, *rest: _new_full(x, size, 1, *rest), {**given, **new, **like}),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- the table
@@ -417,6 +473,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),
     PointwiseOp("clone", torch.clone, "{0}", interval.same, passing=True),
+    *_constant_rows(),
     # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, passing=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),

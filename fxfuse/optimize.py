@@ -40,7 +40,7 @@ from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture, is_capturing
-from fxfuse.state import copies, unchanged
+from fxfuse.state import called_unchanged
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -178,12 +178,11 @@ def _is_worth_while(layer: nn.Module) -> bool:
 
 def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
     """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
-    with plans.preparing(), unchanged(fast):
-        args, kwargs = copies((tuple(args), dict(kwargs or {})))
-        recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
-        if recapture is not None:
-            recapture.hurry()
-        fast(*args, **kwargs)
+    recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
+    if recapture is not None:
+        recapture.hurry()
+    with plans.preparing():
+        called_unchanged(fast, args, kwargs or {})
 
 
 def _capture_for(fast: FusedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

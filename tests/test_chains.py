@@ -16,8 +16,10 @@ from torch import nn
 
 import fxfuse
 from fxfuse import ops
+from fxfuse.expression import parse
 from fxfuse.plans import _meta
 from fxfuse.problem import Problem, settle
+from fxfuse.reference import evaluate
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 IN_PLACE = "library + one pass in place"
@@ -327,6 +329,65 @@ def test_anchors_come_first():
 
 def gate(m, x, y):
     return torch.sigmoid(m.c(x)) * y
+
+
+CONSTANT = {
+    # what a forward makes of a linear's result y, with the dtype of y; the epilogue
+    "zeros_like": (
+        lambda y, p: torch.where(y > p, y, torch.zeros_like(y)),
+        "where(acc > o0, acc, full_like(acc, 0.0))",
+    ),
+    "ones_like": (lambda y, p: torch.ones_like(y) + y * p, "full_like(acc, 1.0) + acc * o0"),
+    "full_like": (lambda y, p: torch.full_like(y, 2.5, requires_grad=False), "full_like(acc, 2.5)"),
+    "of a value inside": (
+        lambda y, p: torch.full_like(y.relu() * p, fill_value=True) - p,
+        "full_like(relu(acc) * o0, 1.0) - o0",
+    ),
+    "of another dtype": (
+        lambda y, p: torch.zeros_like(y, dtype=torch.bfloat16) + p,
+        "bfloat16(full_like(acc, 0.0)) + o0",
+    ),
+    "new_full": (lambda y, p: torch.minimum(y, y.new_full((), 0.25)) + p, "minimum(acc, new_full(acc, 0, 0.25)) + o0"),
+    "new_zeros": (lambda y, p: y.new_zeros(1) - y * p, "new_full(acc, 1, 0.0) - acc * o0"),
+    "new_ones": (lambda y, p: y * p + y.new_ones(size=(1, 1)), "acc * o0 + new_full(acc, 2, 1.0)"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_constants_like_a_value(name):
+    forward, epilogue = CONSTANT[name]
+    model = Net(lambda m, x: forward(m.fc(x), m.p), fc=linear(), p=randn(8)).eval()
+    fast = fxfuse.optimize(model)
+    assert epilogues(fast) == [epilogue], fxfuse.explain(fast)
+    x = randn(5, 8)
+    x[0], x[1] = torch.nan, torch.inf
+    with torch.no_grad():
+        assert_as_eager(model, fast, x)
+    if name != "full_like":
+        assert_as_eager(model, fast, x.requires_grad_())
+    acc, others = torch.empty(5, 8, device="meta"), (torch.float32, torch.bfloat16, torch.float64)
+    for dtype, other in itertools.product((torch.float32, torch.bfloat16), others):  # what promotes what
+        found = evaluate(parse(epilogue), acc.to(dtype), [torch.empty(8, dtype=other, device="meta")])
+        expected = forward(torch.ones(5, 8, dtype=dtype), torch.ones(8, dtype=other))
+        assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+
+
+NOT_CONSTANT = {
+    "a size that the input has": lambda y: y.new_zeros(8) + y,
+    "another layout": lambda y: torch.zeros_like(y, memory_format=torch.contiguous_format) + y * 2,
+    "integers": lambda y: torch.zeros_like(y, dtype=torch.int32) + y,
+    "a number that float16 does not hold": lambda y: torch.full_like(y, 1e6) + y,
+    "a number that is not known": lambda y: torch.full_like(y, y.shape[0]) + y,
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONSTANT)
+def test_other_tensors_like_a_value_are_torchs(name):
+    model = Net(lambda m, x: NOT_CONSTANT[name](m.fc(x)), fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    assert not any("_like(" in text or "new_" in text for text in epilogues(fast))
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(5, 8))
 
 
 ENLARGED = {

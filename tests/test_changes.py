@@ -150,6 +150,36 @@ def test_a_weight_that_the_model_has_no_more_is_named(name):
         fast(X)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["a pruned weight", "a parametrised weight"])
+def test_a_copy_of_the_optimised_model_is_pruned_on_its_own(name):
+    original, expected = model(), model()
+    fast = fxfuse.optimize(original)
+    result, twin = fast(X), copy.deepcopy(fast)
+    for each in (twin, expected):
+        torch.manual_seed(0)
+        CHANGES[name](each)
+    torch.testing.assert_close(twin(X), expected(X))
+    assert_as_eager(original, fast, X)
+    torch.testing.assert_close(fast(X), result, rtol=0, atol=0)
+    assert list(original.state_dict()) == list(fast.state_dict()) == list(model().state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruned", ["the model", "the optimised one"])
+def test_what_pruning_one_took_from_both_comes_back_to_both(pruned):
+    original = model()
+    fast = fxfuse.optimize(original)
+    one, other = (original, fast) if pruned == "the model" else (fast, original)
+    CHANGES["a pruned weight"](one)
+    expected = one(X)
+    with pytest.raises((fxfuse.FxfuseError, AttributeError), match=r"weight"):
+        other(X)
+    prune.remove(one.block[0], "weight")
+    for each in (one, other):
+        torch.testing.assert_close(each(X), expected)
+
+
 def test_verify_tells_unrelated_models_apart():
     for other in (nn.Linear(4, 4), nn.Sequential(nn.Linear(8, 8))):
         found = fxfuse.verify(nn.Linear(8, 8), fxfuse.optimize(other), (X,))

@@ -5,12 +5,13 @@ First the shapes of code in plain torch, then every layer module of timm and tor
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, conv, epilogues, linear, randn
+from helpers import Net, Net2, assert_as_eager, conv, epilogues, linear, outcome, randn
 from torch import nn
 
 import fxfuse
@@ -37,6 +38,33 @@ class NormAct(nn.BatchNorm2d):
             x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self.momentum, self.eps
         )
         return self.act(self.drop(x))
+
+
+class SuperNormAct(nn.BatchNorm2d):
+    """A normalisation that leaves the arithmetic to torch's own forward."""
+
+    def __init__(self, channels, act=nn.ReLU):
+        super().__init__(channels)
+        self.act = act(inplace=True)
+        with torch.no_grad():
+            self.running_var.uniform_(0.5, 2)
+            self.running_mean.normal_()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class Named(nn.BatchNorm1d):
+    """A subclass without a forward of its own."""
+
+
+class SplitNorm(nn.BatchNorm2d):
+    """Statistics by halves of a batch in training, as timm's SplitBatchNorm2d."""
+
+    def forward(self, x):
+        if self.training:
+            return torch.cat([super(SplitNorm, self).forward(half) for half in x.split(1)])
+        return super().forward(x)
 
 
 class Frozen(nn.Module):
@@ -148,6 +176,15 @@ LAYERS = {
     "two of them": ([conv(), NormAct(8), NormAct(8)], IMAGE, [
         "relu(batch_norm(relu(batch_norm(acc, o0, o1, o2, o3, 1e-05)), o4, o5, o6, o7, 1e-05))"
     ], ""),
+    "a normalisation by torch's forward": ([conv(), SuperNormAct(8)], IMAGE, [BATCH_NORM], ""),
+    "one after a normalisation of torch's": ([conv(), nn.BatchNorm2d(8), SuperNormAct(8)], IMAGE, [
+        "relu(batch_norm(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05), o4, o5, o6, o7, 1e-05))"
+    ], ""),
+    "a normalisation of another name": ([linear(), Named(5), nn.ReLU()], ROWS, [BATCH_NORM], ""),
+    "a split normalisation": ([conv(), SplitNorm(8), nn.ReLU()], IMAGE, [BATCH_NORM], ""),
+    "a normalisation in three dimensions": (
+        [nn.Conv3d(4, 8, 3), type("Norm3d", (nn.BatchNorm3d,), {})(8), nn.ReLU()], (1, 4, 4, 4, 4), [BATCH_NORM], ""
+    ),
     "frozen statistics": ([conv(), Frozen(8), nn.ReLU()], IMAGE, [
         "o0 * rsqrt(acc + 1e-05)", "o0 - acc * o1", "relu(acc * o0 + o1)"
     ], ""),
@@ -195,6 +232,25 @@ def test_a_question_about_the_rank_is_answered_as_eager_answers_it():
     assert_as_eager(model, fast, randn(*IMAGE).requires_grad_())
     for shape, refused in ((IMAGE[1:], AssertionError), ((6, 6), RuntimeError), ((1, *IMAGE), RuntimeError)):
         assert_as_eager(model, fast, randn(*shape).requires_grad_(), raises=refused)
+
+
+@pytest.mark.parametrize("before", [[], [conv()], [conv(), nn.ReLU(), nn.BatchNorm2d(8).eval()]])
+def test_torchs_normalisations_refuse_other_ranks_in_their_words(before):
+    channels = 8 if before else 4
+    model = nn.Sequential(*before, SuperNormAct(channels)).eval()
+    fast = fxfuse.optimize(model)
+    assert len(epilogues(fast)) == 1
+    again = fxfuse.optimize(torch.fx.symbolic_trace(fast)) if not before else fast
+    exported = torch.export.export(fast, (randn(*IMAGE),)).module()
+    for run in (fast, again, exported, copy.deepcopy(fast)):
+        assert_as_eager(model, run, randn(*IMAGE).requires_grad_())
+    for shape in (IMAGE[1:], (1, *IMAGE)):
+        refused = outcome(model, randn(*shape))
+        assert isinstance(refused, ValueError | RuntimeError)
+        for run in (fast, again):
+            found = outcome(run, randn(*shape))
+            assert (type(found), str(found)) == (type(refused), str(refused))
+    assert nn.BatchNorm2d._check_input_dim.__module__ == "torch.nn.modules.batchnorm"
 
 
 def test_a_rank_that_changes_in_place_is_asked_for_in_time():
@@ -265,8 +321,7 @@ TIMM_FUSED = {
     "QuickGELU": "acc * sigmoid(acc * 1.702)", "SqueezeExcite": "o0 * sigmoid(acc)", "Swish": "assign(silu(acc), acc)",
 }  # fmt: skip
 TIMM_AS_PYTHON = {
-    "AttentionPool2d", "AvgPool2dSame", "Conv2dSame", "FourierEmbed", "MaxPool2dSame", "SplitBatchNorm2d",
-    "SyncBatchNormAct",
+    "AttentionPool2d", "AvgPool2dSame", "Conv2dSame", "FourierEmbed", "MaxPool2dSame", "SyncBatchNormAct",
 }  # fmt: skip
 """Layers whose forward asks for what no graph knows: sizes that decide on padding, a list's length, a rank."""
 

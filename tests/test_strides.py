@@ -40,7 +40,9 @@ def arguments(name, first, second):
         return [x > 0.5, y, 0.0] if name == "where" else [x, y > 0.5, 0.0]
     required = [value for value in row.params.values() if value is ops.REQUIRED]
     numbers = [0.5] * (len(row.params) - 1)
-    if len(required) == 1 or name in ("clamp", "threshold"):
+    if name == "new_full":
+        return [x, 1, 0.5]
+    if len(required) == 1 or name in ("clamp", "threshold", "full_like"):
         return [x, *numbers]
     return [x, y, *numbers[1:]]
 
@@ -85,6 +87,7 @@ CHAINS = {
     "in place": lambda m, x, y: (x * 2).add_(y).relu_(),
     "logical": lambda m, x, y: torch.where(torch.logical_and(x, y), 1.0, 0.5) * 2,
     "batch norm": lambda m, x, y: F.batch_norm(x * 2, m.mean, m.var) + y,
+    "constants": lambda m, x, y: torch.full_like(x * 2, 0.5) * x + y * y.new_ones(1),
     "logsigmoid": lambda m, x, y: F.logsigmoid(x * 2) + y,
 }
 ONES = {
