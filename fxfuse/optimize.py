@@ -38,7 +38,7 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
-from fxfuse.state import copies, unchanged
+from fxfuse.state import copies, same_attributes, unchanged
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -796,11 +796,15 @@ def _disabled() -> bool:
 
 
 def _calling_graph(module: FusedModule) -> fx.Graph:
-    """A graph for fx.Interpreter that calls `module`."""
+    """A graph for fx.Interpreter, by which torch.export runs, that calls `module`."""
+
+    def call(args: Sequence[Any]) -> Any:
+        with same_attributes(module):  # torch.export puts back those of the modules it knows, not the captured model's
+            return nn.Module.__call__(module, *args)  # as a module, hooks included: an interpreter calls none
+
     graph = fx.Graph()
     args = graph.placeholder("*args")
-    # as a module, hooks included: whoever interprets a graph calls none
-    graph.output(graph.call_function(lambda args: nn.Module.__call__(module, *args), (args,)))
+    graph.output(graph.call_function(call, (args,)))
     return graph
 
 

@@ -504,7 +504,7 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
     if row.name in ("type_as", "assign"):
         return _cast_to(result.dtype, args[0], values[0].dtype)
-    return Call(row.name, tuple(args))
+    return Call(row.in_place_of or row.name, tuple(args))
 
 
 def _cast_to(dtype: torch.dtype, node: Expr, before: torch.dtype) -> Expr:

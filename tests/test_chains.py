@@ -702,3 +702,32 @@ def test_gradients_at_the_bounds_are_torchs(name):
         module(x).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+def test_a_clamp_by_a_tensor_has_the_gradient_of_a_clamp():
+    """1 where the value is at its bound; that of maximum is half of it."""
+    model = Net2(lambda m, x, y: torch.clamp(x, min=y) * torch.clamp(x, max=y) * torch.clamp(x, y, y))
+    fast = fxfuse.optimize(model)
+    gradients = []
+    for module in (model, fast):
+        x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        module(x, y).sum().backward()
+        gradients.append((x.grad, y.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+INTEGERS = {
+    "a function": lambda m, x: (x + 0).sigmoid_() * 2,
+    "a number": lambda m, x: (x + 0).add_(0.5) * 2,
+    "a tensor": lambda m, x: (x + 0).mul_(torch.tensor([1.5])) * 2,
+    "alpha": lambda m, x: torch.add(x, x, alpha=0.5) * 2,
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_overwritten_by_integers_alone(name):
+    model = Net(INTEGERS[name])
+    fast = fxfuse.optimize(model)
+    for module in (model, fast):
+        with pytest.raises(RuntimeError, match=r"can't be cast|must not be a floating"), torch.no_grad():
+            module(torch.ones(4, dtype=torch.int64))
