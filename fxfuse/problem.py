@@ -430,7 +430,7 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
         match node:
             case Call(op, args):
                 try:
-                    value[node] = ops.row(op).reference(*(value[arg] for arg in args))
+                    value[node] = _with_eagers_strides(ops.row(op), [value[arg] for arg in args])
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     raise Refused(f"torch does not accept these tensors: {error}") from None
             case Operand(index):
@@ -440,6 +440,29 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
             case _:
                 value[node] = acc
     return value
+
+
+def _with_eagers_strides(row: ops.PointwiseOp, args: list[Any]) -> Any:
+    """What the row computes of meta tensors.
+
+    Of expanded ones that are of 16 bits or integers these make a copy in float32 first, which has strides of its own;
+    torch's kernels do not.
+    """
+    result = row.reference(*args)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    converts = row.code != "{0}" and row.in_place_of is None and not row.boolean
+    if not converts or all(t.dtype == torch.float32 or not _is_expanded(t) for t in tensors):
+        return result
+    twins = [_float32(arg) if isinstance(arg, torch.Tensor) and arg.dtype != torch.bool else arg for arg in args]
+    return result.as_strided(result.shape, row.reference(*twins).stride())
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _float32(meta: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=torch.float32, device="meta")
 
 
 def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:

@@ -82,6 +82,17 @@ def test_meta_tensors_have_the_strides_that_torchs_kernels_give(name, device):
     assert compared >= len(LAYOUTS)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_expanded_tensors_of_any_dtype_have_eagers_strides(dtype):
+    model = Net(lambda m, x: x[..., :1].expand_as(x) * x * m.v + m.v, v=randn(8)).to(dtype)
+    fast = fxfuse.optimize(model)
+    assert len(regions(fast)) == 1
+    for order in itertools.permutations(range(3)):
+        x = torch.rand([(3, 4, 8)[i] for i in order]).permute([order.index(i) for i in range(3)])
+        assert_as_eager(model, fast, x.to(dtype), exact=False)
+
+
 CHAINS = {
     "masked_fill": lambda m, x, y: (x * 2).masked_fill(y > 0.5, 0.0),
     "masked_fill_": lambda m, x, y: (x * 2).masked_fill_(y > 0.5, 0.0),

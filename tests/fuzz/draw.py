@@ -295,6 +295,7 @@ class Case:
     steps: list[tuple[str, int, str]] = field(default_factory=list)
     """(what, batch, layout)."""
     argument: bool = False
+    device: str = "cpu"
 
     def source(self) -> str:
         init = "\n".join(f"        {text}" for _, text, _, _ in self.lines if text)
@@ -314,21 +315,6 @@ class Case:
         text = "\n".join(init + "\n" + forward for _, init, forward, _ in self.lines)
         words = r"rand|bernoulli|Dropout|RReLU|BatchNorm|self\.[ntr]\d|[a-z]_\(|inplace|\] ="
         return re.search(words, text) is not None
-
-    def jumps(self) -> bool:
-        """Whether a value may jump where 16-bit numbers are rounded at other places: its size says nothing then."""
-        words = r"masked_fill|where|Softshrink|> 0| > |value branch"
-        text = "\n".join(line[0] + line[2] + line[1] for line in self.lines)
-        return self.coarsest() in (torch.float16, torch.bfloat16) and re.search(words, text) is not None
-
-    def coarsest(self) -> torch.dtype:
-        """Of the dtypes that values have anywhere."""
-        met = {self.dtype, *(what.replace("autocast", "bfloat16") for what, *_ in self.steps)}
-        text = "".join(line[2] for line in self.lines)
-        for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float16", torch.float16)):
-            if name in met or name in text:
-                return dtype
-        return torch.float64 if self.dtype == "float64" else torch.float32
 
     def features(self) -> list[str]:
         return [
