@@ -406,6 +406,8 @@ class FusedModule(fx.GraphModule):
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
+                    if region.written is not None:
+                        plans.written[number] = str(region.epilogue), region.written
                     fused = _replace(graph, region, number, replaced, state.settings, known)
                     library = None if region.library is None else region.library.name
                     epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"

@@ -119,6 +119,8 @@ class Problem:
     """How float32 products may be computed where torch's switches ask for full precision: see fxfuse.optimize."""
     pool: tuple[Any, ...] = ()
     """The fields of the MaxPool that the epilogue's result goes through, if any."""
+    written: Expr | None = None
+    """The epilogue as the model has it, if that is another: what torch runs."""
 
     @property
     def expression(self) -> Expr:
@@ -138,7 +140,8 @@ class Problem:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The result by torch, operation by operation."""
-        return run_reference(self.kind, self.options, self.epilogue, self.pool, x, weight, bias, operands)
+        epilogue = self.expression if self.written is None else self.written
+        return run_reference(self.kind, self.options, epilogue, self.pool, x, weight, bias, operands)
 
 
 @dataclass(frozen=True)
@@ -283,14 +286,14 @@ def run_anchor(
 
 
 def run_reference(
-    kind: str, options: Sequence[tuple[str, Any]], epilogue: str, pool: Sequence[int],
+    kind: str, options: Sequence[tuple[str, Any]], epilogue: Expr, pool: Sequence[int],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """A region's result by torch, operation by operation."""
     if kind == "gated_linear":
-        gate, gate_bias, others = gate_of(parsed(epilogue), operands)
+        gate, gate_bias, others = gate_of(epilogue, operands)
         operands = (F.linear(x, gate, gate_bias), *others)
-    return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
+    return pooled(evaluate(epilogue, run_anchor(kind, options, x, weight, bias), operands), pool)
 
 
 _T = TypeVar("_T")
@@ -492,7 +495,7 @@ def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[
         return None
     epilogue = rewrite(expression, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
     operands = tuple(problem.operands[index] for index in left)
-    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands), left
+    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands, written=None), left
 
 
 def _operands_of(expression: Expr) -> set[int]:

@@ -48,6 +48,8 @@ LAYERS: list[Row] = [
         "self.ml{k} = nn.ModuleList([nn.Linear({n}, {n}) for _ in range(2)])",
         "functools.reduce(lambda v, l: F.relu(l(v)) + v, self.ml{k}, {x})",
     ),
+    ("cast after a linear", 0, "self.l{k} = nn.Linear({n}, {m})", "(self.l{k}({x}) * 2).to(torch.bfloat16)"),
+    ("cast after a convolution", 4, "self.c{k} = nn.Conv2d({c}, 4, 1)", "F.relu(self.c{k}({x})).half() + 1"),
     ("Conv2d", 4, "self.c{k} = nn.Conv2d({c}, {m}, 3, padding=1)", "self.c{k}({x})"),
     ("Conv2d 1x1 padded", 4, "self.c{k} = nn.Conv2d({c}, 4, 1, padding=1)", "self.c{k}({x})"),
     ("Conv2d strided", 4, "self.c{k} = nn.Conv2d({c}, 4, 2, stride=2, bias=False)", "self.c{k}({x})"),
@@ -85,6 +87,8 @@ ACTIVATIONS = [
     "nn.ReLU()",
     "nn.ReLU(inplace=True)",
     "nn.ReLU6()",
+    "nn.ReLU6(inplace=True)",
+    "nn.Hardswish(inplace=True)",
     "nn.GELU()",
     "nn.GELU('tanh')",
     "nn.SiLU()",
@@ -125,6 +129,9 @@ POINTWISE: list[Row] = [
         "{x} * .5 + .25",
         "-{x}",
         "{x}.clamp(-1, 1)",
+        "torch.clamp({x}, min={y})",
+        "torch.clamp({x}, {y}, {y} + 1)",
+        "torch.sub({x}, {y}, alpha=2)",
         "torch.clamp({x}, min=0.1)",
         "torch.sigmoid({x}) * {x}",
         "{x}.tanh()",
@@ -235,7 +242,7 @@ OUTPUTS = (
     "({a}, None, 3)",
     "({a}, {a}.reshape(-1))",
 )
-INPUTS = ((2,), (4, 6), (4,), (3, 6, 6), (8,), (1,), (5, 1), (2, 4, 5))
+INPUTS = ((2,), (4, 6), (4,), (3, 6, 6), (8,), (1,), (5, 1), (2, 4, 5), (1, 4, 4), (4, 1, 1))
 LAYOUTS = ("plain", "plain", "transposed", "expanded", "sliced", "channels_last")
 DTYPES = ("float32",) * 8 + ("float64", "bfloat16", "float16")
 STEPS = (
