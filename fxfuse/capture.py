@@ -203,7 +203,9 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
+        # torch.func.functional_call puts tensors that are no Parameters in their place
+        swapped = [(path, value) for path, value in root.named_parameters() if not isinstance(value, nn.Parameter)]
+        self._buffer_paths = {id(value): path for path, value in [*swapped, *root.named_buffers()]}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
             with _ranks_checked_later(), self._recording, answering():

@@ -40,7 +40,7 @@ from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture, is_capturing
-from fxfuse.state import called_unchanged
+from fxfuse.state import called_unchanged, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -416,6 +416,8 @@ class FusedModule(fx.GraphModule):
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
+                    if region.written is not None:
+                        plans.written[number] = str(region.epilogue), region.written
                     fused = _replace(graph, region, number, replaced, state.settings, known)
                     library = None if region.library is None else region.library.name
                     epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
@@ -858,11 +860,15 @@ def _disabled() -> bool:
 
 
 def _calling_graph(module: FusedModule) -> fx.Graph:
-    """A graph for fx.Interpreter that calls `module`."""
+    """A graph for fx.Interpreter, by which torch.export runs, that calls `module`."""
+
+    def call(args: Sequence[Any]) -> Any:
+        with same_attributes(module):  # torch.export puts back those of the modules it knows, not the captured model's
+            return nn.Module.__call__(module, *args)  # as a module, hooks included: an interpreter calls none
+
     graph = fx.Graph()
     args = graph.placeholder("*args")
-    # as a module, hooks included: whoever interprets a graph calls none
-    graph.output(graph.call_function(lambda args: nn.Module.__call__(module, *args), (args,)))
+    graph.output(graph.call_function(call, (args,)))
     return graph
 
 

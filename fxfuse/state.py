@@ -238,6 +238,16 @@ def unchanged(*modules: nn.Module, gradients: bool = False) -> Iterator[None]:
             randomness.restore()
 
 
+@contextlib.contextmanager
+def same_attributes(*modules: nn.Module) -> Iterator[None]:
+    """Afterwards, the modules' attributes, and what containers among them hold, are what they were."""
+    attributes = Attributes(_with_captured(modules))
+    try:
+        yield
+    finally:
+        attributes.restore()
+
+
 def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """All modules of these, where they are fused graphs the models that these stand for."""
     seen: set[nn.Module] = set()

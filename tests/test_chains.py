@@ -763,3 +763,67 @@ def test_gradients_at_the_bounds_are_torchs(name):
         module(x).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+def test_a_clamp_by_a_tensor_has_the_gradient_of_a_clamp():
+    """1 where the value is at its bound; that of maximum is half of it."""
+    model = Net2(lambda m, x, y: torch.clamp(x, min=y) * torch.clamp(x, max=y) * torch.clamp(x, y, y))
+    fast = fxfuse.optimize(model)
+    gradients = []
+    for module in (model, fast):
+        x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        module(x, y).sum().backward()
+        gradients.append((x.grad, y.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+INTEGERS = {
+    "a function": lambda m, x: (x + 0).sigmoid_() * 2,
+    "a number": lambda m, x: (x + 0).add_(0.5) * 2,
+    "a tensor": lambda m, x: (x + 0).mul_(torch.tensor([1.5])) * 2,
+    "alpha": lambda m, x: torch.add(x, x, alpha=0.5) * 2,
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_overwritten_by_integers_alone(name):
+    model = Net(INTEGERS[name])
+    fast = fxfuse.optimize(model)
+    for module in (model, fast):
+        with pytest.raises(RuntimeError, match=r"can't be cast|must not be a floating"), torch.no_grad():
+            module(torch.ones(4, dtype=torch.int64))
+
+
+WRITTEN = {
+    # at these values what simplifying drops decides on the gradient
+    "relu of a clamp": (lambda m, x: torch.relu(x.clamp(0, 1)) * 2, [0.0, 0.5, 1.0]),
+    "relu of a root": (lambda m, x: torch.relu(x.sqrt()) * 2, [0.0, 0.5, -1.0]),
+    "the size of a clamp": (lambda m, x: torch.abs(x.clamp(0, 1)) * 2, [0.0, 0.5, -1.0]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_gradients_are_those_of_the_model_as_it_is_written(name):
+    forward, values = WRITTEN[name]
+    model = Net(forward)
+    fast = fxfuse.optimize(model)
+    assert len(regions(fast)) == 1
+    gradients = []
+    for module in (model, fast, copy.deepcopy(fast)):
+        x = torch.tensor(values, requires_grad=True)
+        module(x).sum().backward()
+        gradients.append(x.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_model_overwrites_before_backward_is_an_error_as_in_eager():
+    def forward(m, x):
+        y = torch.relu(-F.logsigmoid(x))  # never below 0: as a kernel it is no relu
+        y.mul_(2)
+        return y + x
+
+    model = Net(forward)
+    for module in (model, fxfuse.optimize(model)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            module(torch.rand(4, requires_grad=True)).sum().backward()

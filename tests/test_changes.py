@@ -302,3 +302,34 @@ def test_fused_children_are_of_their_own_classes_where_python_asks():
     with torch.no_grad():
         assert_as_eager(original, fast, X, exact=False)
     assert copy.deepcopy(fast).block.__class__ is Block
+
+
+class Parametrised(nn.Module):
+    """Reads a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.act = nn.Parameter(randn(8, 8)), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return torch.tanh(self.act(x @ self.weight)) * 2
+
+
+@pytest.mark.parametrize("change", ["a hook", "a mode"])
+def test_weights_that_are_there_for_one_call_are_gone_at_the_next(change):
+    """torch.func.functional_call puts plain tensors in the place of parameters; the model is traced meanwhile."""
+    model = Parametrised().train(change == "a mode")
+    fast = fxfuse.optimize(model)
+    for module in (model, fast):
+        if change == "a hook":
+            module.act.register_forward_hook(lambda module, args, result: result + 1)
+        else:
+            module.register_forward_pre_hook(lambda module, args: module.eval() and None)
+    weights = {name: value * 0.5 for name, value in model.named_parameters()}
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.func.functional_call(fast, weights, (X,)), torch.func.functional_call(model, weights, (X,))
+        )
+        assert_as_eager(model, fast, X, exact=False)
+        model.weight.mul_(2)
+        assert_as_eager(model, fast, X, exact=False)

@@ -169,6 +169,31 @@ def test_an_exported_program_calls_the_models_hooks(strict):
         assert_as_eager(model, program.module(), randn(3, 8), exact=False)
 
 
+class Remembering(nn.Module):
+    """Keeps something in Python attributes at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.met, self.mean = 0, [], torch.zeros(())
+
+    def forward(self, x):
+        self.count += 1
+        self.met.append(self.count)
+        self.mean = self.mean + x.mean()
+        return x * self.count + len(self.met)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_torch_export_leaves_attributes_as_they_were(nested):
+    model = nn.Sequential(Remembering(), nn.Tanh()) if nested else Remembering()
+    fast = fxfuse.optimize(model)
+    torch.export.export(fast, (randn(3, 8),))
+    found = fast[0] if nested else fast
+    assert (found.count, found.met) == (0, [])
+    assert type(found.mean) is torch.Tensor and found.mean == 0
+    assert_as_eager(model, fast, randn(3, 8), exact=False)
+
+
 def test_an_exported_program_can_be_optimised_again():
     model = Optional().eval()
     program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),))

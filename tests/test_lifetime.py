@@ -43,6 +43,7 @@ def held():
         gc.collect()
     registries = {
         "plans": plans._plans,
+        "epilogues as written": plans.written,
         "latest": plans._latest,
         "short cuts": plans.shortcuts,
         "called without a plan": [region for regions in plans.without_plan.values() for region in regions],

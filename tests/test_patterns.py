@@ -104,11 +104,11 @@ ONE_REGION = {
     "detach": (Net(lambda m, x: m.fc(x).detach().relu(), fc=linear()), "relu(detach(acc))"),
     "clone": (Net(lambda m, x: m.fc(x).clone().relu(), fc=linear()), "relu(acc)"),
     # in place
-    "relu_": (Net(lambda m, x: m.fc(x).relu_(), fc=linear()), "relu(acc)"),
-    "inplace=True": (Net(lambda m, x: m.r(m.conv(x)), conv=conv(), r=nn.ReLU(inplace=True)), "relu(acc)"),
-    "in-place functions": (Net(inplace_functions, fc=linear()), "tanh(hardtanh(relu(acc), -2, 2))"),
+    "relu_": (Net(lambda m, x: m.fc(x).relu_(), fc=linear()), "relu_(acc)"),
+    "inplace=True": (Net(lambda m, x: m.r(m.conv(x)), conv=conv(), r=nn.ReLU(inplace=True)), "relu_(acc)"),
+    "in-place functions": (Net(inplace_functions, fc=linear()), "tanh_(hardtanh_(relu_(acc), -2, 2))"),
     "add_": (Net(lambda m, x: m.fc(x).add_(m.v), fc=linear(), v=ones(8)), "assign(acc + o0, acc)"),
-    "add_ number": (Net(lambda m, x: m.fc(x).add_(1).mul_(2), fc=linear()), "(acc + 1) * 2"),
+    "add_ number": (Net(lambda m, x: m.fc(x).add_(1).mul_(2), fc=linear()), "mul_(add_(acc, 1), 2)"),
     # parameters of modules
     "prelu": (Net(lambda m, x: m.p(m.fc(x)), fc=linear(), p=nn.PReLU()), "prelu(acc, o0)"),
     "prelu per channel": (

@@ -68,7 +68,10 @@ def _unary_calls():
         row = ops.row(name)
         rest = list(row.params.values())[1:]
         values = [1.5 if default is ops.REQUIRED else default for default in rest]
-        others = ("where", "masked_fill", "type_as", "assign", "logical_and", "logical_or", "lerp", "prelu", "new_full")
+        others = (
+            "where", "masked_fill", "type_as", "assign", "logical_and", "logical_or", "lerp", "prelu", "new_full",
+            "addcmul",
+        )  # fmt: skip
         if name not in others and not name.startswith("batch_norm"):
             yield name, Call(name, (Acc(), *(Const(value) for value in values)))
 

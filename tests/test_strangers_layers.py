@@ -169,12 +169,12 @@ class ChannelAttention(nn.Module):
         return x * y.view(x.shape[0], -1, 1, 1).sigmoid().expand_as(x)
 
 
-BATCH_NORM = "relu(batch_norm(acc, o0, o1, o2, o3, 1e-05))"
+BATCH_NORM = "relu_(batch_norm(acc, o0, o1, o2, o3, 1e-05))"
 LAYERS = {
     # layers; shape of the input; epilogues in evaluation; words of the reasons for what stays torch's
     "a normalisation with an activation": ([conv(), NormAct(8)], IMAGE, [BATCH_NORM], ""),
     "two of them": ([conv(), NormAct(8), NormAct(8)], IMAGE, [
-        "relu(batch_norm(relu(batch_norm(acc, o0, o1, o2, o3, 1e-05)), o4, o5, o6, o7, 1e-05))"
+        "relu_(batch_norm(relu_(batch_norm(acc, o0, o1, o2, o3, 1e-05)), o4, o5, o6, o7, 1e-05))"
     ], ""),
     "a normalisation by torch's forward": ([conv(), SuperNormAct(8)], IMAGE, [BATCH_NORM], ""),
     "one after a normalisation of torch's": ([conv(), nn.BatchNorm2d(8), SuperNormAct(8)], IMAGE, [
@@ -194,13 +194,13 @@ LAYERS = {
     "a scale": ([linear(), Scale((8,)), DropPath()], ROWS, ["acc * o0"], ""),
     "a scale in place": ([conv(), Scale((1, 8, 1, 1), inplace=True)], IMAGE, ["assign(acc * o0, acc)"], ""),
     "a response norm": ([linear(), nn.GELU(), ResponseNorm()], ROWS, [
-        "gelu(acc)", "o0 + (o1 + o2 * (o0 * (o3 / (acc + 1e-06))))"
+        "gelu(acc)", "o0 + addcmul(o1, o2, o0 * (o3 / (acc + 1e-06)), 1)"
     ], ""),
     "a layer norm of channels": ([conv(), LayerNorm2d(8), nn.GELU()], IMAGE, [], "goes to 'permute'"),
     "an RMS norm by hand": ([linear(), RMSNorm()], ROWS, ["o0 * rsqrt(acc + 1e-06) * o1"], "is also used by 'pow_1'"),
     "a permutation": ([conv(), nn.ReLU(), Permute(), linear(), nn.GELU()], IMAGE, ["relu(acc)", "gelu(acc)"], ""),
     "a block": ([nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU(inplace=True))], IMAGE, [
-        "relu(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05))"
+        "relu_(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05))"
     ], ""),
     "a squeeze and excite": ([conv(), SqueezeExcite()], IMAGE, ["relu(acc)", "o0 * sigmoid(acc)"], "another region"),
     "a channel attention": ([conv(), ChannelAttention()], IMAGE, [], "is also used by 'mean'"),
@@ -228,7 +228,7 @@ def test_layers_of_other_libraries_are_fused_or_the_report_says_why(name):
 def test_a_question_about_the_rank_is_answered_as_eager_answers_it():
     model = nn.Sequential(conv(), nn.ReLU(), NormAct(8)).eval()
     fast = fxfuse.optimize(model)
-    assert epilogues(fast) == ["relu(batch_norm(relu(acc), o0, o1, o2, o3, 1e-05))"]
+    assert epilogues(fast) == ["relu_(batch_norm(relu(acc), o0, o1, o2, o3, 1e-05))"]
     assert_as_eager(model, fast, randn(*IMAGE).requires_grad_())
     for shape, refused in ((IMAGE[1:], AssertionError), ((6, 6), RuntimeError), ((1, *IMAGE), RuntimeError)):
         assert_as_eager(model, fast, randn(*shape).requires_grad_(), raises=refused)
@@ -364,19 +364,19 @@ def test_every_layer_of_timm():
 
 TORCHVISION = {
     # a layer from torchvision's ops and models; an epilogue of it behind a convolution, if there is one
-    "Conv2dNormActivation": (lambda ops, models: ops.Conv2dNormActivation(8, 8), "relu(batch_norm_2d("),
+    "Conv2dNormActivation": (lambda ops, models: ops.Conv2dNormActivation(8, 8), "relu_(batch_norm_2d("),
     "SqueezeExcitation": (lambda ops, models: ops.SqueezeExcitation(8, 4), "sigmoid(acc)"),
     "FrozenBatchNorm2d": (lambda ops, models: ops.FrozenBatchNorm2d(8), "acc * o0 + o1"),
     "Permute": (lambda ops, models: nn.Sequential(nn.ReLU(), ops.Permute([0, 2, 3, 1])), "relu(acc)"),
     "MLP": (lambda ops, models: nn.Sequential(ops.Permute([0, 2, 3, 1]), ops.MLP(8, [16, 8])), "relu(acc)"),
     "StochasticDepth": (lambda ops, models: nn.Sequential(ops.StochasticDepth(0.5, "row"), nn.SiLU()), "silu(acc)"),
     "DropBlock2d": (lambda ops, models: nn.Sequential(ops.DropBlock2d(0.5, 3), nn.SiLU()), "silu(acc)"),
-    "BasicBlock": (lambda ops, models: models.resnet.BasicBlock(8, 8), "relu(batch_norm_2d("),
-    "Bottleneck": (lambda ops, models: models.resnet.Bottleneck(8, 2), "relu(batch_norm_2d("),
+    "BasicBlock": (lambda ops, models: models.resnet.BasicBlock(8, 8), "relu_(batch_norm_2d("),
+    "Bottleneck": (lambda ops, models: models.resnet.Bottleneck(8, 2), "relu_(batch_norm_2d("),
     "InvertedResidual": (lambda ops, models: models.mobilenetv2.InvertedResidual(8, 8, 1, 6), "clamp(batch_norm_2d("),
     "CNBlock": (lambda ops, models: models.convnext.CNBlock(8, 1e-6, 0.1), "gelu(acc)"),
     "LayerNorm2d": (lambda ops, models: models.convnext.LayerNorm2d(8), None),
-    "BasicConv2d": (lambda ops, models: models.inception.BasicConv2d(8, 8, kernel_size=1), "relu(batch_norm_2d("),
+    "BasicConv2d": (lambda ops, models: models.inception.BasicConv2d(8, 8, kernel_size=1), "relu_(batch_norm_2d("),
 }
 
 
