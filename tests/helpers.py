@@ -71,6 +71,11 @@ def gelu_keeps_infinity():
     return bool(torch.nn.functional.gelu(torch.full((64,), torch.inf)).isposinf().all())
 
 
+def softshrink_keeps_nan():
+    """Whether torch's softshrink of NaN is NaN; torch 2.3 makes 0 of it."""
+    return bool(torch.nn.functional.softshrink(torch.full((64,), torch.nan)).isnan().all())
+
+
 def regions(fast):
     return fxfuse.explain(fast).regions
 
