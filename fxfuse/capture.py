@@ -66,9 +66,9 @@ class Captured:
     """What runs as Python: modules that are nodes of `graph`, or the model itself."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that have a default, with it."""
-    given: frozenset[str] = frozenset()
-    """Those of them that the graph takes as inputs, further keyword arguments among them; for the others it is right
-    for one value only."""
+    given: tuple[str, ...] = ()
+    """Those of them that the graph takes as inputs, further keyword arguments among them, sorted; for the others it is
+    right for one value only."""
     constants: Constants = ()
     """Those values where they are not the defaults; further keyword arguments among them."""
 
@@ -176,7 +176,7 @@ class _Tracer(fx.Tracer):
         self,
         opaque: set[nn.Module],
         is_captured: Callable[[nn.Module], bool],
-        given: frozenset[str] | None,
+        given: tuple[str, ...] | None,
         constants: Constants,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
@@ -190,7 +190,7 @@ class _Tracer(fx.Tracer):
         self._is_captured = is_captured
         self._asked = given
         self._constants = dict(constants)
-        self.given: frozenset[str] = given or frozenset()
+        self.given: tuple[str, ...] = given or ()
         self.defaults: dict[str, Any] = {}
         self._modes = _modes()
         self._context = _context()
@@ -292,7 +292,7 @@ class _Tracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         named = [parameter for parameter in parameters if parameter.kind not in prefixes]
         if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
-            self.given = frozenset({named[0].name})
+            self.given = (named[0].name,)
         constants = dict(self._constants)
         by_name = False  # from the first argument on that is left out
         for parameter in parameters:
@@ -316,7 +316,8 @@ class _Tracer(fx.Tracer):
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
                 self.defaults[VARIABLE_KEYWORDS] = None
-                keywords.update((name, value[name]) for name in sorted(self.given - {item.name for item in named}))
+                names = {item.name for item in named}
+                keywords.update((name, value[name]) for name in self.given if name not in names)
             elif parameter.kind is kinds.POSITIONAL_ONLY:
                 positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
             elif left_out:
@@ -480,14 +481,14 @@ def trace(
     root: nn.Module,
     is_captured: Callable[[nn.Module], bool],
     strict: bool,
-    given: frozenset[str] | None = None,
+    given: tuple[str, ...] | None = None,
     constants: Constants = (),
 ) -> Captured:
     """Traces `root` itself, in its present mode.
 
     Args:
         given: the arguments of forward, of those with a default and of further keyword arguments, that calls will give
-            a value of their own. If None: the first argument if all of them have defaults, else none.
+            a value of their own, sorted. If None: the first argument if all of them have defaults, else none.
         constants: values that calls will give to others.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.

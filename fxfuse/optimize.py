@@ -316,7 +316,7 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
-Arguments: TypeAlias = tuple[frozenset[str], Constants]
+Arguments: TypeAlias = tuple[tuple[str, ...], Constants]
 """What decides which graph is right for a call: Captured.given and Captured.constants."""
 
 
@@ -630,7 +630,7 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
     if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
         given, constants = arguments
-        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, sorted(given), dict(constants))
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, list(given), dict(constants))
         captured = trace(root, _is_fused, settings.strict, given, constants)
         state.variants[arguments] = FusedModule(_with_fused_children(captured, settings), settings)
     return state.variants[arguments]
@@ -735,6 +735,11 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(watching)
 
 
+# Dynamo of torch 2.3 reads what follows, but neither `bool | str` in it nor frozenset() of a generator
+_PLAIN: Final = (bool, int, float, str)
+_FEW_VALUES: Final = (bool, str)
+
+
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
     """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
     names = list(inspect.signature(forward).parameters)[1:]
@@ -743,9 +748,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     takes_more = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
-        return given is value or (
-            isinstance(value, bool | int | float | str) and type(given) is type(value) and given == value
-        )
+        return given is value or (isinstance(value, _PLAIN) and type(given) is type(value) and given == value)
 
     @functools.wraps(forward)
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
@@ -755,7 +758,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
         constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
-        given = frozenset(name for name, value in others.items() if not _is_constant(value))
+        given = tuple(sorted(name for name, value in others.items() if not _is_constant(value)))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
@@ -788,7 +791,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_constant(value: Any) -> bool:
     """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
-    return value is None or isinstance(value, bool | str)
+    return value is None or isinstance(value, _FEW_VALUES)
 
 
 def _disabled() -> bool:
