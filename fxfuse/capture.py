@@ -37,7 +37,10 @@ from fxfuse.state import Attributes, RandomState
 logger = logging.getLogger("fxfuse")
 
 
-Constants: TypeAlias = tuple[tuple[str, bool | str | None], ...]
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
+"""Names of arguments, and what of their values a graph is traced for: `fixed_in`."""
+GIVEN: Final = -1
+"""In the place of what a graph takes as its input; no value that it is traced for is equal to it."""
 """Arguments by name, in alphabetical order."""
 
 VARIABLE_KEYWORDS: Final = "**"
@@ -192,6 +195,8 @@ class _Tracer(fx.Tracer):
         self._constants = dict(constants)
         self.given: tuple[str, ...] = given or ()
         self.defaults: dict[str, Any] = {}
+        self.made_lists: list[tuple[list[Any], list[Any]]] = []
+        """Lists among the arguments, and what was in them."""
         self._modes = _modes()
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
@@ -309,6 +314,8 @@ class _Tracer(fx.Tracer):
                 {},
                 type_expr=annotation,
             )
+            if parameter.name in constants:
+                constants[parameter.name] = self._traced_for(constants[parameter.name], value)
             if has_default:
                 self.defaults[parameter.name] = parameter.default
             left_out = has_default and parameter.name not in self.given
@@ -318,6 +325,9 @@ class _Tracer(fx.Tracer):
                 self.defaults[VARIABLE_KEYWORDS] = None
                 names = {item.name for item in named}
                 keywords.update((name, value[name]) for name in self.given if name not in names)
+                for name in constants.keys() - names:
+                    if isinstance(constants[name], tuple):
+                        constants[name] = self._traced_for(constants[name], value[name])
             elif parameter.kind is kinds.POSITIONAL_ONLY:
                 positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
             elif left_out:
@@ -329,6 +339,16 @@ class _Tracer(fx.Tracer):
         keywords.update(constants)
         call = type(self.root).__call__ if has_own_call(self.root) else root_fn
         return (lambda *args: call(*args, **keywords)), [self.root, *positional]
+
+    def _traced_for(self, fixed: Any, value: Any) -> Any:
+        """The argument that forward is traced with, of which this is fixed, and `value` is what a call gives."""
+        if isinstance(fixed, tuple):
+            is_list, *items = fixed
+            made = [self._traced_for(item, value[i]) if _is_in_part(item) else item for i, item in enumerate(items)]
+            if is_list:
+                self.made_lists.append((made, list(made)))
+            return made if is_list else tuple(made)
+        return value if fixed == GIVEN else fixed
 
     def create_arg(self, a: Any) -> Any:
         """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
@@ -434,6 +454,29 @@ def _unsure_result(graph: fx.Graph) -> str | None:
     return None
 
 
+def fixed_in(value: Any) -> Any:
+    """What of an argument a graph is traced for: what a model asks for, and has few values. None, a truth or a text;
+    of a list or tuple the items that are None or a truth: (whether it is a list, *items). GIVEN if nothing is.
+
+    Read by Dynamo, that of torch 2.3 too, which does not know `bool | str`.
+    """
+    if value is None or isinstance(value, _FEW_VALUES):
+        return value
+    if type(value) is list or type(value) is tuple:
+        items = [GIVEN if isinstance(item, str) else fixed_in(item) for item in value]
+        if not items or any(item != GIVEN for item in items):
+            return (type(value) is list, *items)
+    return GIVEN
+
+
+_FEW_VALUES: Final = (bool, str)
+
+
+def _is_in_part(fixed: Any) -> bool:
+    """Whether something of a value, of which this is fixed, is an input of the graph."""
+    return any(map(_is_in_part, fixed[1:])) if isinstance(fixed, tuple) else bool(fixed == GIVEN)
+
+
 def _is_literal(value: Any) -> bool:
     """Whether a default can stand in a graph's generated signature."""
     return value is None or isinstance(value, bool | int | float | str)
@@ -523,6 +566,8 @@ def trace(
             hidden = _hidden_name(graph)
             if hidden is not None:
                 raise _StateError(None, f"its argument '{hidden}' hides what generated code calls so")
+            if any(list(map(id, now)) != list(map(id, before)) for now, before in tracer.made_lists):
+                raise _StateError(None, "it changes a list that it is given")
             unsure = _unsure_result(graph)
             if unsure is not None:
                 raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
+from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, capture, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.patterns import (
@@ -735,9 +735,8 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(watching)
 
 
-# Dynamo of torch 2.3 reads what follows, but neither `bool | str` in it nor frozenset() of a generator
+# Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
 _PLAIN: Final = (bool, int, float, str)
-_FEW_VALUES: Final = (bool, str)
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
@@ -757,8 +756,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
-        constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
-        given = tuple(sorted(name for name, value in others.items() if not _is_constant(value)))
+        fixed = {name: fixed_in(value) for name, value in others.items()}
+        constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
+        given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
@@ -787,11 +787,6 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, types.FunctionType)
     function.__code__ = function.__code__.replace()
     return function
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
-    return value is None or isinstance(value, _FEW_VALUES)
 
 
 def _disabled() -> bool:
