@@ -299,6 +299,7 @@ class _Tracer(fx.Tracer):
         if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
             self.given = (named[0].name,)
         constants = dict(self._constants)
+        annotations: list[Any] = []
         by_name = False  # from the first argument on that is left out
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
@@ -307,6 +308,9 @@ class _Tracer(fx.Tracer):
                 reason = f"'{parameter.name}' is required although it follows arguments with defaults"
                 raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
+            # each `bool | None` is another object, and torch before 2.9 expects equal annotations to be the same
+            annotation = next((other for other in annotations if other == annotation), annotation)
+            annotations.append(annotation)
             value: Any = self.create_proxy(
                 "placeholder",
                 stars + parameter.name,

@@ -76,6 +76,15 @@ def softshrink_keeps_nan():
     return bool(torch.nn.functional.softshrink(torch.full((64,), torch.nan)).isnan().all())
 
 
+def fx_traces(function):
+    """Whether torch.fx traces it: torch before 2.9 takes no proxy for a device, a number or a list of tensors."""
+    try:
+        fx.symbolic_trace(function)
+    except TypeError:
+        return False
+    return True
+
+
 def regions(fast):
     return fxfuse.explain(fast).regions
 

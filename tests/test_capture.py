@@ -308,6 +308,19 @@ class Dispatching(nn.Module):
         return self.named["b"](self.named["a"](x))
 
 
+class Annotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: torch.Tensor, first: bool | None = None, second: bool | None = None):
+        return self.fc(x).relu()
+
+
+def test_annotations_may_be_equal_and_not_the_same():
+    assert epilogues(fxfuse.optimize(Annotated().eval())) == ["relu(acc)"]
+
+
 class Masks(nn.Module):
     """Asks for the items of a list, as networks with a mask for each layer do."""
 
@@ -566,7 +579,7 @@ class Collecting(nn.Module):
 
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hooks_that_read_context_variables(called_before):
-    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(torch.stack(x)).relu(), fc=linear())).eval()
+    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(x[0] + x[1] + x[2]).relu(), fc=linear())).eval()
     if called_before:
         model(X)
     fast = fxfuse.optimize(model)
