@@ -308,7 +308,7 @@ class _Tracer(fx.Tracer):
                 reason = f"'{parameter.name}' is required although it follows arguments with defaults"
                 raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
-            # each `bool | None` is another object, and torch before 2.9 expects equal annotations to be the same
+            # each `bool | None` is another object, and torch 2.6 expects equal annotations to be the same
             annotation = next((other for other in annotations if other == annotation), annotation)
             annotations.append(annotation)
             value: Any = self.create_proxy(

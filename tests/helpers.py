@@ -77,7 +77,7 @@ def softshrink_keeps_nan():
 
 
 def fx_traces(function):
-    """Whether torch.fx traces it: torch before 2.9 takes no proxy for a device, a number or a list of tensors."""
+    """Whether torch.fx traces it: torch 2.6 takes no proxy for a device, a number or a list of tensors."""
     try:
         fx.symbolic_trace(function)
     except TypeError:

@@ -90,7 +90,7 @@ RECORDED = {
 
 PYTHON = {
     "a buffer that is replaced": (lambda m, x: (setattr(m, "b", m.b * 0.5), m.fc(x).relu() * m.b)[1],
-                                  {"buffer b": torch.ones(8)}, "'b'"),
+                                  {"buffer b": torch.ones(8)}, "buffer"),
     "a value that is drawn": (lambda m, x: m.fc(x).relu() if torch.rand(1).item() < 0.5 else x, {}, "'item' asks"),
     "the value of an attribute": (lambda m, x: (m.t.add_(1), m.fc(x).relu() * m.t.item())[1], {"t": torch.ones(())},
                                   "'item' asks"),
