@@ -161,7 +161,7 @@ def test_every_call_is_as_in_eager(name, gradients):
         assert [text in item.reason for text, item in zip(reason, report.skipped, strict=True)] == [True] * len(reason)
         assert bool(report.regions) is not bool(reason)
     torch.testing.assert_close(history(fast, gradients), history(model, gradients))
-    if not isinstance(outcome(copy.deepcopy, model), TypeError):  # torch before 2.5 does not copy a generator
+    if not isinstance(outcome(copy.deepcopy, model), TypeError):  # torch 2.3 does not copy a generator
         copy.deepcopy(fast)
 
 
