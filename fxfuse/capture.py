@@ -38,7 +38,10 @@ from fxfuse.state import Attributes, RandomState
 logger = logging.getLogger("fxfuse")
 
 
-Constants: TypeAlias = tuple[tuple[str, bool | str | None], ...]
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
+"""Names of arguments, and what of their values a graph is traced for: `fixed_in`."""
+GIVEN: Final = -1
+"""In the place of what a graph takes as its input; no value that it is traced for is equal to it."""
 """Arguments by name, in alphabetical order."""
 
 VARIABLE_KEYWORDS: Final = "**"
@@ -67,9 +70,9 @@ class Captured:
     """What runs as Python: modules that are nodes of `graph`, or the model itself."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that have a default, with it."""
-    given: frozenset[str] = frozenset()
-    """Those of them that the graph takes as inputs, further keyword arguments among them; for the others it is right
-    for one value only."""
+    given: tuple[str, ...] = ()
+    """Those of them that the graph takes as inputs, further keyword arguments among them, sorted; for the others it is
+    right for one value only."""
     constants: Constants = ()
     """Those values where they are not the defaults; further keyword arguments among them."""
     tensors: frozenset[str] = frozenset()
@@ -122,7 +125,7 @@ class _Tracer(fx.Tracer):
         self,
         opaque: set[nn.Module],
         is_captured: Callable[[nn.Module], bool],
-        given: frozenset[str] | None,
+        given: tuple[str, ...] | None,
         constants: Constants,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
@@ -136,8 +139,10 @@ class _Tracer(fx.Tracer):
         self._is_captured = is_captured
         self._asked = given
         self._constants = dict(constants)
-        self.given: frozenset[str] = given or frozenset()
+        self.given: tuple[str, ...] = given or ()
         self.defaults: dict[str, Any] = {}
+        self.made_lists: list[tuple[list[Any], list[Any]]] = []
+        """Lists among the arguments, and what was in them."""
         self._modes = _modes()
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
@@ -241,8 +246,9 @@ class _Tracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         named = [parameter for parameter in parameters if parameter.kind not in prefixes]
         if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
-            self.given = frozenset({named[0].name})
+            self.given = (named[0].name,)
         constants = dict(self._constants)
+        annotations: list[Any] = []
         by_name = False  # from the first argument on that is left out
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
@@ -251,6 +257,9 @@ class _Tracer(fx.Tracer):
                 reason = f"'{parameter.name}' is required although it follows arguments with defaults"
                 raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
+            # each `bool | None` is another object, and torch 2.6 expects equal annotations to be the same
+            annotation = next((other for other in annotations if other == annotation), annotation)
+            annotations.append(annotation)
             value: Any = self.create_proxy(
                 "placeholder",
                 stars + parameter.name,
@@ -258,6 +267,8 @@ class _Tracer(fx.Tracer):
                 {},
                 type_expr=annotation,
             )
+            if parameter.name in constants:
+                constants[parameter.name] = self._traced_for(constants[parameter.name], value)
             if has_default:
                 self.defaults[parameter.name] = parameter.default
             left_out = has_default and parameter.name not in self.given
@@ -265,7 +276,11 @@ class _Tracer(fx.Tracer):
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
                 self.defaults[VARIABLE_KEYWORDS] = None
-                keywords.update((name, value[name]) for name in sorted(self.given - {item.name for item in named}))
+                names = {item.name for item in named}
+                keywords.update((name, value[name]) for name in self.given if name not in names)
+                for name in constants.keys() - names:
+                    if isinstance(constants[name], tuple):
+                        constants[name] = self._traced_for(constants[name], value[name])
             elif parameter.kind is kinds.POSITIONAL_ONLY:
                 positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
             elif left_out:
@@ -277,6 +292,16 @@ class _Tracer(fx.Tracer):
         keywords.update(constants)
         call = type(self.root).__call__ if has_own_call(self.root) else root_fn
         return (lambda *args: call(*args, **keywords)), [self.root, *positional]
+
+    def _traced_for(self, fixed: Any, value: Any) -> Any:
+        """The argument that forward is traced with, of which this is fixed, and `value` is what a call gives."""
+        if isinstance(fixed, tuple):
+            is_list, *items = fixed
+            made = [self._traced_for(item, value[i]) if _is_in_part(item) else item for i, item in enumerate(items)]
+            if is_list:
+                self.made_lists.append((made, list(made)))
+            return made if is_list else tuple(made)
+        return value if fixed == GIVEN else fixed
 
     def create_arg(self, a: Any) -> Any:
         """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
@@ -413,6 +438,29 @@ def _unsure_result(graph: fx.Graph) -> str | None:
     return None
 
 
+def fixed_in(value: Any) -> Any:
+    """What of an argument a graph is traced for: what a model asks for, and has few values. None, a truth or a text;
+    of a list or tuple the items that are None or a truth: (whether it is a list, *items). GIVEN if nothing is.
+
+    Read by Dynamo, that of torch 2.3 too, which does not know `bool | str`.
+    """
+    if value is None or isinstance(value, _FEW_VALUES):
+        return value
+    if type(value) is list or type(value) is tuple:
+        items = [GIVEN if isinstance(item, str) else fixed_in(item) for item in value]
+        if not items or any(item != GIVEN for item in items):
+            return (type(value) is list, *items)
+    return GIVEN
+
+
+_FEW_VALUES: Final = (bool, str)
+
+
+def _is_in_part(fixed: Any) -> bool:
+    """Whether something of a value, of which this is fixed, is an input of the graph."""
+    return any(map(_is_in_part, fixed[1:])) if isinstance(fixed, tuple) else bool(fixed == GIVEN)
+
+
 def _is_literal(value: Any) -> bool:
     """Whether a default can stand in a graph's generated signature."""
     return value is None or isinstance(value, bool | int | float | str)
@@ -460,14 +508,14 @@ def trace(
     root: nn.Module,
     is_captured: Callable[[nn.Module], bool],
     strict: bool,
-    given: frozenset[str] | None = None,
+    given: tuple[str, ...] | None = None,
     constants: Constants = (),
 ) -> Captured:
     """Traces `root` itself, in its present mode.
 
     Args:
         given: the arguments of forward, of those with a default and of further keyword arguments, that calls will give
-            a value of their own. If None: the first argument if all of them have defaults, else none.
+            a value of their own, sorted. If None: the first argument if all of them have defaults, else none.
         constants: values that calls will give to others.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
@@ -502,6 +550,8 @@ def trace(
             hidden = _hidden_name(graph)
             if hidden is not None:
                 raise _StateError(None, f"its argument '{hidden}' hides what generated code calls so")
+            if any(list(map(id, now)) != list(map(id, before)) for now, before in tracer.made_lists):
+                raise _StateError(None, "it changes a list that it is given")
             unsure = _unsure_result(graph)
             if unsure is not None:
                 raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")

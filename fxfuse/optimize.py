@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
+from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, capture, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.patterns import (
@@ -320,7 +320,7 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
-Arguments: TypeAlias = tuple[frozenset[str], Constants]
+Arguments: TypeAlias = tuple[tuple[str, ...], Constants]
 """What decides which graph is right for a call: Captured.given and Captured.constants."""
 
 
@@ -649,7 +649,7 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
     if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
         given, constants = arguments
-        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, sorted(given), dict(constants))
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, list(given), dict(constants))
         captured = trace(root, _is_fused, settings.strict, given, constants)
         state.variants[arguments] = FusedModule(_with_fused_children(captured, settings), settings)
     return state.variants[arguments]
@@ -769,6 +769,11 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(watching)
 
 
+# Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
+_PLAIN: Final = (bool, int, float, str)
+_TENSORS: Final = (torch.Tensor, fx.Proxy)
+
+
 def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
     """`forward`, for calls in which those arguments are tensors that `captured` takes for tensors; others run as
     Python: a forward asked for their class."""
@@ -779,7 +784,7 @@ def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..
     def for_tensors(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         for position, name in positions:
             value = args[position] if position < len(args) else kwargs.get(name)
-            if not isinstance(value, torch.Tensor | fx.Proxy):
+            if not isinstance(value, _TENSORS):
                 return captured.root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -794,9 +799,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     takes_more = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
-        return given is value or (
-            isinstance(value, bool | int | float | str) and type(given) is type(value) and given == value
-        )
+        return given is value or (isinstance(value, _PLAIN) and type(given) is type(value) and given == value)
 
     @functools.wraps(forward)
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
@@ -805,8 +808,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
-        constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
-        given = frozenset(name for name, value in others.items() if not _is_constant(value))
+        fixed = {name: fixed_in(value) for name, value in others.items()}
+        constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
+        given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
@@ -848,11 +852,6 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, types.FunctionType)
     function.__code__ = function.__code__.replace()
     return function
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
-    return value is None or isinstance(value, bool | str)
 
 
 def _disabled() -> bool:

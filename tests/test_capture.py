@@ -309,6 +309,66 @@ class Dispatching(nn.Module):
         return self.named["b"](self.named["a"](x))
 
 
+class Annotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: torch.Tensor, first: bool | None = None, second: bool | None = None):
+        return self.fc(x).relu()
+
+
+def test_annotations_may_be_equal_and_not_the_same():
+    assert epilogues(fxfuse.optimize(Annotated().eval())) == ["relu(acc)"]
+
+
+class Masks(nn.Module):
+    """Asks for the items of a list, as networks with a mask for each layer do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, masks=None, collected=None, **options):
+        x = self.fc(x).relu()
+        for mask in (*((None, None) if masks is None else (masks[0], masks[1])), options.get("more", [None])[0]):
+            if mask is not None:
+                x = x * mask
+        if collected is not None:
+            collected.append(x)
+        return x * 2 if isinstance(masks, list) else x
+
+
+ITEMS = {
+    "none": {"masks": [None, None]},
+    "a tuple of none": {"masks": (None, None)},
+    "some": {"masks": [None, randn(8)]},
+    "others": {"masks": (randn(8), None)},
+    "all": {"masks": (randn(8), randn(8))},
+    "truths": {"masks": [True, False]},
+    "numbers": {"masks": (1, -1)},
+    "in further keywords": {"more": [None]},
+    "a tensor in further keywords": {"more": [randn(8), None]},
+    "nested": {"more": [None, (None, randn(8))], "masks": [None, None]},
+}
+
+
+def test_items_of_arguments_that_are_none_are_none_for_forward():
+    model = Masks().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for name in [*ITEMS, *ITEMS]:  # in any order, on one model
+            assert_as_eager(model, fast, randn(3, 8), **ITEMS[name])
+    assert not fxfuse.explain(fast).skipped
+
+
+def test_a_list_that_forward_changes_is_the_callers():
+    model = Masks().eval()
+    fast = fxfuse.optimize(model)
+    for collected in ([], [None], [None, None]):
+        assert fast(randn(3, 8), collected=collected) is collected[-1]
+
+
 UNTRACEABLE = {
     "branch": Branching,
     "child": lambda: nn.Sequential(Branching(), nn.Linear(8, 8), nn.ReLU()),
@@ -567,7 +627,7 @@ class Collecting(nn.Module):
 
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hooks_that_read_context_variables(called_before):
-    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(torch.stack(x)).relu(), fc=linear())).eval()
+    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(x[0] + x[1] + x[2]).relu(), fc=linear())).eval()
     if called_before:
         model(X)
     fast = fxfuse.optimize(model)

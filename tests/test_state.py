@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import Net, assert_as_eager, linear, randn
+from helpers import Net, assert_as_eager, linear, outcome, randn
 from torch import nn
 
 import fxfuse
@@ -90,7 +90,7 @@ RECORDED = {
 
 PYTHON = {
     "a buffer that is replaced": (lambda m, x: (setattr(m, "b", m.b * 0.5), m.fc(x).relu() * m.b)[1],
-                                  {"buffer b": torch.ones(8)}, "sets the attribute"),
+                                  {"buffer b": torch.ones(8)}, "buffer"),
     "a value that is drawn": (lambda m, x: m.fc(x).relu() if torch.rand(1).item() < 0.5 else x, {}, "'item' asks"),
     "the value of an attribute": (lambda m, x: (m.t.add_(1), m.fc(x).relu() * m.t.item())[1], {"t": torch.ones(())},
                                   "'item' asks"),
@@ -165,7 +165,8 @@ def test_every_call_is_as_in_eager(name, gradients):
         assert [text in item.reason for text, item in zip(reason, report.skipped, strict=True)] == [True] * len(reason)
         assert bool(report.regions) is not bool(reason)
     torch.testing.assert_close(history(fast, gradients), history(model, gradients))
-    copy.deepcopy(fast)
+    if not isinstance(outcome(copy.deepcopy, model), TypeError):  # torch 2.3 does not copy a generator
+        copy.deepcopy(fast)
 
 
 def keeping(m, x):
