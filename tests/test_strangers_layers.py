@@ -169,7 +169,9 @@ class ChannelAttention(nn.Module):
         return x * y.view(x.shape[0], -1, 1, 1).sigmoid().expand_as(x)
 
 
-BATCH_NORM = "relu_(batch_norm(acc, o0, o1, o2, o3, 1e-05))"
+THEN_RELU = "relu(batch_norm(acc, o0, o1, o2, o3, 1e-05))"
+BATCH_NORM = THEN_RELU.replace("relu(", "relu_(")
+"""With an activation of its own, in place."""
 LAYERS = {
     # layers; shape of the input; epilogues in evaluation; words of the reasons for what stays torch's
     "a normalisation with an activation": ([conv(), NormAct(8)], IMAGE, [BATCH_NORM], ""),
@@ -178,12 +180,12 @@ LAYERS = {
     ], ""),
     "a normalisation by torch's forward": ([conv(), SuperNormAct(8)], IMAGE, [BATCH_NORM], ""),
     "one after a normalisation of torch's": ([conv(), nn.BatchNorm2d(8), SuperNormAct(8)], IMAGE, [
-        "relu(batch_norm(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05), o4, o5, o6, o7, 1e-05))"
+        "relu_(batch_norm(batch_norm_2d(acc, o0, o1, o2, o3, 1e-05), o4, o5, o6, o7, 1e-05))"
     ], ""),
-    "a normalisation of another name": ([linear(), Named(5), nn.ReLU()], ROWS, [BATCH_NORM], ""),
-    "a split normalisation": ([conv(), SplitNorm(8), nn.ReLU()], IMAGE, [BATCH_NORM], ""),
+    "a normalisation of another name": ([linear(), Named(5), nn.ReLU()], ROWS, [THEN_RELU], ""),
+    "a split normalisation": ([conv(), SplitNorm(8), nn.ReLU()], IMAGE, [THEN_RELU], ""),
     "a normalisation in three dimensions": (
-        [nn.Conv3d(4, 8, 3), type("Norm3d", (nn.BatchNorm3d,), {})(8), nn.ReLU()], (1, 4, 4, 4, 4), [BATCH_NORM], ""
+        [nn.Conv3d(4, 8, 3), type("Norm3d", (nn.BatchNorm3d,), {})(8), nn.ReLU()], (1, 4, 4, 4, 4), [THEN_RELU], ""
     ),
     "frozen statistics": ([conv(), Frozen(8), nn.ReLU()], IMAGE, [
         "o0 * rsqrt(acc + 1e-05)", "o0 - acc * o1", "relu(acc * o0 + o1)"
@@ -223,6 +225,17 @@ def test_layers_of_other_libraries_are_fused_or_the_report_says_why(name):
     expected = model.train()(randn(*shape))
     torch.manual_seed(0)
     torch.testing.assert_close(fast.train()(randn(*shape)), expected)
+
+
+def test_a_question_about_a_sum_ends_no_region():
+    parts = {"a": conv(), "b": conv(), "act": nn.ReLU(inplace=True), "norm": NormAct(8)}
+    model = Net(lambda m, x: m.norm(m.act(m.a(x) + m.b(x))), **parts).eval()
+    fast = fxfuse.optimize(model)
+    expected = ["acc", "relu_(batch_norm(relu_(o0 + acc), o1, o2, o3, o4, 1e-05))"]
+    assert epilogues(fast) in (expected, expected[1:]), fxfuse.explain(fast)
+    assert_as_eager(model, fast, randn(*IMAGE).requires_grad_())
+    for shape, refused in ((IMAGE[1:], AssertionError), ((6, 6), RuntimeError)):
+        assert_as_eager(model, fast, randn(*shape).requires_grad_(), raises=refused)
 
 
 def test_a_question_about_the_rank_is_answered_as_eager_answers_it():

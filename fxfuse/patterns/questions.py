@@ -33,37 +33,61 @@ def rank_of_conv2d(x: torch.Tensor) -> int:
     return x.dim()
 
 
+def rank_of(value: Any) -> int:
+    """The rank of a tensor; a number has none."""
+    return 0 if isinstance(value, bool | int | float | complex) else value.dim()
+
+
+def rank_of_all(*ranks: int) -> int:
+    """The rank of what tensors of these ranks are broadcast to."""
+    return max(ranks)
+
+
 def ask_earlier(root: nn.Module, graph: fx.Graph) -> None:
     """Lets every question about a value's rank ask about what a region with that value would start from."""
     for node in list(graph.nodes):
-        passed = _passed(root, node.args[0]) if asks_rank(node) else []
-        if not passed:
+        source = node.args[0] if asks_rank(node) else None
+        if not isinstance(source, fx.Node) or not _sources(root, source):
             continue
-        anchor = _anchor(root, passed[-1])
-        source = passed[-1].all_input_nodes[0] if anchor is None or isinstance(anchor.x, Attribute) else anchor.x
-        with graph.inserting_before(passed[-1]):  # now: later it may have been given another shape in place
-            if anchor is not None and anchor.kind == "conv2d":
-                asked = graph.call_function(rank_of_conv2d, (source,))
-            else:
-                asked = graph.create_node(node.op, node.target, (source, *node.args[1:]))
-        asked.meta = dict(node.meta)
+        asked = _asked(root, graph, node, source)
         node.replace_all_uses_with(asked)
         graph.erase_node(node)
 
 
-def _passed(root: nn.Module, source: Any) -> list[fx.Node]:
-    """The nodes that made `source`, latest first, each with the rank of what it is given; an anchor is the last."""
-    passed: list[fx.Node] = []
-    while isinstance(source, fx.Node):
-        anchor = _anchor(root, source)
-        earlier = _of_same_rank(root, source) if anchor is None else anchor.x
-        if not isinstance(earlier, fx.Node):
-            break
-        passed.append(source)
-        source = earlier
-        if anchor is not None:
-            break
-    return passed
+def _asked(root: nn.Module, graph: fx.Graph, question: fx.Node, value: fx.Node) -> fx.Node:
+    """A node that computes the rank of `value`, of whose sources something is known, as `question` asks for it.
+
+    It stands before `value`: later a source may have been given another shape in place.
+    """
+    sources, anchor = _sources(root, value), _anchor(root, value)
+    ranks: list[fx.Node] = []
+    for source in sources:
+        if anchor is None and _sources(root, source):
+            ranks.append(_asked(root, graph, question, source))
+            continue
+        with graph.inserting_before(value):
+            if anchor is not None and anchor.kind == "conv2d":
+                ranks.append(graph.call_function(rank_of_conv2d, (source,)))
+            elif len(sources) > 1:
+                ranks.append(graph.call_function(rank_of, (source,)))
+            else:
+                ranks.append(graph.create_node(question.op, question.target, (source, *question.args[1:])))
+    asked = ranks[0]
+    if len(ranks) > 1:
+        with graph.inserting_before(value):
+            asked = graph.call_function(rank_of_all, tuple(ranks))
+    for rank in (*ranks, asked):
+        rank.meta = dict(question.meta)
+    return asked
+
+
+def _sources(root: nn.Module, value: fx.Node) -> list[fx.Node]:
+    """The values whose ranks decide that of `value`, if it is one that a region could compute; else none."""
+    anchor = _anchor(root, value)
+    if anchor is None:
+        return _of_same_rank(root, value)
+    first = value.all_input_nodes[:1] if isinstance(anchor.x, Attribute) else [anchor.x]
+    return [source for source in first if isinstance(source, fx.Node)]
 
 
 def asks_rank(node: fx.Node) -> bool:
@@ -82,17 +106,22 @@ def _anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
         return None
 
 
-def _of_same_rank(root: nn.Module, node: fx.Node) -> fx.Node | None:
-    """The argument of a node that surely has its result's rank, of a pointwise function of one tensor."""
+_OF_FIRST: Final = frozenset({"type_as", "prelu", "new_full"})
+"""Rows of the op table whose further tensors have no say in the result's shape."""
+
+
+def _of_same_rank(root: nn.Module, node: fx.Node) -> list[fx.Node]:
+    """The arguments whose ranks decide that of a node's value, of a pointwise function."""
     if not node.all_input_nodes:
-        return None
-    first = node.all_input_nodes[0]
+        return []
+    first = node.all_input_nodes[:1]
     if is_nothing(root, node):
         return first
     if node.op == "call_module":
         is_normalised = type(root.get_submodule(str(node.target))) in BATCH_NORMS
     else:
         is_normalised = node.op == "call_function" and ops.function_of(node.target) in _NORMALISED
-    if is_normalised or (spelling(root, node) is not None and len(node.all_input_nodes) == 1):
+    found = spelling(root, node)
+    if is_normalised or (found is not None and found.row.name in _OF_FIRST):
         return first
-    return None
+    return [] if found is None else list(node.all_input_nodes)
