@@ -80,29 +80,63 @@ def _check_graph(root: nn.Module, graph: fx.Graph) -> None:
                 raise _Refused(f"'{name or target}' may do more than compute")
 
 
-class _Operators(TorchDispatchMode):
-    """Which of torch's operators run: views alone, and such whose results depend on tensors' values."""
+@dataclass(frozen=True)
+class _Operation:
+    """One of torch's operators that ran."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.computes = False
-        self.depends_on_values = False
-        self.is_pure = True
+    overload: Any
+    args: Any
+    kwargs: Mapping[str, Any]
+    result: Any
+    launches: int
+    """How many kernels of ours were launched before."""
+
+    @property
+    def is_pure(self) -> bool:
         """Whether nobody could tell if it had not run, but for its result."""
+        random = torch.Tag.nondeterministic_seeded in self.overload.tags
+        return not self.overload._schema.is_mutable and not random
+
+    @property
+    def is_view(self) -> bool:
+        schema = self.overload._schema
+        return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether it makes a tensor without contents."""
+        return self.overload in _ALLOCATING
+
+
+class _Operators(TorchDispatchMode):
+    """Which of torch's operators run, and whether what they compute has a shape that depends on tensors' values."""
+
+    def __init__(self, seen: events.Events | None = None) -> None:
+        """`seen`: where kernels of ours are noted meanwhile."""
+        super().__init__()
+        self.operations: list[_Operation] = []
+        self.launches: list[events.Launch] = [] if seen is None else seen.launches
+        self.depends_on_values = False
+
+    @property
+    def computing(self) -> int:
+        """How many of them do more than look at memory in another way."""
+        return sum(not operation.is_view and not operation.allocates for operation in self.operations)
+
+    @property
+    def is_pure(self) -> bool:
+        """As of one operation."""
+        return all(operation.is_pure for operation in self.operations)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        tags, schema = func.tags, func._schema
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             indexed = func is torch.ops.aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
-        if schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
-            self.is_pure = False
-        is_view = not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
-        if not is_view and func not in _ALLOCATING:
-            self.computes = True
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.operations.append(_Operation(func, args, kwargs or {}, result, len(self.launches)))
+        return result
 
 
 def _has_masks(indices: Any) -> bool:
@@ -160,6 +194,23 @@ class _Value:
     """Whether the caller gets it: a view is then to be one in torch's eyes, too."""
     viewed_by: _Call | None = None
     """The call that makes it of another tensor without computing."""
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Whose a storage is, while it is recorded."""
+
+    slot: _Slot
+    begin: int
+    """Address of the slot's first tensor."""
+    low: int
+    high: int
+    """Addresses of the storage."""
+
+    @staticmethod
+    def of(slot: _Slot, tensor: torch.Tensor) -> _Owner:
+        storage = tensor.untyped_storage()
+        return _Owner(slot, tensor.data_ptr(), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
 @dataclass(eq=False)
@@ -223,7 +274,8 @@ class _Recorder:
             for number, tensor in enumerate(tensors)
         }
         self._root, self._graph, self._given = root, graph, given
-        self._owners: dict[int, tuple[_Slot, int]] = {}
+        self._owners: dict[int, _Owner] = {}
+        """By storage."""
         self._alive: dict[int, int] = {}
         self._count = 0
 
@@ -265,16 +317,21 @@ class _Recorder:
         if not isinstance(value, torch.Tensor):
             return value
         slot, key = self.given_slots[id(value)], value.untyped_storage()._cdata
-        if self._owners.setdefault(key, (slot, value.data_ptr()))[0] is not slot:
+        if self._owners.setdefault(key, _Owner.of(slot, value)).slot is not slot:
             self.reason = "arguments share memory"  # which one a view is of cannot be told
         return self._value(value, slot.name)
 
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: _Call | None = None) -> _Value:
-        slot, begin = self._owners[tensor.untyped_storage()._cdata]
+        owner = self._owners[tensor.untyped_storage()._cdata]
         return _Value(
-            slot, tensor.data_ptr() - begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, name,
+            owner.slot, tensor.data_ptr() - owner.begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, name,
             viewed_by=viewed_by,
         )  # fmt: skip
+
+    def _place_of(self, address: int) -> tuple[_Slot, int] | None:
+        """The slot in which an address lies, and how far from its beginning."""
+        found = next((owner for owner in self._owners.values() if owner.low <= address < owner.high), None)
+        return None if found is None else (found.slot, address - found.begin)
 
     def _retain(self, value: Any) -> None:
         for tensor in pytree.tree_leaves(value):
@@ -288,7 +345,7 @@ class _Recorder:
             if isinstance(tensor, torch.Tensor):
                 key = tensor.untyped_storage()._cdata
                 self._alive[key] -= 1
-                if self._alive[key] == 0 and key in self._owners and self._owners[key][0].kind != "given":
+                if self._alive[key] == 0 and key in self._owners and self._owners[key].slot.kind != "given":
                     del self._owners[key]
 
     def _name(self) -> str:
@@ -309,19 +366,23 @@ class _Recorder:
             return result, None
         if seen.depends_on_values:
             raise _Refused(f"what '{node}' is depends on tensors' values", result)
+        if seen.computing > 1:
+            value = self._taken_apart(seen, (), _tensors_in((args, kwargs)), _values_in(symbols), result, str(node))
+            if value is not None:
+                return result, value
         is_method = node.op == "call_method"
         return result, self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
 
     @staticmethod
-    def _observed(call: Callable[[], Any]) -> tuple[Any, _Operators]:
-        with _Operators() as seen:
+    def _observed(call: Callable[[], Any], launched: events.Events | None = None) -> tuple[Any, _Operators]:
+        with _Operators(launched) as seen:
             return call(), seen
 
     def _called(
         self, target: Any, is_method: bool, real: Any, symbols: Any, result: Any, seen: _Operators, label: str
     ) -> Any:
         """A step of the call, and its result's values; none where it is made of sizes alone."""
-        is_view = not seen.computes
+        is_view = not seen.computing
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             if not is_view:
@@ -331,23 +392,26 @@ class _Recorder:
         if is_view and all(id(tensor) in given for tensor in tensors):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], result)
         call = _Call(target, symbols[0], symbols[1], None, is_view, seen.is_pure, is_method, label)
+        call.result = self._result_of(call, result, given)
+        self.steps.append(call)
+        return call.result
+
+    def _result_of(self, call: _Call, result: Any, given: Mapping[int, _Value]) -> Any:
+        """The values of a call's result; `given` are those of its arguments, by the tensors' identity."""
 
         def value(tensor: torch.Tensor) -> _Value:
             if id(tensor) in given:
                 return given[id(tensor)]
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+            if not _is_plain(tensor):
                 raise _Refused(f"a {type(tensor).__name__} that is not plain is made", result)
             key, name = tensor.untyped_storage()._cdata, self._name()
             if key not in self._owners:
-                if is_view:  # of memory that nobody else knows of
-                    call.is_view = False
-                self._owners[key] = _Slot("made", name, dtype=tensor.dtype), tensor.data_ptr()
+                call.is_view = False  # of memory that nobody else knows of
+                self._owners[key] = _Owner.of(_Slot("made", name, dtype=tensor.dtype), tensor)
                 return self._value(tensor, name)
             return self._value(tensor, name, call)
 
-        call.result = pytree.tree_map_only(torch.Tensor, value, result)
-        self.steps.append(call)
-        return call.result
+        return pytree.tree_map_only(torch.Tensor, value, result)
 
     def _fused(self, node: fx.Node, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
         """A fused operator: its kernels, if they are all that its plan takes."""
@@ -358,60 +422,128 @@ class _Recorder:
         pool = tuple(kwargs.get("pool", ()))
         plan = plans.known_plan(kind, epilogue, options, *said, pool, x, weight, bias, operands)
         if plan is None or plan.provisional:
-            call = functional.function(kind)
-            raise _Refused(NOT_YET, call(*args, **kwargs))
+            raise _Refused(NOT_YET, functional.function(kind)(*args, **kwargs))
         with events.recorded() as seen:
-            result, operators = self._observed(lambda: plan.run(x, weight, bias, operands))
+            result, operators = self._observed(lambda: plan.run(x, weight, bias, operands), seen)
         if symbols is None:
             return result, None
-        real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
-        tensors, taken = _tensors_in(real), _values_in(inputs)
         if operators.depends_on_values:
             raise _Refused("what a region is depends on tensors' values", result)
-        launches = None
-        if not operators.computes and plan.kernel is not None:
-            launches = self._launches(seen, tensors, taken)
-        if launches is None:
-            operators.computes = True
-            return result, self._called(
-                plan.run, False, real, (inputs, {}), result, operators, f"{node}: {plan.kernel}"
-            )
-        self.steps += launches
-        same = next((value for tensor, value in zip(tensors, taken, strict=True) if tensor is result), None)
-        value = same or self._value(result, self._name())
-        for tensor in seen.memory:
-            if tensor.untyped_storage()._cdata != result.untyped_storage()._cdata:
-                del self._owners[tensor.untyped_storage()._cdata]
+        real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
+        label = f"{node}: {plan.kernel or 'torch'}"
+        value = self._taken_apart(operators, seen.memory, _tensors_in(real), _values_in(inputs), result, label)
+        if value is None:
+            step = _Call(plan.run, inputs, {}, None, False, False, False, label)
+            given = dict(zip(map(id, _tensors_in(real)), _values_in(inputs), strict=True))
+            value = step.result = self._result_of(step, result, given)
+            self.steps.append(step)
         return result, value
 
-    def _launches(
-        self, seen: events.Events, tensors: Sequence[torch.Tensor], values: Sequence[_Value]
-    ) -> list[_Launch] | None:
-        """Steps for what a plan launched; None if it read an address of which nobody knows whose it is."""
-        places: list[tuple[int, int, _Slot, int]] = []
-        for tensor, value in zip(tensors, values, strict=True):
-            places.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), value.slot, value.offset))
-        for tensor in seen.memory:
-            name, nbytes = self._name(), _extent(tensor)
-            slot = _Slot("memory", name, tuple(tensor.shape), tensor.stride(), tensor.dtype, nbytes)
-            self._owners[tensor.untyped_storage()._cdata] = slot, tensor.data_ptr()
-            places.append((tensor.data_ptr(), tensor.data_ptr() + nbytes, slot, 0))
-        steps: list[_Launch] = []
-        for event in seen.launches:
-            references: list[tuple[_Slot, int]] = []
-            for address in event.addresses:
-                place = next((item for item in places if item[0] <= address < item[1]), None)
-                if place is None or _functions(event) is None:
-                    for tensor in seen.memory:
-                        del self._owners[tensor.untyped_storage()._cdata]
-                    return None
-                references.append((place[2], place[3] + address - place[0]))
-            steps.append(_Launch(event, references))
-        return steps
+    def _taken_apart(
+        self, seen: _Operators, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
+        values: Sequence[_Value], result: Any, label: str,
+    ) -> Any:  # fmt: skip
+        """Steps for each operator and kernel that made `result`, and its values.
+
+        None, and no step, if one reads what nobody knows of.
+        """
+        owners = dict(self._owners)
+        known = dict(zip(map(id, tensors), values, strict=True))
+        steps: list[_Launch | _Call] = []
+        try:
+            for tensor in memory:
+                self._own_memory(tensor)
+            done = 0
+            for operation in seen.operations:
+                steps += [self._launched(launch) for launch in seen.launches[done : operation.launches]]
+                done = operation.launches
+                if operation.allocates:
+                    self._own_memory(operation.result)
+                elif not operation.is_view:
+                    steps.append(self._operation(operation, known, label))
+            steps += [self._launched(launch) for launch in seen.launches[done:]]
+            value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
+        except _Unknown:
+            self._owners = owners
+            return None
+        kept = {tensor.untyped_storage()._cdata for tensor in _tensors_in(result)}
+        self._owners = {key: owner for key, owner in self._owners.items() if key in owners or key in kept}
+        self.steps += steps
+        return value
+
+    def _own_memory(self, tensor: torch.Tensor) -> None:
+        slot = _Slot("memory", self._name(), tuple(tensor.shape), tensor.stride(), tensor.dtype, _extent(tensor))
+        self._owners.setdefault(tensor.untyped_storage()._cdata, _Owner.of(slot, tensor))
+
+    def _known(self, tensor: torch.Tensor, known: Mapping[int, _Value]) -> _Value:
+        """The value that a tensor is, by what it is or by where it lies."""
+        if id(tensor) in known:
+            return known[id(tensor)]
+        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        if owner is None or not _is_plain(tensor) or (owner.slot.kind != "memory" and owner.slot.dtype != tensor.dtype):
+            raise _Unknown
+        return self._value(tensor, self._name())
+
+    def _operation(self, operation: _Operation, known: dict[int, _Value], label: str) -> _Call:
+        """The call of one of torch's operators that computes."""
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: self._known(tensor, known), (tuple(operation.args), dict(operation.kwargs))
+        )
+
+        def made(tensor: torch.Tensor) -> _Value:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._owners:
+                if not _is_plain(tensor):
+                    raise _Unknown
+                name = self._name()
+                self._owners[key] = _Owner.of(_Slot("made", name, dtype=tensor.dtype), tensor)
+                known[id(tensor)] = self._value(tensor, name)
+            return self._known(tensor, known)
+
+        result = pytree.tree_map_only(torch.Tensor, made, operation.result)
+        target = _function_of(operation.overload)
+        return _Call(target, args, kwargs, result, False, operation.is_pure, False, f"{label}: {operation.overload}")
+
+    def _launched(self, launch: events.Launch) -> _Launch:
+        """A step for a kernel, with every address as a place in somebody's memory."""
+        if _functions(launch) is None:
+            raise _Unknown
+        references: list[tuple[_Slot, int]] = []
+        for address in launch.addresses:
+            place = self._place_of(address)
+            if place is None:
+                raise _Unknown
+            references.append(place)
+        return _Launch(launch, references)
+
+
+class _Unknown(Exception):
+    """Memory of which nobody knows whose it is."""
 
 
 NOT_YET: Final = "a region has no plan yet"
 _PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are those in memory, where its strides say."""
+    strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
+
+
+def _function_of(overload: Any) -> Any:
+    """What calls an operator with the same arguments: torch's own function or method, if there is one: it is quicker.
+
+    Their parsers know the names and orders of the operator's schema, of which they are generated.
+    """
+    name = overload._schema.name.split("::")[-1]
+    if overload.namespace != "aten" or overload._overloadname.endswith("out"):
+        return overload
+    for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
+        found = getattr(home, name, None)
+        if found is not None:
+            return found
+    return overload
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
