@@ -124,6 +124,11 @@ class _Operators(TorchDispatchMode):
         return sum(not operation.is_view and not operation.allocates for operation in self.operations)
 
     @property
+    def attends(self) -> bool:
+        """Whether attention is among them, of which torch chooses the kind by switches of its own."""
+        return any("attention" in operation.overload._schema.name for operation in self.operations)
+
+    @property
     def is_pure(self) -> bool:
         """As of one operation."""
         return all(operation.is_pure for operation in self.operations)
@@ -275,9 +280,16 @@ class _Recorder:
         }
         self._root, self._graph, self._given = root, graph, given
         self._owners: dict[int, _Owner] = {}
-        """By storage."""
+        """By storage; of arguments that share one none, since which one a view is of cannot be told."""
         self._alive: dict[int, int] = {}
         self._count = 0
+        shared: set[int] = set()
+        for tensor in tensors:
+            key, owner = tensor.untyped_storage()._cdata, _Owner.of(self.given_slots[id(tensor)], tensor)
+            if self._owners.setdefault(key, owner) is not owner:
+                shared.add(key)
+        for key in shared:
+            del self._owners[key]
 
     def run(self) -> Any:
         """The graph's result. Afterwards `reason` says why there is no program, or is None."""
@@ -316,10 +328,10 @@ class _Recorder:
     def _give(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        slot, key = self.given_slots[id(value)], value.untyped_storage()._cdata
-        if self._owners.setdefault(key, _Owner.of(slot, value)).slot is not slot:
-            self.reason = "arguments share memory"  # which one a view is of cannot be told
-        return self._value(value, slot.name)
+        if value.untyped_storage()._cdata not in self._owners:
+            self.reason = "arguments share memory"
+            return None
+        return self._value(value, self.given_slots[id(value)].name)
 
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: _Call | None = None) -> _Value:
         owner = self._owners[tensor.untyped_storage()._cdata]
@@ -366,7 +378,9 @@ class _Recorder:
             return result, None
         if seen.depends_on_values:
             raise _Refused(f"what '{node}' is depends on tensors' values", result)
-        if seen.computing > 1:
+        if (
+            seen.computing > 1 and node.op != "call_module" and not seen.attends
+        ):  # what modules do they may do otherwise
             value = self._taken_apart(seen, (), _tensors_in((args, kwargs)), _values_in(symbols), result, str(node))
             if value is not None:
                 return result, value
@@ -947,9 +961,10 @@ def _are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def _switches(device: torch.device) -> tuple[Any, ...]:
+    plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
-        return (torch.get_default_dtype(),)
-    return torch.get_default_dtype(), tf32_allowed("linear"), tf32_allowed("conv2d"), torch._C._cuda_getDevice()
+        return plain
+    return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), torch._C._cuda_getDevice()
 
 
 class Programs:
