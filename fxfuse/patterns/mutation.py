@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
-from fxfuse import ops
+from fxfuse import functional, ops
 from fxfuse.patterns.anchors import Attribute, Source
+from fxfuse.problem import ANCHORS, parsed
+from fxfuse.simplify import is_fresh
 
 _CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach"})
 """Rows whose result may be their argument itself."""
@@ -25,8 +28,15 @@ _FRESH_MODULES: Final = (
     nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Embedding,
 )  # fmt: skip
 _FRESH_FUNCTIONS: Final = frozenset(
-    {torch.cat, torch.stack, torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul}
-)
+    {torch.cat, torch.stack, torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul, F.conv2d, torch.conv2d,
+     F.conv_transpose2d, torch.conv_transpose2d, F.batch_norm, torch.batch_norm, F.layer_norm, F.group_norm, F.linear,
+     *(functional.function(kind) for kind in ANCHORS if kind != "pointwise")}
+)  # fmt: skip
+_FRESH_NAMES: Final = frozenset(
+    {"mean", "sum", "prod", "var", "std", "amax", "amin", "softmax", "log_softmax", "cumsum", "bmm", "baddbmm",
+     "interpolate", "pad", "scaled_dot_product_attention"}
+)  # fmt: skip
+"""Names of torch's functions and methods that always make a new tensor."""
 _IN_PLACE_FUNCTIONS: Final = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.ifloordiv, operator.imod,
      operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem}
@@ -103,9 +113,9 @@ class Mutations:
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
-    def visible(self) -> bool:
-        """Whether what some node overwrites can be seen in another way than by that node's result."""
-        return any(self._is_visible(*write) for write in self._writes)
+    def visible_memory(self) -> frozenset[object]:
+        """The memory that nodes overwrite so that it can be seen in another way than by their results."""
+        return frozenset().union(*(memory for index, memory in self._writes if self._is_visible(index, memory)))
 
     def _is_visible(self, index: int, memory: frozenset[object]) -> bool:
         if any(not isinstance(item, fx.Node) or item.op == "placeholder" for item in memory):
@@ -170,7 +180,14 @@ class Mutations:
             return isinstance(self._root.get_submodule(str(node.target)), _FRESH_MODULES)
         if isinstance(node.target, torch._ops.OpOverload):
             return _returns_fresh(node.target)
-        return node.op == "call_function" and node.target in _FRESH_FUNCTIONS
+        if node.target is functional.pointwise:
+            epilogue, overwrites = node.args[4:6]
+            return not overwrites and is_fresh(parsed(str(epilogue)), fresh_acc=False)
+        if node.op == "call_method":
+            return node.target in _FRESH_NAMES
+        home, name = (getattr(node.target, item, None) or "" for item in ("__module__", "__name__"))
+        ours = not home or home.startswith("torch")  # what torch compiled has no module
+        return node.target in _FRESH_FUNCTIONS or (ours and name in _FRESH_NAMES and "out" not in node.kwargs)
 
 
 def _returns_fresh(operator: torch._ops.OpOverload) -> bool:
