@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxfuse.layout import channels_last_strides, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
 from fxfuse.patterns.anchors import known_tensor
-from fxfuse.patterns.layouts import Role, forgets, known_elements, role_of, stays_contiguous
+from fxfuse.patterns.layouts import Role, forgets, is_never_contiguous, known_elements, role_of, stays_contiguous
 from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.values import is_tensor
 
@@ -166,7 +166,8 @@ class _Known:
     Attributes:
         roles: of the nodes that may work in channels_last: what they make is a picture.
         sizes: channels and pixels of every value, in relation to others.
-        is_overwritten: values in memory that is overwritten and read again.
+        origins: of every value, such values that it is contiguous in eager if all of them are.
+        tied: nodes of `roles` that must have one layout, since one overwrites what others read.
         has_strangers: whether the graph calls modules that may do anything.
     """
 
@@ -175,24 +176,51 @@ class _Known:
         self.graph = graph
         self.roles: dict[fx.Node, Role] = {}
         self.sizes: dict[fx.Node, tuple[float, float]] = {}
+        self.origins: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.tied: list[list[fx.Node]] = []
         self.mutations = Mutations(root, graph)
-        overwritten = self.mutations.visible_memory()
-        self.is_overwritten = {node for node in graph.nodes if self.mutations.memory(node) & overwritten}
-        self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in self.graph.nodes)
-        for node in self.graph.nodes:
-            role = role_of(self.root, node)
-            if role is not None and (role.is_convolution or any(arg in self.roles for arg in role.inputs)):
-                self.sizes[node] = self._size(node, role)
-                if node not in self.is_overwritten:
-                    self.roles[node] = role
-            else:
+        self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in graph.nodes)
+        roles = {node: role_of(root, node) for node in graph.nodes}
+        pictures = {role.inputs[0] for role in roles.values() if role is not None and role.is_convolution}
+        for node, role in roles.items():
+            self.origins[node] = self._origins_of(node, role)
+            if role is None or not (role.is_convolution or node in pictures or pictures.intersection(role.inputs)):
                 self.sizes[node] = next((self.sizes[arg] for arg in node.all_input_nodes), (3.0, 1.0))
+                continue
+            self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
+            pictures.add(node)
+            # what comes of permutations is in channels_last in eager already, or in neither layout
+            if not any(map(is_never_contiguous, self.origins[node])):
+                self.roles[node] = role
+        for memory in _merged(self.mutations.visible()):
+            self._tie(memory, [node for node in graph.nodes if self.mutations.memory(node) & memory])
+
+    def _tie(self, memory: frozenset[object], sharing: list[fx.Node]) -> None:
+        """Keeps nodes that share memory which is overwritten in one layout: in eager's, if others share it, too."""
+        made = all(isinstance(item, fx.Node) and item.op != "placeholder" for item in memory)
+        if made and self.roles.keys() >= set(sharing) and len({self.unknown(node) for node in sharing}) == 1:
+            self.tied.append(sharing)
+        else:
+            for node in sharing:
+                self.roles.pop(node, None)
+
+    def unknown(self, node: fx.Node) -> frozenset[fx.Node]:
+        """Of the origins those that are results of what nobody knows."""
+        return frozenset(arg for arg in self.origins[node] if arg.op not in ("placeholder", "get_attr"))
+
+    def _origins_of(self, node: fx.Node, role: Role | None) -> frozenset[fx.Node]:
+        """Values such that `node`'s is contiguous in eager if all of them are."""
+        if not is_tensor(node):
+            return frozenset()
+        if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
+            return frozenset({node})
+        return frozenset().union(*(self.origins[arg] for arg in node.all_input_nodes))
 
     def _is_stranger(self, node: fx.Node) -> bool:
         return not type(self.root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
 
-    def _size(self, node: fx.Node, role: Role) -> tuple[float, float]:
-        first = max(role.inputs, key=lambda arg: self.sizes[arg][1])
+    def _size(self, role: Role, pictures: Sequence[fx.Node]) -> tuple[float, float]:
+        first = max(pictures or role.inputs[:1], key=lambda arg: self.sizes[arg][1])
         channels, pixels = self.sizes[first]
         if role.channels == 0:  # those of all inputs
             channels = sum(self.sizes[arg][0] for arg in role.inputs)
@@ -211,6 +239,15 @@ class _Known:
     def outside(self, node: fx.Node) -> bool:
         """Whether it is a value that may be a picture, and has eager's layout in any case."""
         return node not in self.roles and node.op != "get_attr" and is_tensor(node)
+
+
+def _merged(memories: Iterable[frozenset[object]]) -> list[frozenset[object]]:
+    """The same, those that overlap as one."""
+    merged: list[frozenset[object]] = []
+    for memory in memories:
+        apart = [other for other in merged if not other & memory]
+        merged = [*apart, memory.union(*(other for other in merged if other & memory))]
+    return merged
 
 
 def _cheapest(known: _Known) -> set[fx.Node]:
@@ -238,6 +275,10 @@ def _cheapest(known: _Known) -> set[fx.Node]:
         network.add(("there", value), vertex, NEVER if role is not None and role.several else price)
         for reader in readers:
             network.add(reader, ("there", value), NEVER)
+    for first, *others in known.tied:
+        for other in others:
+            network.add(first, other, NEVER)
+            network.add(other, first, NEVER)
     chosen = network.with_source()
     return {node for node in known.roles if node in chosen}
 
@@ -253,15 +294,12 @@ class _Conversions:
         self._inside = inside
         self._order = {node: index for index, node in enumerate(known.graph.nodes)}
         self._reads = [node for node in known.graph.nodes if node.op == "get_attr"]
-        self._origins: dict[fx.Node, frozenset[fx.Node]] = {}
         self._flags: dict[frozenset[fx.Node], fx.Node] = {}
         self._made: dict[Any, tuple[fx.Node, int]] = {}
         self._found: list[Conversion] = []
 
     def put(self) -> Layouts:
         nodes = list(self._graph.nodes)
-        for node in nodes:
-            self._origins[node] = self._origins_of(node)
         ordered = [node for node in nodes if node in self._inside]
         self._put_base_flag(ordered)
         for node in ordered:
@@ -274,21 +312,9 @@ class _Conversions:
 
     # ----- what decides
 
-    def _origins_of(self, node: fx.Node) -> frozenset[fx.Node]:
-        """Values such that `node`'s is contiguous in eager if all of them are."""
-        if not is_tensor(node):
-            return frozenset()
-        known = self._known
-        passes = node.op not in ("placeholder", "get_attr") and (
-            node in known.roles or role_of(known.root, node) is not None or stays_contiguous(known.root, node)
-        )
-        if not passes:
-            return frozenset({node})
-        return frozenset().union(*(self._origins[arg] for arg in node.all_input_nodes))
-
     def _put_base_flag(self, ordered: Sequence[fx.Node]) -> None:
         """What all values in channels_last depend on: the model's arguments and parameters."""
-        origins = frozenset().union(*(self._origins[node] for node in ordered))
+        origins = frozenset().union(*(self._known.origins[node] for node in ordered))
         given = [node for node in self._graph.nodes if node.op == "placeholder" and node in origins]
         paths = [str(node.target) for node in self._reads if node in origins]
         paths += [f"{node.target}.weight" for node in ordered if self._is_convolution_module(node)]
@@ -314,12 +340,9 @@ class _Conversions:
         tensor = known_tensor(self._known.root, node)
         return tensor is not None and tensor.dim() > 1
 
-    def _key(self, node: fx.Node) -> frozenset[fx.Node]:
-        return frozenset(arg for arg in self._origins[node] if arg.op not in ("placeholder", "get_attr"))
-
     def _flag(self, node: fx.Node) -> fx.Node:
         """Says, at a call, whether `node` works in channels_last."""
-        key = self._key(node)
+        key = self._known.unknown(node)
         if key not in self._flags:
             values = sorted(key, key=self._order.__getitem__)
             with self._graph.inserting_before(node):

@@ -106,6 +106,8 @@ STEPS = {
     "by a stranger": (None, lambda m, x, y: by_a_stranger(x)),
     "overwritten": (None, lambda m, x, y: _written(x * 0.5)),
     "overwritten before": (None, lambda m, x, y: _written(x)),
+    "scaled in place": (lambda: conv(), lambda m, x, y: _scaled(m(x)) + y),
+    "scaled with an alias": (lambda: conv(), lambda m, x, y: _scaled(m(x))[:, :4].repeat(1, 2, 1, 1) + y),
     "made contiguous": (None, lambda m, x, y: x.contiguous()),
     "scaled": (None, lambda m, x, y: x.sum((2, 3))[:, :, None, None] * 0.01 + y),
 }
@@ -113,6 +115,11 @@ STEPS = {
 
 def _written(x):
     x[:, 0] = 0.25
+    return x
+
+
+def _scaled(x):
+    x.mul_(0.5)
     return x
 
 
@@ -183,7 +190,7 @@ def test_drawn_networks_are_as_eager(seed):
         assert_same(model, fast, x)
 
 
-FRIENDLY = ("convolution", "pointwise convolution", "depthwise", "standardised", "preactivated", "added in place",
+FRIENDLY = ("convolution", "scaled in place", "pointwise convolution", "depthwise", "standardised", "preactivated", "added in place",
             "added", "concatenated", "squeezed", "padded", "pooled", "chunks")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fxfuse import functional, ops
 from fxfuse.patterns.anchors import has_hooks, known_tensor, noted
-from fxfuse.patterns.mutation import spelling
+from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
 
 _aten: Final = torch.ops.aten
@@ -83,7 +83,7 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
     if target in _CONVOLUTIONS:
         return _of_convolution(root, node)
     if target is functional.pointwise:
-        return Role(tuple(node.all_input_nodes), grows=_pooled(node))
+        return Role(_pictures(node), grows=_pooled(node))
     return _of_spelling(root, node) or _of_library(node, target)
 
 
@@ -116,7 +116,12 @@ def _of_spelling(root: nn.Module, node: fx.Node) -> Role | None:
     found = spelling(root, node)
     if found is None or found.row.name in _ROWS_OF_STRIDES or not node.all_input_nodes:
         return None
-    return Role(tuple(node.all_input_nodes), is_alias=found.row.name in _ROWS_OF_ALIASES and not found.in_place)
+    return Role(_pictures(node), is_alias=found.row.name in _ROWS_OF_ALIASES and not found.in_place)
+
+
+def _pictures(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a pointwise operation reads that may have either layout: no parameters."""
+    return tuple(arg for arg in node.all_input_nodes if arg.op != "get_attr")
 
 
 def _of_convolution(root: nn.Module, node: fx.Node) -> Role | None:
@@ -193,21 +198,16 @@ _REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
 """Names of what takes any strides, and whose result is a view if it can be one."""
 
 
-_QUESTIONS: Final = frozenset({"size", "dim", "numel", "nelement", "ndimension"})
-_ATTRIBUTES: Final = frozenset({"shape", "dtype", "device", "ndim"})
-"""What is asked of a tensor without looking at its strides."""
-
-
 def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
     """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has."""
+    if asks_shape(user):
+        return True
     if user.op == "call_module":
         module = root.get_submodule(str(user.target))
         return type(module) in _FORGETFUL_MODULES and not has_hooks(module)
     if user.op not in ("call_function", "call_method") or not user.args or user.args[0] is not value:
         return False
     target = str(user.target) if user.op == "call_method" else ops.function_of(user.target)
-    if target in _QUESTIONS or (target is getattr and user.args[1] in _ATTRIBUTES):
-        return True
     if target in _FORGETFUL:
         return user.all_input_nodes.count(value) == 1 and not _is_operand(value, user)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -230,6 +230,15 @@ def reduced_dimensions(node: fx.Node) -> tuple[frozenset[int], bool] | None:
 
 
 # ------------------------------------------------------------------------------ where contiguous stays contiguous
+
+_NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "moveaxis", "expand"})
+
+
+def is_never_contiguous(node: fx.Node) -> bool:
+    """Whether its result is contiguous at best where its sizes are 1."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _NEVER
+
 
 _STAYING: Final = frozenset(
     {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "layer_norm", "linear",

@@ -81,6 +81,20 @@ def second_arguments(node: fx.Node) -> list[fx.Node]:
     return [other for other in others if isinstance(other, fx.Node)] if node.kwargs.keys() <= {"input", "other"} else []
 
 
+_QUESTIONS: Final = frozenset({"size", "dim", "numel", "nelement", "ndimension"})
+_ATTRIBUTES: Final = frozenset({"shape", "dtype", "device", "ndim"})
+
+
+def asks_shape(node: fx.Node) -> bool:
+    """Whether it asks a tensor for its shape, dtype or device, and does not look at its values or strides."""
+    if node.op == "call_method":
+        return node.target in _QUESTIONS
+    if node.op != "call_function":
+        return False
+    is_attribute = node.target is getattr and len(node.args) == 2 and node.args[1] in _ATTRIBUTES
+    return is_attribute or getattr(node.target, "__module__", "") == "fxfuse.patterns.questions"
+
+
 _SWITCHES: Final = frozenset(
     {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
 )
@@ -96,6 +110,7 @@ class Mutations:
         self._section: dict[fx.Node, int] = {}
         self._roots: dict[fx.Node, frozenset[object]] = {}
         self._writes: list[tuple[int, frozenset[object]]] = []
+        self._writers: dict[int, fx.Node] = {}
         section = 0
         for index, node in enumerate(graph.nodes):
             self.order[node] = index
@@ -103,6 +118,7 @@ class Mutations:
             self._section[node] = section
             written = self._written(node)
             if written:
+                self._writers[index] = node
                 self._writes.append((index, frozenset().union(*(self.memory(arg) for arg in written))))
             self._roots[node] = self._memory_of(node)
 
@@ -113,17 +129,19 @@ class Mutations:
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
-    def visible_memory(self) -> frozenset[object]:
-        """The memory that nodes overwrite so that it can be seen in another way than by their results."""
-        return frozenset().union(*(memory for index, memory in self._writes if self._is_visible(index, memory)))
+    def visible(self) -> list[frozenset[object]]:
+        """For each write that can be seen in another way than by the writing node's result: what memory it is to."""
+        return [memory for index, memory in self._writes if self._is_visible(index, memory)]
 
     def _is_visible(self, index: int, memory: frozenset[object]) -> bool:
         if any(not isinstance(item, fx.Node) or item.op == "placeholder" for item in memory):
             return True  # an argument of the model, a parameter or a buffer
+        same_shape = spelling(self._root, self._writers[index]) is not None
         return any(
             self.order[arg] < index < order and memory & self._roots[arg]
             for node, order in self.order.items()
             for arg in node.all_input_nodes
+            if not (same_shape and asks_shape(node))
         )
 
     def same_section(self, node: fx.Node, other: fx.Node) -> bool:
@@ -165,6 +183,8 @@ class Mutations:
     def _memory_of(self, node: fx.Node) -> frozenset[object]:
         if node.op == "get_attr":
             return frozenset({str(node.target)})
+        if asks_shape(node):
+            return frozenset()
         if node.op == "placeholder" or self._is_fresh(node):
             return frozenset({node})
         found = spelling(self._root, node)
