@@ -57,9 +57,9 @@ def compile_graph(
     if unknown:
         instead = "; use fxfuse.optimize(model, cuda_graphs=True)" if unknown[0] == "cuda_graphs" else ""
         raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}{instead}")
-    fused = _fused(gm, Settings(**given))
+    fused = fused_graph(gm, Settings(**given))
     _graphs.add(fused)
-    return _prepared_by_first_call(fused)
+    return prepared_by_first_call(fused)
 
 
 def compiled_graphs() -> tuple[FusedModule, ...]:
@@ -67,13 +67,13 @@ def compiled_graphs() -> tuple[FusedModule, ...]:
     return tuple(_graphs)
 
 
-def _fused(gm: fx.GraphModule, settings: Settings) -> FusedModule:
+def fused_graph(gm: fx.GraphModule, settings: Settings) -> FusedModule:
     """The graph with its regions fused, and those of the graphs that it checkpoints."""
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
             body, node.target = node.args[0].target, recomputed
-            setattr(gm, body, _fused(getattr(gm, body), settings))
+            setattr(gm, body, fused_graph(getattr(gm, body), settings))
     return FusedModule(Captured(gm, graph), settings)
 
 
@@ -86,7 +86,8 @@ def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **opt
     return checkpoint(body, *args, use_reentrant=False, **options)
 
 
-def _prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
+def prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
+    """`fused`, whose first call computes with torch and compiles all kernels that it would have needed."""
     ready = False
 
     def run(*args: Any) -> Any:

@@ -61,6 +61,17 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fxfuse_kernel", nullptr, -1
 #define FXFUSE_CONCATENATE_(a, b) a##b
 #define FXFUSE_CONCATENATE(a, b) FXFUSE_CONCATENATE_(a, b)
 
+// The kernel's two functions by address, for those that call it without Python (executor.h).
 PyMODINIT_FUNC FXFUSE_CONCATENATE(PyInit_, TORCH_EXTENSION_NAME)() {
-    return PyModule_Create(&fxfuse_binding::module);
+    PyObject* created = PyModule_Create(&fxfuse_binding::module);
+    if (created == nullptr) return nullptr;
+    const auto entry = reinterpret_cast<unsigned long long>(&fxfuse_launch);
+    const auto error = reinterpret_cast<unsigned long long>(&fxfuse_error);
+    PyObject* functions = Py_BuildValue("(KK)", entry, error);
+    if (functions == nullptr || PyModule_AddObject(created, "functions", functions) != 0) {
+        Py_XDECREF(functions);
+        Py_DECREF(created);
+        return nullptr;
+    }
+    return created;
 }

@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import keyword
 import logging
-import operator
 import threading
 import traceback
 import unicodedata
@@ -27,17 +26,22 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxfuse import ops
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
+from fxfuse.proxies import BufferProxy, Proxy, answering
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
 
 logger = logging.getLogger("fxfuse")
 
 
-Constants: TypeAlias = tuple[tuple[str, bool | str | None], ...]
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
+"""Names of arguments, and what of their values a graph is traced for: `fixed_in`."""
+GIVEN: Final = -1
+"""In the place of what a graph takes as its input; no value that it is traced for is equal to it."""
 """Arguments by name, in alphabetical order."""
 
 VARIABLE_KEYWORDS: Final = "**"
@@ -66,11 +70,13 @@ class Captured:
     """What runs as Python: modules that are nodes of `graph`, or the model itself."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of forward that have a default, with it."""
-    given: frozenset[str] = frozenset()
-    """Those of them that the graph takes as inputs, further keyword arguments among them; for the others it is right
-    for one value only."""
+    given: tuple[str, ...] = ()
+    """Those of them that the graph takes as inputs, further keyword arguments among them, sorted; for the others it is
+    right for one value only."""
     constants: Constants = ()
     """Those values where they are not the defaults; further keyword arguments among them."""
+    tensors: frozenset[str] = frozenset()
+    """Arguments for which the graph is right only if they are tensors: the forward asked."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
@@ -107,63 +113,6 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
     return done[module]
 
 
-class _Proxy(fx.Proxy):
-    """A proxy for which `x += 1` overwrites x, as it does for tensors, and to which nothing can be attached unseen."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("node", "tracer"):
-            raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
-        object.__setattr__(self, name, value)
-
-
-def _augmented(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-_AUGMENTED: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
-for _name in _AUGMENTED:
-    setattr(_Proxy, f"__i{_name}__", _augmented(getattr(operator, f"__i{_name}__")))
-
-
-class _BufferProxy(_Proxy):
-    """A buffer, read at every call; what is asked of its shape while tracing is answered at once."""
-
-    _buffer: torch.Tensor
-
-    def __init__(self, node: fx.Node, tracer: Any, buffer: torch.Tensor) -> None:
-        super().__init__(node, tracer)
-        object.__setattr__(self, "_buffer", buffer)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._buffer.shape
-
-    @property
-    def ndim(self) -> int:
-        return self._buffer.ndim
-
-    def size(self, *dim: int) -> Any:
-        return self._buffer.size(*dim)
-
-    def dim(self) -> int:
-        return self._buffer.dim()
-
-    def numel(self) -> int:
-        return self._buffer.numel()
-
-
-def _augmented_buffer(function: Callable[..., Any]) -> Callable[[_BufferProxy, Any], _BufferProxy]:
-    def augmented(self: _BufferProxy, other: Any) -> _BufferProxy:
-        node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
-        return _BufferProxy(node, self.tracer, self._buffer)  # the same buffer: `self.steps += 1` replaces nothing
-
-    return augmented
-
-
-for _name in _AUGMENTED:
-    setattr(_BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
-
-
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
@@ -176,7 +125,7 @@ class _Tracer(fx.Tracer):
         self,
         opaque: set[nn.Module],
         is_captured: Callable[[nn.Module], bool],
-        given: frozenset[str] | None,
+        given: tuple[str, ...] | None,
         constants: Constants,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
@@ -190,12 +139,15 @@ class _Tracer(fx.Tracer):
         self._is_captured = is_captured
         self._asked = given
         self._constants = dict(constants)
-        self.given: frozenset[str] = given or frozenset()
+        self.given: tuple[str, ...] = given or ()
         self.defaults: dict[str, Any] = {}
+        self.made_lists: list[tuple[list[Any], list[Any]]] = []
+        """Lists among the arguments, and what was in them."""
         self._modes = _modes()
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
         self._buffer_paths: dict[int, str] = {}
+        self.taken_for_tensors: set[str] = set()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or self._is_captured(m) or super().is_leaf_module(m, module_qualified_name)
@@ -240,7 +192,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """As fx.Tracer.getattr; another thread gets the attribute itself."""
@@ -251,15 +203,17 @@ class _Tracer(fx.Tracer):
             if path is not None:  # computed with here and now, it would become a constant
                 if path not in parameter_proxy_cache:
                     node = self.create_node("get_attr", path, (), {})
-                    parameter_proxy_cache[path] = _BufferProxy(node, self, attr_val)
+                    parameter_proxy_cache[path] = BufferProxy(node, self, attr_val)
                 return parameter_proxy_cache[path]
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        self._buffer_paths = {id(buffer): path for path, buffer in root.named_buffers()}
+        # torch.func.functional_call puts tensors that are no Parameters in their place
+        swapped = [(path, value) for path, value in root.named_parameters() if not isinstance(value, nn.Parameter)]
+        self._buffer_paths = {id(value): path for path, value in [*swapped, *root.named_buffers()]}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with self._recording:
+            with _ranks_checked_later(), self._recording, answering():
                 return super().trace(root, concrete_args)
 
     @contextlib.contextmanager
@@ -292,8 +246,9 @@ class _Tracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         named = [parameter for parameter in parameters if parameter.kind not in prefixes]
         if self._asked is None and named and all(parameter.default is not kinds.empty for parameter in named):
-            self.given = frozenset({named[0].name})
+            self.given = (named[0].name,)
         constants = dict(self._constants)
+        annotations: list[Any] = []
         by_name = False  # from the first argument on that is left out
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
@@ -302,6 +257,9 @@ class _Tracer(fx.Tracer):
                 reason = f"'{parameter.name}' is required although it follows arguments with defaults"
                 raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
+            # each `bool | None` is another object, and torch 2.6 expects equal annotations to be the same
+            annotation = next((other for other in annotations if other == annotation), annotation)
+            annotations.append(annotation)
             value: Any = self.create_proxy(
                 "placeholder",
                 stars + parameter.name,
@@ -309,6 +267,8 @@ class _Tracer(fx.Tracer):
                 {},
                 type_expr=annotation,
             )
+            if parameter.name in constants:
+                constants[parameter.name] = self._traced_for(constants[parameter.name], value)
             if has_default:
                 self.defaults[parameter.name] = parameter.default
             left_out = has_default and parameter.name not in self.given
@@ -316,7 +276,11 @@ class _Tracer(fx.Tracer):
                 positional.extend(value)  # raises TraceError: how many there are is not known
             elif stars == "**":
                 self.defaults[VARIABLE_KEYWORDS] = None
-                keywords.update((name, value[name]) for name in sorted(self.given - {item.name for item in named}))
+                names = {item.name for item in named}
+                keywords.update((name, value[name]) for name in self.given if name not in names)
+                for name in constants.keys() - names:
+                    if isinstance(constants[name], tuple):
+                        constants[name] = self._traced_for(constants[name], value[name])
             elif parameter.kind is kinds.POSITIONAL_ONLY:
                 positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
             elif left_out:
@@ -328,6 +292,16 @@ class _Tracer(fx.Tracer):
         keywords.update(constants)
         call = type(self.root).__call__ if has_own_call(self.root) else root_fn
         return (lambda *args: call(*args, **keywords)), [self.root, *positional]
+
+    def _traced_for(self, fixed: Any, value: Any) -> Any:
+        """The argument that forward is traced with, of which this is fixed, and `value` is what a call gives."""
+        if isinstance(fixed, tuple):
+            is_list, *items = fixed
+            made = [self._traced_for(item, value[i]) if _is_in_part(item) else item for i, item in enumerate(items)]
+            if is_list:
+                self.made_lists.append((made, list(made)))
+            return made if is_list else tuple(made)
+        return value if fixed == GIVEN else fixed
 
     def create_arg(self, a: Any) -> Any:
         """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
@@ -349,6 +323,37 @@ class _Tracer(fx.Tracer):
         if self._lasting is not None and id(tensor) not in self._lasting:
             raise fx.proxy.TraceError("a tensor is made anew at every call in a way that a graph does not hold")
         self.unknown[id(tensor)] = tensor
+
+
+_RANKS: Final[Mapping[type[nn.Module], tuple[int, ...]]] = {
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+}  # fmt: skip
+"""What torch's normalisations accept."""
+
+
+@contextlib.contextmanager
+def _ranks_checked_later() -> Iterator[None]:
+    """Inside, torch's batch normalisations check the rank of a value when the graph runs: no proxy knows it.
+
+    Their modules are nodes, but not those of subclasses, whose forward may call theirs.
+    """
+
+    def recording(check: Callable[..., None], ranks: tuple[int, ...]) -> Callable[..., None]:
+        def recorded(module: nn.Module, x: Any) -> None:
+            rank = x.dim() if isinstance(x, fx.Proxy) else None
+            if isinstance(rank, fx.Proxy):
+                ops.check_rank(rank, ranks)
+            else:
+                check(module, x)
+
+        return recorded
+
+    with contextlib.ExitStack() as stack:
+        for layer, ranks in _RANKS.items():
+            check = vars(layer)["_check_input_dim"]
+            stack.callback(setattr, layer, "_check_input_dim", check)
+            setattr(layer, "_check_input_dim", recording(check, ranks))  # noqa: B010
+        yield
 
 
 DRAWS: Final = "it draws or sets random numbers in a way that a graph does not hold"
@@ -433,6 +438,29 @@ def _unsure_result(graph: fx.Graph) -> str | None:
     return None
 
 
+def fixed_in(value: Any) -> Any:
+    """What of an argument a graph is traced for: what a model asks for, and has few values. None, a truth or a text;
+    of a list or tuple the items that are None or a truth: (whether it is a list, *items). GIVEN if nothing is.
+
+    Read by Dynamo, that of torch 2.3 too, which does not know `bool | str`.
+    """
+    if value is None or isinstance(value, _FEW_VALUES):
+        return value
+    if type(value) is list or type(value) is tuple:
+        items = [GIVEN if isinstance(item, str) else fixed_in(item) for item in value]
+        if not items or any(item != GIVEN for item in items):
+            return (type(value) is list, *items)
+    return GIVEN
+
+
+_FEW_VALUES: Final = (bool, str)
+
+
+def _is_in_part(fixed: Any) -> bool:
+    """Whether something of a value, of which this is fixed, is an input of the graph."""
+    return any(map(_is_in_part, fixed[1:])) if isinstance(fixed, tuple) else bool(fixed == GIVEN)
+
+
 def _is_literal(value: Any) -> bool:
     """Whether a default can stand in a graph's generated signature."""
     return value is None or isinstance(value, bool | int | float | str)
@@ -463,8 +491,8 @@ def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
     """Where forwards assigned a buffer's own proxy to it (`self.steps += 1`)."""
     for module in modules:
         for name, value in module._buffers.items():
-            if isinstance(value, _BufferProxy):
-                module._buffers[name] = value._buffer
+            if isinstance(value, BufferProxy):
+                module._buffers[name] = value.buffer
 
 
 _tracing: Final = free_in_children(threading.RLock())
@@ -480,14 +508,14 @@ def trace(
     root: nn.Module,
     is_captured: Callable[[nn.Module], bool],
     strict: bool,
-    given: frozenset[str] | None = None,
+    given: tuple[str, ...] | None = None,
     constants: Constants = (),
 ) -> Captured:
     """Traces `root` itself, in its present mode.
 
     Args:
         given: the arguments of forward, of those with a default and of further keyword arguments, that calls will give
-            a value of their own. If None: the first argument if all of them have defaults, else none.
+            a value of their own, sorted. If None: the first argument if all of them have defaults, else none.
         constants: values that calls will give to others.
         is_captured: says of a module that it is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
@@ -522,6 +550,8 @@ def trace(
             hidden = _hidden_name(graph)
             if hidden is not None:
                 raise _StateError(None, f"its argument '{hidden}' hides what generated code calls so")
+            if any(list(map(id, now)) != list(map(id, before)) for now, before in tracer.made_lists):
+                raise _StateError(None, "it changes a list that it is given")
             unsure = _unsure_result(graph)
             if unsure is not None:
                 raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")
@@ -554,4 +584,5 @@ def trace(
             return Captured(root, None, (Untraced("", refused[root]),))
     reached = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     untraced = tuple(Untraced(paths[m], reason) for m, reason in opaque.items() if paths[m] in reached)
-    return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants)
+    tensors = frozenset(tracer.taken_for_tensors)
+    return Captured(root, graph, untraced, tracer.defaults, tracer.given, constants, tensors)

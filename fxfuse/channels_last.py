@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -73,8 +74,8 @@ def bytes_of(number: int) -> int | None:
     return _copied.get(number)
 
 
-def forget(numbers: Iterable[int]) -> None:
-    """Drops what is known of conversions that no longer exist."""
+def _forget(numbers: Iterable[int]) -> None:
+    """Drops what is known of conversions whose graph no longer exists."""
     for number in numbers:
         _copied.pop(number, None)
 
@@ -307,6 +308,8 @@ class _Conversions:
                 self._read_inside(node, value)
         for value in ordered:
             self._read_outside(value)
+        numbers = [conversion.number for conversion in self._found]
+        weakref.finalize(self._graph, _forget, numbers).atexit = False
         roles = self._known.roles
         return Layouts(sum(roles[node].is_convolution for node in ordered), tuple(self._found))
 

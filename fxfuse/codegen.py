@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from fxfuse import ops
-from fxfuse.expression import Acc, Call, Const, Expr, Number, Operand, postorder
+from fxfuse.expression import Acc, Call, Const, Expr, Number, Operand, postorder, rewrite
 
 
 def literal(value: Number) -> str:
@@ -37,7 +37,7 @@ def statements(expression: Expr) -> list[str]:
     """
     lines: list[str] = []
     text: dict[Expr, str] = {}
-    for node in postorder(expression):
+    for node in postorder(rewrite(expression, _without_unread)):
         match node:
             case Acc():
                 text[node] = "acc"
@@ -56,7 +56,15 @@ def statements(expression: Expr) -> list[str]:
                 lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
                 lines.append(f"const {'bool' if ops.row(op).boolean else 'float'} {name} = {code};")
                 text[node] = name
-    return [*lines, f"return {text[expression]};"]
+    return [*lines, f"return {text[node]};"]
+
+
+def _without_unread(node: Expr) -> Expr:
+    """The call without what its row does not read: of what full_like is given only dtype and shape count."""
+    if not isinstance(node, Call):
+        return node
+    code = ops.row(node.op).code
+    return Call(node.op, tuple(arg if f"{{{i}}}" in code else Const(0.0) for i, arg in enumerate(node.args)))
 
 
 def _has_inverse(node: Expr) -> bool:

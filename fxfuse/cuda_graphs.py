@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.functional import autocast_dtype
-from fxfuse.state import unchanged
+from fxfuse.state import Draws, unchanged
 
 logger = logging.getLogger("fxfuse")
 
@@ -221,11 +221,11 @@ class Recording:
             self._buffers = [_buffer(leaf) for leaf in leaves]
             buffers = iter(self._buffers)
             args, kwargs = map_tensors((tuple(args), kwargs), lambda _: next(buffers))
-            before = self._versions(), _random_state(device)
+            versions, draws = self._versions(), Draws(module)
             self._graph.warm_up(lambda: forward(module, *args, **kwargs))
-            if before[0] != self._versions():
+            if versions != self._versions():
                 raise Unfit("it overwrites an argument")
-            if any(not torch.equal(*states) for states in zip(before[1], _random_state(device), strict=True)):
+            if draws.any():  # a replay would have the captured ones, wherever they were drawn
                 raise Unfit("it draws random numbers")
             self._results = self._graph.capture(lambda: forward(module, *args, **kwargs))
         lent = [*self._buffers, *module.parameters(), *module.buffers()]
@@ -258,10 +258,6 @@ class Recording:
                 buffer.copy_(leaf)
             self._graph.replay()
             return map_tensors(self._results, copied)
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 # ------------------------------------------------------------------------------------------- the model

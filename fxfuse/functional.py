@@ -89,14 +89,17 @@ _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore
 _is_neg: Final = torch.Tensor.is_neg
 
 
-def _observed() -> bool:
-    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of."""
+def _observed(profiled: bool = True) -> bool:
+    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of.
+
+    A profiler, too, unless `profiled` is False.
+    """
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        or (profiled and torch._C._autograd._profiler_enabled())
     )
 
 
@@ -120,12 +123,13 @@ def _knows_torch_only(tensor: Any) -> bool:
 
 
 def _reference(
-    kind: str, values: Sequence[Any], epilogue: str, pool: Sequence[int],
+    kind: str, values: Sequence[Any], epilogue: str, pool: Sequence[int], region: int,
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """The region in torch, operation by operation."""
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    return run_reference(kind, options, epilogue, pool, x, weight, bias, operands)
+    expression = plans.as_written(region, epilogue) or parsed(epilogue)
+    return run_reference(kind, options, expression, pool, x, weight, bias, operands)
 
 
 def _function(kind: str) -> Callable[..., torch.Tensor]:
@@ -156,13 +160,13 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
         ):
             if _needs_gradient(tensors):
                 plans.without_plan[GRADIENTS_DUE].add(region)
-                return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
+                return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
             plans.without_plan[TRANSFORMED].add(region)
-            return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
+            return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32, pool=pool
         )
@@ -254,17 +258,17 @@ def _implement(kind: str) -> None:
         said = (kind, epilogue, values, strict, region, fp32, tuple(pool))
         return _of_its_own(plans.run(*said, x, weight, bias, operands, directly=False), (x, *operands))
 
-    def reference(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return _reference(kind, values, epilogue, pool, x, weight, bias, operands)
+    def reference(x, weight, bias, operands, epilogue, *values, pool=(), region=0, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
 
     def transformed(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         plans.without_plan[TRANSFORMED].add(caller.get("region", 0))
         return reference(x, weight, bias, operands, epilogue, *values, **caller)
 
-    def fake(x, weight, bias, operands, epilogue, *values, pool=(), **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def fake(x, weight, bias, operands, epilogue, *values, pool=(), region=0, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         # fake tensors know their device, on which a convolution's strides depend
         values = (False,) if kind == "pointwise" else values
-        return _of_its_own(_reference(kind, values, epilogue, pool, x, weight, bias, operands), (x, *operands))
+        return _of_its_own(_reference(kind, values, epilogue, pool, region, x, weight, bias, operands), (x, *operands))
 
     def autograd(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         tensors = (x, weight, bias, *operands)

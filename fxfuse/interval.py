@@ -111,6 +111,18 @@ def subtract(reference: Callable[..., Any], a: Interval, b: Interval) -> Interva
     return _widened(a.lo - b.hi, a.hi - b.lo)
 
 
+def add_scaled(reference: Callable[..., Any], a: Interval, b: Interval, alpha: Interval) -> Interval:
+    return add(reference, a, multiply(reference, b, alpha))
+
+
+def sub_scaled(reference: Callable[..., Any], a: Interval, b: Interval, alpha: Interval) -> Interval:
+    return subtract(reference, a, multiply(reference, b, alpha))
+
+
+def addcmul(reference: Callable[..., Any], x: Interval, a: Interval, b: Interval, value: Interval) -> Interval:
+    return add(reference, x, multiply(reference, multiply(reference, a, b), value))
+
+
 def multiply(reference: Callable[..., Any], a: Interval, b: Interval) -> Interval:
     # 0 * inf is NaN only where an argument is infinite, and NaN is not tracked: as a bound it is 0.
     products = [0.0 if 0.0 in (x, y) else x * y for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
@@ -145,6 +157,11 @@ def either(reference: Callable[..., Any], condition: Interval, a: Interval, b: I
 
 def filled(reference: Callable[..., Any], x: Interval, mask: Interval, value: Interval) -> Interval:
     return either(reference, mask, x, value)
+
+
+def last(reference: Callable[..., Any], *args: Interval) -> Interval:
+    """The last argument's, whatever the others are."""
+    return args[-1]
 
 
 def same(reference: Callable[..., Any], x: Interval, *others: Interval) -> Interval:

@@ -19,12 +19,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxfuse import expression, interval
 from fxfuse.errors import ExpressionError, FxfuseError
@@ -73,6 +73,8 @@ class PointwiseOp:
     formats: Mapping[str, Sequence[torch.memory_format]] = field(default_factory=dict)
     """By type of device, the layouts that torch's result has if its argument has: given others it is contiguous, which
     meta tensors do not tell. Where a device is missing, it has the strides that meta tensors have."""
+    in_place_of: str | None = None
+    """The row that computes the same into a tensor of its own."""
     recast: bool = False
     """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
 
@@ -123,6 +125,23 @@ def _maximum(a: Any, b: Any) -> Any:
     return torch.maximum(a, b) if isinstance(b, torch.Tensor) else torch.clamp_min(a, b)
 
 
+def _add_scaled(a: torch.Tensor, b: torch.Tensor, alpha: Any) -> torch.Tensor:
+    result = torch.add(a, b, alpha=alpha)
+    return a + b if result.is_meta else result  # meta tensors compute the product first, which has its own strides
+
+
+def _sub_scaled(a: torch.Tensor, b: torch.Tensor, alpha: Any) -> torch.Tensor:
+    result = torch.sub(a, b, alpha=alpha)
+    return a - b if result.is_meta else result
+
+
+def _clamp_between(x: torch.Tensor, lo: Any, hi: Any) -> torch.Tensor:
+    result = torch.clamp(x, lo, hi)
+    if result.is_meta and isinstance(lo, torch.Tensor):  # as above
+        return torch.addcmul(x, lo, hi).to(result.dtype)
+    return result
+
+
 def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     affine = [value if isinstance(value, torch.Tensor) else None for value in (weight, bias)]
     parameters = [value for value in (mean, var, *affine) if value is not None]
@@ -134,13 +153,21 @@ def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, ep
     return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
 
 
+@fx.node.has_side_effect
+def check_rank(rank: Any, ranks: Sequence[int]) -> None:
+    """Raises what nn.BatchNorm1d and its like raise for a tensor whose rank is none of theirs."""
+    if isinstance(rank, fx.Proxy):  # somebody traces the optimised model
+        rank.tracer.create_proxy("call_function", check_rank, (rank, tuple(ranks)), {})
+    elif rank not in ranks:
+        expected = " or ".join(f"{rank}D" for rank in ranks)
+        raise ValueError(f"expected {expected} input (got {rank}D input)")
+
+
 def _batch_norm_of(*ranks: int) -> Callable[..., torch.Tensor]:
-    """What nn.BatchNorm1d and its like compute: they refuse tensors of other ranks, in these words."""
-    expected = " or ".join(f"{rank}D" for rank in ranks)
+    """What nn.BatchNorm1d and its like compute."""
 
     def reference(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        if x.dim() not in ranks:
-            raise ValueError(f"expected {expected} input (got {x.dim()}D input)")
+        check_rank(x.dim(), ranks)
         return _batch_norm(x, *parameters)
 
     return reference
@@ -150,6 +177,8 @@ def _assign(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if value.shape != old.shape:  # in torch's words
         shapes = f"{list(old.shape)} doesn't match the broadcast shape {list(value.shape)}"
         raise RuntimeError(f"output with shape {shapes}")
+    if not torch.can_cast(value.dtype, old.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {old.dtype}")
     value = value.to(old.dtype)
     if old.layout is not torch.strided or old.is_nested or value.stride() == old.stride():
         return value
@@ -182,12 +211,19 @@ def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 # ----------------------------------------------------------------------------------------- composites
 
 
+def _scaled(row: str, a: Any, b: Any, alpha: Any) -> Expr:
+    """a and b * alpha; of two tensors one operation, since the product of its own may have strides of its own."""
+    if isinstance(a, Expr) and isinstance(b, Expr) and alpha != 1:
+        return call(f"{row}_scaled", a, b, alpha)
+    return call(row, a, b if alpha == 1 else call("mul", b, alpha))
+
+
 def _add(a: Any, b: Any, alpha: Any) -> Expr:
-    return call("add", a, b if alpha == 1 else call("mul", b, alpha))
+    return _scaled("add", a, b, alpha)
 
 
 def _sub(a: Any, b: Any, alpha: Any) -> Expr:
-    return call("sub", a, b if alpha == 1 else call("mul", b, alpha))
+    return _scaled("sub", a, b, alpha)
 
 
 def _rsub(a: Any, b: Any, alpha: Any) -> Expr:
@@ -220,10 +256,13 @@ def _pow(base: Any, exponent: Any) -> Expr:
 def _clamp(x: Any, lo: Any, hi: Any) -> Expr:
     if lo is None and hi is None:
         raise Rejected("clamp without bounds")
-    if isinstance(lo, Expr) or isinstance(hi, Expr) or lo is None or hi is None:
-        x = x if lo is None else call("maximum", x, lo)
-        return x if hi is None else call("minimum", x, hi)
-    return call("clamp", x, lo, hi)
+    if lo is not None and hi is not None:
+        if isinstance(lo, Expr) is not isinstance(hi, Expr):
+            raise Rejected("clamp between a tensor and a number, which torch refuses")
+        return call("clamp", x, lo, hi)
+    if hi is None:  # maximum of two tensors halves the gradient where they are equal
+        return call("clamp_min" if isinstance(lo, Expr) else "maximum", x, lo)
+    return call("clamp_max" if isinstance(hi, Expr) else "minimum", x, hi)
 
 
 def _gelu(x: Any, approximate: Any) -> Expr:
@@ -259,11 +298,6 @@ def _batch_norm_operator(
     return _normalised(x, mean, var, weight, bias, training, eps)
 
 
-def _addcmul(x: Any, a: Any, b: Any, value: Any) -> Expr:
-    product = call("mul", a, b)
-    return call("add", x, product if value == 1 else call("mul", product, value))
-
-
 def _where_method(x: Any, condition: Any, other: Any) -> Expr:
     return call("where", condition, x, other)
 
@@ -275,6 +309,54 @@ def _to(x: Any, dtype: Any) -> Expr:
     if dtype not in _CAST_ROWS:
         raise Rejected(f"cast to {dtype}")
     return call(_CAST_ROWS[dtype], x)
+
+
+_HARMLESS: Final = {"layout": None, "device": None, "pin_memory": False, "requires_grad": False, "memory_format": None}
+"""Arguments of functions that make a tensor, with the values for which it is like what they are given."""
+
+
+def _number_of(name: str, value: Any) -> Number:
+    """What a tensor is filled with. Raises Rejected unless each dtype holds it: torch refuses what overflows."""
+    if not isinstance(value, bool | int | float) or (math.isfinite(value) and abs(value) > _MOST_OF_HALF):
+        raise Rejected(f"{name} of {value!r}, which is no number that each dtype holds")
+    return float(value)
+
+
+_MOST_OF_HALF: Final = 65504
+
+
+def _filled(filled: Call, name: str, dtype: Any, options: Sequence[Any]) -> Expr:
+    if any(option not in (None, False) for option in options):
+        raise Rejected(f"{name} of another device or layout")
+    return filled if dtype is None else _to(filled, dtype)
+
+
+def _full_like(x: Any, value: Any, dtype: Any, *options: Any) -> Expr:
+    return _filled(call("full_like", x, _number_of("full_like", value)), "full_like", dtype, options)
+
+
+def _new_full(x: Any, size: Any, value: Any, dtype: Any, *options: Any) -> Expr:
+    sizes = (size,) if isinstance(size, int) else size
+    if not isinstance(sizes, tuple | list) or any(type(length) is not int or length != 1 for length in sizes):
+        raise Rejected("a new tensor of several elements")
+    return _filled(call("new_full", x, len(sizes), _number_of("new_full", value)), "new_full", dtype, options)
+
+
+def _constant_rows() -> list[Row]:
+    """Tensors of one number, with the dtype of a value and perhaps its shape: made without reading the value."""
+    given, value = {"input": REQUIRED}, {"fill_value": REQUIRED}
+    like, new = {"dtype": None, **_HARMLESS}, {"size": REQUIRED}
+    return [
+        PointwiseOp("full_like", torch.full_like, "{1}", interval.last, {**given, **value}),
+        PointwiseOp("new_full", lambda x, rank, value: x.new_full((1,) * rank, value), "{2}", interval.last,
+                    {**given, "rank": REQUIRED, **value}),
+        Composite("full_like", _full_like, {**given, **value, **like}),
+        Composite("zeros_like", lambda x, *rest: _full_like(x, 0, *rest), {**given, **like}),
+        Composite("ones_like", lambda x, *rest: _full_like(x, 1, *rest), {**given, **like}),
+        Composite("new_full", _new_full, {**given, **new, **value, **like}),
+        Composite("new_zeros", lambda x, size, *rest: _new_full(x, size, 0, *rest), {**given, **new, **like}),
+        Composite("new_ones", lambda x, size, *rest: _new_full(x, size, 1, *rest), {**given, **new, **like}),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- the table
@@ -310,7 +392,12 @@ _ROWS: Final[list[Row]] = [
     Composite("rsub", _rsub, {**BINARY, "alpha": 1}),
     Composite("div", _div, {**BINARY, "rounding_mode": None}, ("divide", "true_divide")),
     Composite("pow", _pow, {"input": REQUIRED, "exponent": REQUIRED}, (operator.pow, operator.ipow)),
-    Composite("addcmul", _addcmul, {"input": REQUIRED, "tensor1": REQUIRED, "tensor2": REQUIRED, "value": 1}),
+    # no sums of products: three tensors decide together on the strides of the result
+    PointwiseOp("add_scaled", _add_scaled, "{0} + {1} * {2}", interval.add_scaled, {**BINARY, "alpha": REQUIRED}),
+    PointwiseOp("sub_scaled", _sub_scaled, "{0} - {1} * {2}", interval.sub_scaled, {**BINARY, "alpha": REQUIRED}),
+    PointwiseOp("addcmul", lambda x, a, b, value: torch.addcmul(x, a, b, value=value), "{0} + {1} * {2} * {3}",
+                interval.addcmul, {"input": REQUIRED, "tensor1": REQUIRED, "tensor2": REQUIRED, "value": 1},
+                recast=True),
     PointwiseOp("lerp", torch.lerp,
                 "abs({2}) < 0.5f ? {0} + {2} * ({1} - {0}) : {1} - ({1} - {0}) * (1.0f - {2})",
                 params={"input": REQUIRED, "end": REQUIRED, "weight": REQUIRED}),
@@ -348,9 +435,13 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("maximum", _maximum, "maximum({0}, {1})", interval.maximum, BINARY, commutative=True, passing=True),
     Composite("min", lambda a, b: call("minimum", a, b), BINARY, of_two_tensors=True),
     Composite("max", lambda a, b: call("maximum", a, b), BINARY, of_two_tensors=True),
-    PointwiseOp("clamp", torch.clamp, "minimum(maximum({0}, {1}), {2})", interval.clamp,
+    PointwiseOp("clamp", _clamp_between, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp", _clamp, {"input": REQUIRED, "min": None, "max": None}, ("clip",)),
+    PointwiseOp("clamp_min", torch.clamp_min, "maximum({0}, {1})", interval.maximum,
+                {"input": REQUIRED, "min": REQUIRED}, passing=True),
+    PointwiseOp("clamp_max", torch.clamp_max, "minimum({0}, {1})", interval.minimum,
+                {"input": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp_min", lambda x, lo: _clamp(x, lo, None), {"input": REQUIRED, "min": REQUIRED}),
     Composite("clamp_max", lambda x, hi: _clamp(x, None, hi), {"input": REQUIRED, "max": REQUIRED}),
     # no clamp: its gradient at the bounds is 0, and the strides of its result are its own
@@ -417,6 +508,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("detach", torch.detach, "{0}", interval.same, passing=True),
     PointwiseOp("contiguous", lambda x: x.contiguous(), "{0}", interval.same, passing=True),
     PointwiseOp("clone", torch.clone, "{0}", interval.same, passing=True),
+    *_constant_rows(),
     # casts; type_as and assign become one of the others, or nothing, where dtypes are known (problem.py)
     PointwiseOp("float32", _cast(torch.float32), "{0}", interval.same, passing=True),
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
@@ -496,15 +588,33 @@ for _row in _ROWS:
     _insert(_row)
 
 
+_overwriting: dict[str, PointwiseOp] = {}
+"""The rows of in-place operations that were asked for so far."""
+
+
 def row(name: str) -> PointwiseOp:
-    """The row that an epilogue's text calls `name`. Raises ExpressionError if there is none."""
+    """The row that an epilogue's text calls `name`. Raises ExpressionError if there is none.
+
+    With an underscore it is the row of the operation in place: what it returns has its first argument's dtype and
+    strides, those of dimensions of size 1 included.
+    """
     try:
-        return _by_name[name]
+        return _by_name.get(name) or _overwriting.get(name) or _overwriting_row(_by_name[name.removesuffix("_")])
     except KeyError:
         raise ExpressionError(
             f"operation {name!r} is not in the table; add it with fxfuse.register_pointwise({name!r}, …) "
             "before running a model that uses it"
         ) from None
+
+
+def _overwriting_row(base: PointwiseOp) -> PointwiseOp:
+    name = f"{base.name}_"
+
+    def reference(x: Any, *args: Any) -> Any:
+        return _assign(base.reference(x, *args), x)
+
+    _overwriting[name] = replace(base, name=name, reference=reference, commutative=False, in_place_of=base.name)
+    return _overwriting[name]
 
 
 def names() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.capture import VARIABLE_KEYWORDS, Captured, Constants, capture, has_own_call, trace
+from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, capture, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.patterns import (
@@ -38,7 +38,9 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
-from fxfuse.state import copies, unchanged
+from fxfuse.program import Programs
+from fxfuse.recapture import Recapture, is_capturing
+from fxfuse.state import called_unchanged, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -176,9 +178,11 @@ def _is_worth_while(layer: nn.Module) -> bool:
 
 def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
     """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
-    with plans.preparing(), unchanged(fast):
-        args, kwargs = copies((tuple(args), dict(kwargs or {})))
-        fast(*args, **kwargs)
+    recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
+    if recapture is not None:
+        recapture.hurry()
+    with plans.preparing():
+        called_unchanged(fast, args, kwargs or {})
 
 
 def _capture_for(fast: FusedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -307,7 +311,7 @@ _SHARED: Final = (
 """nn.Module's own attributes that a fused module has in common with the model it was captured from."""
 
 
-Arguments: TypeAlias = tuple[frozenset[str], Constants]
+Arguments: TypeAlias = tuple[tuple[str, ...], Constants]
 """What decides which graph is right for a call: Captured.given and Captured.constants."""
 
 
@@ -332,6 +336,10 @@ class FusedState:
     """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
+    programs: Programs | None = None
+    """What runs calls without gradients."""
+    recapture: Recapture | None = None
+    """Dynamo's graphs of the model, if fx could not trace it whole."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -378,6 +386,8 @@ class FusedModule(fx.GraphModule):
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         state.structure, state.outdated = _structure(captured), 0
+        if captured.untraced and state.recapture is None and not _disabled():
+            state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
             state.replays = Replays()
         regions: list[FusedRegion] = []
@@ -397,6 +407,8 @@ class FusedModule(fx.GraphModule):
                 for region in found:
                     nodes = tuple(node.name for node in region.nodes)
                     number = next(_region_numbers)
+                    if region.written is not None:
+                        plans.written[number] = str(region.epilogue), region.written
                     fused = _replace(graph, region, number, replaced, state.settings, known)
                     library = None if region.library is None else region.library.name
                     epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
@@ -409,8 +421,7 @@ class FusedModule(fx.GraphModule):
                     node._rename("self_1")
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
-        conversions = [conversion.number for conversion in state.layouts.conversions]
-        finalizer = weakref.finalize(self, _forget, [region.number for region in regions], conversions)
+        finalizer = weakref.finalize(self, plans.forget, [region.number for region in regions])
         finalizer.atexit = False
         state.forget = finalizer
         self.graph = graph
@@ -430,7 +441,7 @@ class FusedModule(fx.GraphModule):
         """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
         with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
             code = super().recompile()
-        _drop_source_with(type(self).forward)
+        drop_source_with(type(self).forward)
         self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
         # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
         # traces a model around this one patches it.
@@ -440,11 +451,18 @@ class FusedModule(fx.GraphModule):
             state = state_of(self)
             if state.captured.graph is None and has_own_call(state.captured.root):
                 type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
+            state.programs = Programs(state.captured.root, self._graph)
+            if state.programs.reason is None:
+                type(self).forward = _programmed(type(self).forward)
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
+            if state.captured.tensors:
+                type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.defaults:
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
+            if state.captured.untraced and state.recapture is not None:
+                type(self).forward = _recaptured(type(self).forward)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
         return code
@@ -544,13 +562,7 @@ class FusedModule(fx.GraphModule):
         return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
 
 
-def _forget(regions: Sequence[int], conversions: Sequence[int]) -> None:
-    """Drops what is known of a graph that no longer exists."""
-    plans.forget(regions)
-    channels_last.forget(conversions)
-
-
-def _drop_source_with(forward: Callable[..., Any]) -> None:
+def drop_source_with(forward: Callable[..., Any]) -> None:
     """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
     assert isinstance(forward, types.FunctionType)
     name = forward.__code__.co_filename
@@ -627,7 +639,7 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
     if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
         given, constants = arguments
-        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, sorted(given), dict(constants))
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, list(given), dict(constants))
         captured = trace(root, _is_fused, settings.strict, given, constants)
         state.variants[arguments] = FusedModule(_with_fused_children(captured, settings), settings)
     return state.variants[arguments]
@@ -696,16 +708,31 @@ _GLOBAL_HOOKS: Final = tuple(
 
 
 def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
-    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules."""
+    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules; also
+    while Dynamo captures a model around it, whole."""
     before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
 
     @functools.wraps(forward)
     def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         if before_forward or after_forward or backward or before_backward:
             return root.forward(*args, **kwargs)
+        if torch.compiler.is_compiling() and is_capturing():
+            return root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return _with_own_code(unless_hooked)
+
+
+def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the graph's own code, or a program in its place."""
+
+    @functools.wraps(forward)
+    def programmed(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        programs = state_of(self).programs
+        assert programs is not None
+        return programs.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(programmed)
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -732,6 +759,28 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(watching)
 
 
+# Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
+_PLAIN: Final = (bool, int, float, str)
+_TENSORS: Final = (torch.Tensor, fx.Proxy)
+
+
+def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """`forward`, for calls in which those arguments are tensors that `captured` takes for tensors; others run as
+    Python: a forward asked for their class."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    positions = tuple((names.index(name), name) for name in sorted(captured.tensors))
+
+    @functools.wraps(forward)
+    def for_tensors(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        for position, name in positions:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if not isinstance(value, _TENSORS):
+                return captured.root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(for_tensors)
+
+
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
     """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
     names = list(inspect.signature(forward).parameters)[1:]
@@ -740,9 +789,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     takes_more = VARIABLE_KEYWORDS in captured.defaults
 
     def is_default(given: Any, value: Any) -> bool:
-        return given is value or (
-            isinstance(value, bool | int | float | str) and type(given) is type(value) and given == value
-        )
+        return given is value or (isinstance(value, _PLAIN) and type(given) is type(value) and given == value)
 
     @functools.wraps(forward)
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
@@ -751,8 +798,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
-        constants = tuple(sorted((name, value) for name, value in others.items() if _is_constant(value)))
-        given = frozenset(name for name, value in others.items() if not _is_constant(value))
+        fixed = {name: fixed_in(value) for name, value in others.items()}
+        constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
+        given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
         if (given, constants) == (captured.given, captured.constants):
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
@@ -761,6 +809,19 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return _with_own_code(guarded)
+
+
+def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, a part of which runs as Python, or Dynamo's graph of the whole."""
+
+    @functools.wraps(forward)
+    def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        recapture = state_of(self).recapture
+        if recapture is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+            return forward(self, *args, **kwargs)
+        return recapture.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(recaptured)
 
 
 def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -783,21 +844,20 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether a graph is traced for this value of an argument: one that a model asks for, and has few values."""
-    return value is None or isinstance(value, bool | str)
-
-
 def _disabled() -> bool:
     return os.environ.get("FXFUSE_DISABLE", "") not in ("", "0")
 
 
 def _calling_graph(module: FusedModule) -> fx.Graph:
-    """A graph for fx.Interpreter that calls `module`."""
+    """A graph for fx.Interpreter, by which torch.export runs, that calls `module`."""
+
+    def call(args: Sequence[Any]) -> Any:
+        with same_attributes(module):  # torch.export puts back those of the modules it knows, not the captured model's
+            return nn.Module.__call__(module, *args)  # as a module, hooks included: an interpreter calls none
+
     graph = fx.Graph()
     args = graph.placeholder("*args")
-    # as a module, hooks included: whoever interprets a graph calls none
-    graph.output(graph.call_function(lambda args: nn.Module.__call__(module, *args), (args,)))
+    graph.output(graph.call_function(call, (args,)))
     return graph
 
 

@@ -21,7 +21,7 @@ import torch
 from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
-from fxfuse.expression import operand_count
+from fxfuse.expression import Expr, operand_count
 from fxfuse.layout import contiguous_strides
 from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
@@ -66,6 +66,20 @@ without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIEN
 """For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
 
 
+written: Final[dict[int, tuple[str, Expr]]] = {}
+"""For regions whose epilogue was simplified, its text and what it was before."""
+
+
+def as_written(region: int, epilogue: str) -> Expr | None:
+    """The epilogue as the region's model has it, if that is another.
+
+    torch runs this one where it runs the region, so that gradients, and what torch refuses, are eager's. A program that
+    torch.export saved knows regions that are none of this process, or other ones.
+    """
+    text, expression = written.get(region, (None, None))
+    return expression if text == epilogue else None
+
+
 def of_region(region: int) -> list[Plan]:
     """The plans that the region has used in this process, each once."""
     plans = list(_plans.get(region, {}).values())  # at once: other threads may add to them
@@ -83,6 +97,7 @@ def forget(regions: Sequence[int]) -> None:
         shortcuts.pop(region, None)
         _latest.pop(region, None)
         _plans.pop(region, None)
+        written.pop(region, None)
         for called in without_plan.values():
             called.discard(region)
 
@@ -117,6 +132,35 @@ def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
     return dataclasses.replace(_meta(tensor), strides=tensor.stride())
 
 
+def _key(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> Key:  # fmt: skip
+    """What decides a call's plan."""
+    cuda = x.is_cuda
+    state = _cuda_state if cuda else _cpu_state
+    return (
+        kind, epilogue, values, strict, fp32, pool,
+        tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
+        torch.get_default_dtype(),  # of numbers that meet truth values or integers
+        None if bias is None else state(bias), None if weight is None else state(weight), state(x),
+        *map(state, operands),
+    )  # fmt: skip
+
+
+def known_plan(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> Plan | None:  # fmt: skip
+    """The plan that `run` would use, if the region has it already."""
+    found = _plans.get(region)
+    return (
+        None
+        if found is None
+        else found.get(_key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands))
+    )
+
+
 def run(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
@@ -129,19 +173,11 @@ def run(
     Args:
         directly: whether the call came here without torch's dispatcher, so that calls like it may take a short cut.
     """
-    cuda = x.is_cuda
-    state = _cuda_state if cuda else _cpu_state
-    key = (
-        kind, epilogue, values, strict, fp32, pool,
-        tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
-        torch.get_default_dtype(),  # of numbers that meet truth values or integers
-        None if bias is None else state(bias), None if weight is None else state(weight), state(x),
-        *map(state, operands),
-    )  # fmt: skip
+    key = _key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands)
     found = _plans.get(region)
     plan = None if found is None else found.get(key)
     if plan is None:
-        problem = _problem(key, x, weight, bias, operands)
+        problem = _problem(region, key, x, weight, bias, operands)
         pending: _Pending | None = getattr(_collecting, "pending", None)
         plan = None if pending is None else pending.plan_at_hand(_posed(key, problem), problem, strict)
         if pending is not None and plan is None:
@@ -171,7 +207,12 @@ def run(
 
 
 def _problem(
-    key: Key, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+    region: int,
+    key: Key,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    operands: Sequence[torch.Tensor],
 ) -> Problem:
     """What a call with this key poses."""
     kind, epilogue, values, _, fp32, pool = key[:6]
@@ -181,7 +222,9 @@ def _problem(
         None if weight is None else _meta_of_any_layout(weight),
         None if bias is None else _meta(bias),
     )
-    return Problem(kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool)
+    return Problem(
+        kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool, as_written(region, epilogue)
+    )
 
 
 def _run_instead(
@@ -196,7 +239,7 @@ def _run_instead(
     strict = key[3]
     if plan.kernel is None or strict or not _is_ours(error):
         raise error
-    problem = _problem(key, x, weight, bias, operands)
+    problem = _problem(region, key, x, weight, bias, operands)
     result = problem.reference(x, weight, bias, operands)
     _warn_once(problem, error)
     assign(region, key, Plan(problem.reference, None, _first_line(error)))

@@ -119,6 +119,8 @@ class Problem:
     """How float32 products may be computed where torch's switches ask for full precision: see fxfuse.optimize."""
     pool: tuple[Any, ...] = ()
     """The fields of the MaxPool that the epilogue's result goes through, if any."""
+    written: Expr | None = None
+    """The epilogue as the model has it, if that is another: what torch runs."""
 
     @property
     def expression(self) -> Expr:
@@ -138,7 +140,8 @@ class Problem:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The result by torch, operation by operation."""
-        return run_reference(self.kind, self.options, self.epilogue, self.pool, x, weight, bias, operands)
+        epilogue = self.expression if self.written is None else self.written
+        return run_reference(self.kind, self.options, epilogue, self.pool, x, weight, bias, operands)
 
 
 @dataclass(frozen=True)
@@ -283,14 +286,14 @@ def run_anchor(
 
 
 def run_reference(
-    kind: str, options: Sequence[tuple[str, Any]], epilogue: str, pool: Sequence[int],
+    kind: str, options: Sequence[tuple[str, Any]], epilogue: Expr, pool: Sequence[int],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """A region's result by torch, operation by operation."""
     if kind == "gated_linear":
-        gate, gate_bias, others = gate_of(parsed(epilogue), operands)
+        gate, gate_bias, others = gate_of(epilogue, operands)
         operands = (F.linear(x, gate, gate_bias), *others)
-    return pooled(evaluate(parsed(epilogue), run_anchor(kind, options, x, weight, bias), operands), pool)
+    return pooled(evaluate(epilogue, run_anchor(kind, options, x, weight, bias), operands), pool)
 
 
 _T = TypeVar("_T")
@@ -338,6 +341,10 @@ def _check_convolution(problem: Problem) -> None:
     sizes = (*options["stride"], *options["dilation"], options["groups"])
     if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
         raise Refused(f"torch does not accept this convolution of {filters} filters: {options}")
+    image, taps, padding = problem.x.shape[-2:], anchor_weight(problem).shape[2:], options["padding"]
+    spans = [step * (size - 1) + 1 for step, size in zip(options["dilation"], taps, strict=False)]
+    if any(size + 2 * pad < span for size, pad, span in zip(image, padding, spans, strict=False)):
+        raise Refused(f"torch does not accept an image of {tuple(problem.x.shape)} for filters that span {spans}")
     if bias is not None and bias.shape != (filters,):
         raise Refused(f"torch does not accept a bias of shape {bias.shape} for {filters} filters")
 
@@ -430,7 +437,7 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
         match node:
             case Call(op, args):
                 try:
-                    value[node] = ops.row(op).reference(*(value[arg] for arg in args))
+                    value[node] = _with_eagers_strides(ops.row(op), [value[arg] for arg in args])
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     raise Refused(f"torch does not accept these tensors: {error}") from None
             case Operand(index):
@@ -440,6 +447,29 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
             case _:
                 value[node] = acc
     return value
+
+
+def _with_eagers_strides(row: ops.PointwiseOp, args: list[Any]) -> Any:
+    """What the row computes of meta tensors.
+
+    Of expanded ones that are of 16 bits or integers these make a copy in float32 first, which has strides of its own;
+    torch's kernels do not.
+    """
+    result = row.reference(*args)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    converts = row.code != "{0}" and row.in_place_of is None and not row.boolean
+    if not converts or all(t.dtype == torch.float32 or not _is_expanded(t) for t in tensors):
+        return result
+    twins = [_float32(arg) if isinstance(arg, torch.Tensor) and arg.dtype != torch.bool else arg for arg in args]
+    return result.as_strided(result.shape, row.reference(*twins).stride())
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _float32(meta: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=torch.float32, device="meta")
 
 
 def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:
@@ -469,7 +499,7 @@ def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[
         return None
     epilogue = rewrite(expression, lambda node: Operand(left.index(node.index)) if isinstance(node, Operand) else node)
     operands = tuple(problem.operands[index] for index in left)
-    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands), left
+    return dataclasses.replace(problem, epilogue=str(epilogue), operands=operands, written=None), left
 
 
 def _operands_of(expression: Expr) -> set[int]:
@@ -504,7 +534,7 @@ def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: 
         raise UnsupportedError(f"{row.name} computes in {computed}; kernels compute in float32")
     if row.name in ("type_as", "assign"):
         return _cast_to(result.dtype, args[0], values[0].dtype)
-    return Call(row.name, tuple(args))
+    return Call(row.in_place_of or row.name, tuple(args))
 
 
 def _cast_to(dtype: torch.dtype, node: Expr, before: torch.dtype) -> Expr:

@@ -69,6 +69,10 @@ class Report:
     conversion with the bytes it copies."""
     cuda_graphs: tuple[str, ...] = ()
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
+    dynamo: tuple[str, ...] = ()
+    """What Dynamo captured, since tracing stopped."""
+    programs: tuple[str, ...] = ()
+    """Calls without gradients that run as lists of launches, and why others do not."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -87,6 +91,8 @@ class Report:
             parts.append(tabulate(rows, headers=headers, tablefmt="simple_outline"))
         parts += self.channels_last
         parts += self.cuda_graphs
+        parts += self.dynamo
+        parts += self.programs
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             reasons = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -140,13 +146,17 @@ def explain(fast: fx.GraphModule) -> Report:
     layouts: list[str] = []
     for path, module in _traces(fast):
         prefix = f"{path}." if path else ""
+        recapture = state_of(module).recapture
+        without = "" if recapture is None or recapture.reason is None else f"; Dynamo: {recapture.reason}"
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
             name = prefix + untraced.path if untraced.path else path or "the model"
-            skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}"))
+            skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}{without}"))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
         layouts += _layouts_report(state_of(module).layouts, prefix)
-    return Report(_once(regions), _once(skipped), _once(layouts), _graphs_report(fast))
+    programs = _once(line for path, module in _traces(fast) for line in _programs_report(path, module))
+    dynamo = tuple(_dynamo_report(fast, path, len(graphs)) for path, graphs in _recaptured(fast).items())
+    return Report(_once(regions), _once(skipped), _once(layouts), _graphs_report(fast), dynamo, programs)
 
 
 def _layouts_report(layouts: Layouts, prefix: str) -> Iterator[str]:
@@ -183,10 +193,54 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
 
 def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
     """The graphs that calls of the model used, with the paths of their modules; before any call, those it has."""
+    whole = _recaptured(fast)
     for path, module in fast.named_modules():
-        if isinstance(module, FusedModule):
+        if path in whole:
+            yield from ((path, trace) for trace in whole[path])
+        elif isinstance(module, FusedModule) and not any(_is_below(path, other) for other in whole):
             used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
             yield from ((path, trace) for trace in used or [module])
+
+
+def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
+    """Dynamo's graphs of what fx could not trace, by the path of their module."""
+    found: dict[str, tuple[FusedModule, ...]] = {}
+    for path, module in fast.named_modules():
+        recapture = state_of(module).recapture if isinstance(module, FusedModule) else None
+        if recapture is not None and recapture.graphs and not any(_is_below(path, other) for other in found):
+            found[path] = recapture.graphs
+    return found
+
+
+def _dynamo_report(fast: FusedModule, path: str, graphs: int) -> str:
+    """Why Dynamo captured the module of that path, and as how many graphs."""
+    module = fast.get_submodule(path)
+    assert isinstance(module, FusedModule)
+    untraced = state_of(module).captured.untraced[0]
+    what = f"'{path}'" if path else "the model"
+    return (
+        f"{what} was captured by Dynamo as {graphs} graph{'' if graphs == 1 else 's'}, since tracing stopped at "
+        f"{untraced.reason}"
+    )
+
+
+def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
+    """What a graph's programs consist of, or why it has none."""
+    programs = state_of(module).programs
+    what = f"'{path}'" if path else "the model"
+    if programs is None:
+        return
+    for program in programs.programs:
+        yield (
+            f"{what} runs as a program: kernels launched: {program.launches}, calls of torch: {program.calls}, memory "
+            f"for results at once: {program.arena_size / 2**20:.1f} MB"
+        )
+    if not programs.programs and programs.reason is not None and state_of(module).regions:
+        yield f"{what} runs node by node: {programs.reason}"
+
+
+def _is_below(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
 
 
 def _is_used(trace: FusedModule, module: FusedModule) -> bool:

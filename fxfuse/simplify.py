@@ -91,7 +91,7 @@ def _numeric_leaves(root: Expr) -> list[Expr]:
             continue
         seen.add(node)
         if isinstance(node, Call):
-            if node.op == "masked_fill":
+            if node.op.removesuffix("_") == "masked_fill":
                 stack.append(node.args[0])
             elif not ops.is_boolean(node):
                 stack.extend(node.args[1:] if node.op == "where" else node.args)
@@ -142,6 +142,7 @@ _RULES = [
     _rule("x * tanh(softplus(x, 1, 20))", "mish(x)", _is_float),
     # arithmetic that does nothing
     _rule("-(-x)", "x"),
+    _rule("assign(x, x)", "x"),
     _rule("x * 1", "x", _is_float),
     _rule("x * 1.0", "x", _is_float),
     _rule("x / 1", "x", _is_float),
@@ -150,6 +151,12 @@ _RULES = [
     _rule("x - 0.0", "x", _is_float),
     # a multiplication instead of a division
     _rule("x / c", "x * r", _exact_reciprocal),
+]
+# what leaves its argument as it is does so in place, too
+_RULES += [
+    Rule(Call(f"{rule.pattern.op}_", rule.pattern.args), rule.replacement, rule.condition)
+    for rule in _RULES
+    if isinstance(rule.pattern, Call) and rule.replacement is rule.pattern.args[0] and rule.pattern.op != "assign"
 ]
 
 
@@ -210,7 +217,7 @@ _VIEWS: Final = frozenset({"detach", "contiguous", "type_as", "float32", "float1
 
 def is_fresh(node: Expr, fresh_acc: bool) -> bool:
     """Whether its value is surely a tensor of its own, without gaps in memory; acc is one if `fresh_acc`."""
-    while isinstance(node, Call) and node.op in (*_VIEWS, "assign"):
+    while isinstance(node, Call) and (node.op in (*_VIEWS, "assign") or ops.row(node.op).in_place_of):
         node = node.args[-1 if node.op == "assign" else 0]
     return fresh_acc if isinstance(node, Acc) else isinstance(node, Call)
 

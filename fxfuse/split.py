@@ -55,7 +55,9 @@ def split(problem: Problem, acc: torch.Tensor) -> Split | None:
             first, first_operands = renumbered(node)
             second, second_operands = renumbered(rest)
             return Split(
-                dataclasses.replace(problem, epilogue=str(first), operands=_chosen(problem, first_operands)),
+                dataclasses.replace(
+                    problem, epilogue=str(first), operands=_chosen(problem, first_operands), written=None
+                ),
                 Problem(
                     "pointwise", (("overwrite", False),), str(second), x, None, None, _chosen(problem, second_operands)
                 ),

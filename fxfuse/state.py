@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import pickle
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from fxfuse.errors import FxfuseError
 
 _MISSING: Final = object()
 _LITERALS: Final = (bool, int, float, str, torch.dtype, torch.device)
@@ -55,6 +58,17 @@ def _is_same_numpy(before: Any, after: Any) -> bool:
     if before is None or after is None:
         return True
     return bool(before[1].tobytes() == after[1].tobytes() and before[2:] == after[2:])
+
+
+class Draws:
+    """Whether somebody draws random numbers from now on, with a global generator or one in an attribute of a model."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._global = RandomState()
+        self._own = Attributes(_with_captured(models))
+
+    def any(self) -> bool:
+        return not self._global.is_present() or self._own.have_drawn()
 
 
 def seed(number: int) -> None:
@@ -112,6 +126,12 @@ class Attributes:
             found.update((module, key) for key in changed)
         return found
 
+    def have_drawn(self) -> bool:
+        """Whether a generator among what they hold is in another state."""
+        return any(
+            _is_generator(value) and not _is_same(_contents(value), before) for *_, value, before in self._before
+        )
+
     def restore(self) -> None:
         """Undoes what was done, unless hooks were installed: who does that once, at the first call, has done it."""
         if any(name.endswith("_hooks") for name in self.changes().values()):
@@ -122,6 +142,18 @@ class Attributes:
             elif not name and not _is_same(value, before):
                 value.clear()
                 value.update(before)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers, of torch, Python or numpy."""
+    if isinstance(value, random.Random | torch.Generator):
+        return True
+    numpy: Any = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+
+
+def _numpys_state(generator: Any) -> Any:
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def _contents(value: Any) -> Any:
@@ -136,6 +168,8 @@ def _contents(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
+    if _is_generator(value):
+        return pickle.dumps(_numpys_state(value))
     package = type(value).__module__.partition(".")[0]
     if isinstance(value, types.SimpleNamespace) or (package not in _FOREIGN and hasattr(value, "__dict__")):
         return dict(vars(value))
@@ -147,6 +181,12 @@ def _put_back(value: Any, contents: Any) -> None:
         value.setstate(contents)
     elif isinstance(value, torch.Generator):
         value.set_state(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    elif _is_generator(value):
+        state = pickle.loads(contents)
+        if hasattr(value, "bit_generator"):
+            value.bit_generator.state = state
+        else:
+            value.set_state(state)
     else:
         held = value if isinstance(value, dict | list | collections.deque | set) else vars(value)
         held.clear()
@@ -170,24 +210,42 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Inside, runs without gradients; afterwards, all that a forward may change is what it was.
+def unchanged(*modules: nn.Module, gradients: bool = False) -> Iterator[None]:
+    """Inside, runs without gradients unless told otherwise; afterwards, all that a forward may change is what it was.
 
     Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
-    calls and keep what they computed. Parameters are not looked after.
+    calls and keep what they computed; with gradients, `backward` may add to parameters' `grad`. The values of
+    parameters are not looked after.
     """
-    attributes = Attributes(_with_captured(modules))
+    modules = tuple(_with_captured(modules))
+    attributes = Attributes(modules)
     randomness = RandomState()
+    parameters = {item for module in modules for item in module.parameters(recurse=False)} if gradients else set()
+    slots = [(parameter, parameter.grad) for parameter in parameters]
     with torch.no_grad():
-        values = [(tensor, tensor.detach().clone()) for tensor in attributes.tensors]
+        held = [*attributes.tensors, *(grad for _, grad in slots if grad is not None)]
+        values = [(tensor, tensor.detach().clone()) for tensor in held]
         try:
-            yield
+            with torch.set_grad_enabled(gradients):
+                yield
         finally:
+            for parameter, grad in slots:
+                parameter.grad = grad
             attributes.restore()
             for tensor, value in values:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.data.copy_(value)  # not a change that autograd would take notice of
             randomness.restore()
+
+
+@contextlib.contextmanager
+def same_attributes(*modules: nn.Module) -> Iterator[None]:
+    """Afterwards, the modules' attributes, and what containers among them hold, are what they were."""
+    attributes = Attributes(_with_captured(modules))
+    try:
+        yield
+    finally:
+        attributes.restore()
 
 
 def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -202,6 +260,32 @@ def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
                 yield module
 
 
-def copies(inputs: Any) -> Any:
-    """The inputs of a call with every tensor copied, since a model may overwrite them."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+def called_unchanged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `model` makes of copies of the arguments; afterwards, all that its forward may change is what it was.
+
+    It runs without gradients, for which it would keep all that it computes. Where that raises, it runs again as the
+    caller would run it: a forward may ask for derivatives (torch.autograd.grad), which are there with gradients only.
+    """
+    try:
+        return _called(model, args, kwargs, gradients=False)
+    except FxfuseError:
+        raise
+    except Exception:  # whatever a forward raises
+        if not torch.is_grad_enabled():
+            raise
+    return _called(model, args, kwargs, gradients=True)
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: bool) -> Any:
+    with unchanged(model, gradients=gradients):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (tuple(args), dict(kwargs)))
+        return model(*args, **kwargs)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph."""
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return copy
+    with torch.enable_grad():
+        return copy.clone()  # a leaf may not be overwritten, nor a view of one; what was computed may

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.optimize import changes_since
-from fxfuse.state import copies, seed, unchanged
+from fxfuse.state import RandomState, called_unchanged, seed
 
 ALLOWANCE: Final = 2.0
 """How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
@@ -116,10 +116,12 @@ def _is_of(model: nn.Module, fast: nn.Module) -> bool:
 
 def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
     """The leaves of what one call returns."""
-    with unchanged(model):
-        seed(0)  # dropout drops the same in every run
-        args, kwargs = copies(call)
-        return _leaves(model(*args, **kwargs))
+    randomness = RandomState()
+    seed(0)  # dropout drops the same in every run
+    try:
+        return _leaves(called_unchanged(model, *call))
+    finally:
+        randomness.restore()
 
 
 def _leaves(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
@@ -174,6 +176,6 @@ def _difference_in_kind(expected: list[Any], actual: list[Any]) -> str | None:
 def _relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
     """‖output - exact‖ / ‖exact‖ over the elements that are finite in both."""
     finite = output.isfinite() & exact.isfinite()
-    value, reference = output.double()[finite], exact.double()[finite]
+    value, reference = output.detach().double()[finite], exact.detach().double()[finite]
     difference, norm = float((value - reference).norm()), float(reference.norm())
     return difference / norm if norm > 0 else difference

@@ -1,6 +1,7 @@
 """Fixtures: a kernel cache of the session's own, and a process that has forgotten what it compiled."""
 
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,12 @@ MOST_WORKERS = 8
 def pytest_xdist_auto_num_workers(config):
     """How many processes `pytest -n auto` starts."""
     return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def pytest_configure(config):
+    """Tests interrupt themselves, which a process ignores that a script's shell started in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

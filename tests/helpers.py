@@ -71,6 +71,20 @@ def gelu_keeps_infinity():
     return bool(torch.nn.functional.gelu(torch.full((64,), torch.inf)).isposinf().all())
 
 
+def softshrink_keeps_nan():
+    """Whether torch's softshrink of NaN is NaN; torch 2.3 makes 0 of it."""
+    return bool(torch.nn.functional.softshrink(torch.full((64,), torch.nan)).isnan().all())
+
+
+def fx_traces(function):
+    """Whether torch.fx traces it: torch 2.6 takes no proxy for a device, a number or a list of tensors."""
+    try:
+        fx.symbolic_trace(function)
+    except TypeError:
+        return False
+    return True
+
+
 def regions(fast):
     return fxfuse.explain(fast).regions
 

@@ -9,7 +9,7 @@ from helpers import Net2, assert_as_eager, batch_norm, conv, linear, randn, regi
 from torch import nn
 
 import fxfuse
-from fxfuse.problem import OPTION_NAMES, Problem, Refused, TensorMeta, anchor_meta, run_reference
+from fxfuse.problem import OPTION_NAMES, Problem, Refused, TensorMeta, anchor_meta, parsed, run_reference
 
 TYPED = {
     "chain": (Net2(lambda m, x, y: torch.sigmoid(x * 2 + 1).type_as(y)), (3, 8)),
@@ -156,7 +156,7 @@ def test_operators_called_with_anything():
         before, error = [tensor.clone() for tensor in tensors], None
         named = tuple(zip(OPTION_NAMES[kind], map(_hashable, options), strict=True))
         try:
-            expected = run_reference(kind, named, epilogue, (), x, weight, bias, operands)
+            expected = run_reference(kind, named, parsed(epilogue), (), x, weight, bias, operands)
         except Exception as raised:
             error = raised
         if error is not None:

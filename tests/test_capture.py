@@ -1,5 +1,6 @@
 """Capture: whatever Python a model's forward is, the result is eager's and the report says what was not traced."""
 
+import collections.abc
 import contextvars
 import copy
 import dataclasses
@@ -308,6 +309,66 @@ class Dispatching(nn.Module):
         return self.named["b"](self.named["a"](x))
 
 
+class Annotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: torch.Tensor, first: bool | None = None, second: bool | None = None):
+        return self.fc(x).relu()
+
+
+def test_annotations_may_be_equal_and_not_the_same():
+    assert epilogues(fxfuse.optimize(Annotated().eval())) == ["relu(acc)"]
+
+
+class Masks(nn.Module):
+    """Asks for the items of a list, as networks with a mask for each layer do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, masks=None, collected=None, **options):
+        x = self.fc(x).relu()
+        for mask in (*((None, None) if masks is None else (masks[0], masks[1])), options.get("more", [None])[0]):
+            if mask is not None:
+                x = x * mask
+        if collected is not None:
+            collected.append(x)
+        return x * 2 if isinstance(masks, list) else x
+
+
+ITEMS = {
+    "none": {"masks": [None, None]},
+    "a tuple of none": {"masks": (None, None)},
+    "some": {"masks": [None, randn(8)]},
+    "others": {"masks": (randn(8), None)},
+    "all": {"masks": (randn(8), randn(8))},
+    "truths": {"masks": [True, False]},
+    "numbers": {"masks": (1, -1)},
+    "in further keywords": {"more": [None]},
+    "a tensor in further keywords": {"more": [randn(8), None]},
+    "nested": {"more": [None, (None, randn(8))], "masks": [None, None]},
+}
+
+
+def test_items_of_arguments_that_are_none_are_none_for_forward():
+    model = Masks().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for name in [*ITEMS, *ITEMS]:  # in any order, on one model
+            assert_as_eager(model, fast, randn(3, 8), **ITEMS[name])
+    assert not fxfuse.explain(fast).skipped
+
+
+def test_a_list_that_forward_changes_is_the_callers():
+    model = Masks().eval()
+    fast = fxfuse.optimize(model)
+    for collected in ([], [None], [None, None]):
+        assert fast(randn(3, 8), collected=collected) is collected[-1]
+
+
 UNTRACEABLE = {
     "branch": Branching,
     "child": lambda: nn.Sequential(Branching(), nn.Linear(8, 8), nn.ReLU()),
@@ -322,6 +383,53 @@ UNTRACEABLE = {
     "numpy inside": lambda: Net(lambda m, x: torch.from_numpy(m.fc(x).detach().numpy()) * 2, fc=linear()),
     "shape arithmetic": lambda: Net(lambda m, x: m.fc(x).relu() * int(x.shape[0]), fc=linear()),
 }  # fmt: skip
+
+
+def doubled_if(answer, x):
+    return x * 2 if answer else x
+
+
+ASKING_FOR_CLASSES = {
+    "an argument": lambda m, x: doubled_if(isinstance(x, torch.Tensor), m.fc(x).relu()),
+    "an argument that may be a list": lambda m, x: m.fc(torch.cat([x] if isinstance(x, torch.Tensor) else x)).relu(),
+    "is_tensor": lambda m, x: doubled_if(torch.is_tensor(m.fc(x)), x),
+    "no tuple": lambda m, x: doubled_if(not isinstance(m.fc(x), list | tuple), x),
+    "a module's result": lambda m, x: doubled_if(isinstance(m.fc(x), torch.Tensor), x),
+    "several results": lambda m, x: doubled_if(isinstance(m.gru(x), tuple), x),
+    "one of several results": lambda m, x: doubled_if(isinstance(m.fc(x).chunk(2)[0], torch.Tensor), x),
+    "a parameter": lambda m, x: doubled_if(isinstance(m.p, nn.Parameter), x),
+    "no parameter": lambda m, x: doubled_if(isinstance(m.p * 2, nn.Parameter), x),
+    "a shape": lambda m, x: doubled_if(isinstance(m.fc(x).shape, tuple), x),
+    "a size": lambda m, x: doubled_if(isinstance(x.shape[0] // 2, int), x),
+    "an abstract class": lambda m, x: doubled_if(isinstance(x.shape, collections.abc.Sequence), m.fc(x)),
+    "a dtype": lambda m, x: doubled_if(isinstance(m.fc(x).dtype, torch.dtype), x),
+    "an attribute that tensors lack": lambda m, x: doubled_if(hasattr(m.fc(x), "logits"), x),
+    "a default": lambda m, x: x * getattr(m.fc(x), "_scale", 3),
+    "what an untraced child returns": lambda m, x: doubled_if(isinstance(m.several(x), tuple), x),
+}
+
+
+class Several(nn.Module):
+    def forward(self, x):
+        return (x, x) if x.sum() > -1e9 else x
+
+
+@pytest.mark.parametrize("name", ASKING_FOR_CLASSES)
+def test_questions_about_a_values_class(name):
+    members = {"gru": nn.GRU(8, 4)} if name == "several results" else {}
+    if name == "what an untraced child returns":
+        members["several"] = Several()
+    model = Net(ASKING_FOR_CLASSES[name], fc=linear(), p=randn(8), **members)
+    assert_as_eager(model, fxfuse.optimize(model), X)
+
+
+def test_arguments_of_another_class_than_before():
+    model = Net(ASKING_FOR_CLASSES["an argument that may be a list"], fc=linear())
+    fast = fxfuse.optimize(model)
+    for _ in range(2):
+        assert_as_eager(model, fast, X)
+        assert_as_eager(model, fast, [X, X])
+    assert len(fxfuse.explain(fast).regions) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -482,7 +590,7 @@ def test_attributes_that_a_forward_sets(name, inside):
         for _ in range(3):
             torch.testing.assert_close(fast(X), model(X))
     assert stateful.calls == inner.calls and len(stateful.history) == len(inner.history)
-    assert "Net.forward: it sets the attribute" in fxfuse.explain(fast).skipped[0].reason
+    assert "Net.forward: it sets the attribute" in str(fxfuse.explain(fast))
     assert ("tanh(acc)" in epilogues(fast)) is inside
     with pytest.raises(fxfuse.CaptureError, match="it sets the attribute"):
         fxfuse.optimize(model, strict=True)
@@ -519,7 +627,7 @@ class Collecting(nn.Module):
 
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hooks_that_read_context_variables(called_before):
-    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(torch.stack(x)).relu(), fc=linear())).eval()
+    model = nn.Sequential(Collecting(), Net(lambda m, x: m.fc(x[0] + x[1] + x[2]).relu(), fc=linear())).eval()
     if called_before:
         model(X)
     fast = fxfuse.optimize(model)

@@ -150,6 +150,36 @@ def test_a_weight_that_the_model_has_no_more_is_named(name):
         fast(X)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["a pruned weight", "a parametrised weight"])
+def test_a_copy_of_the_optimised_model_is_pruned_on_its_own(name):
+    original, expected = model(), model()
+    fast = fxfuse.optimize(original)
+    result, twin = fast(X), copy.deepcopy(fast)
+    for each in (twin, expected):
+        torch.manual_seed(0)
+        CHANGES[name](each)
+    torch.testing.assert_close(twin(X), expected(X))
+    assert_as_eager(original, fast, X)
+    torch.testing.assert_close(fast(X), result, rtol=0, atol=0)
+    assert list(original.state_dict()) == list(fast.state_dict()) == list(model().state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruned", ["the model", "the optimised one"])
+def test_what_pruning_one_took_from_both_comes_back_to_both(pruned):
+    original = model()
+    fast = fxfuse.optimize(original)
+    one, other = (original, fast) if pruned == "the model" else (fast, original)
+    CHANGES["a pruned weight"](one)
+    expected = one(X)
+    with pytest.raises((fxfuse.FxfuseError, AttributeError), match=r"weight"):
+        other(X)
+    prune.remove(one.block[0], "weight")
+    for each in (one, other):
+        torch.testing.assert_close(each(X), expected)
+
+
 def test_verify_tells_unrelated_models_apart():
     for other in (nn.Linear(4, 4), nn.Sequential(nn.Linear(8, 8))):
         found = fxfuse.verify(nn.Linear(8, 8), fxfuse.optimize(other), (X,))
@@ -272,3 +302,34 @@ def test_fused_children_are_of_their_own_classes_where_python_asks():
     with torch.no_grad():
         assert_as_eager(original, fast, X, exact=False)
     assert copy.deepcopy(fast).block.__class__ is Block
+
+
+class Parametrised(nn.Module):
+    """Reads a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.act = nn.Parameter(randn(8, 8)), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return torch.tanh(self.act(x @ self.weight)) * 2
+
+
+@pytest.mark.parametrize("change", ["a hook", "a mode"])
+def test_weights_that_are_there_for_one_call_are_gone_at_the_next(change):
+    """torch.func.functional_call puts plain tensors in the place of parameters; the model is traced meanwhile."""
+    model = Parametrised().train(change == "a mode")
+    fast = fxfuse.optimize(model)
+    for module in (model, fast):
+        if change == "a hook":
+            module.act.register_forward_hook(lambda module, args, result: result + 1)
+        else:
+            module.register_forward_pre_hook(lambda module, args: module.eval() and None)
+    weights = {name: value * 0.5 for name, value in model.named_parameters()}
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.func.functional_call(fast, weights, (X,)), torch.func.functional_call(model, weights, (X,))
+        )
+        assert_as_eager(model, fast, X, exact=False)
+        model.weight.mul_(2)
+        assert_as_eager(model, fast, X, exact=False)

@@ -77,7 +77,21 @@ def reduced(m, x):
     return torch.max(y, 1), y.max(), y.min(dim=2, keepdim=True).values, torch.max(y, F.avg_pool2d(y, 3, 1, 1))
 
 
+class NormOfItsOwn(nn.BatchNorm2d):
+    """Asks for the rank of what it is given, as torch's forward does."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def normalised(m, x):
+    for layer in m.layers:
+        x = m.norm(layer(x))
+    return x
+
+
 MODELS = {
+    "normalised": Net(normalised, layers=convolutions(3, 8, 8, 8, 8), norm=NormOfItsOwn(8)),
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
     "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
     "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import COPIES, assert_as_eager, linear, randn
-from torch import nn
+from torch import fx, nn
 
 import fxfuse
 from fxfuse import build
@@ -160,13 +160,42 @@ def test_exported_for_any_number_of_rows():
 @pytest.mark.parametrize("strict", [False, True], ids=["interpreted", "by Dynamo"])
 def test_an_exported_program_calls_the_models_hooks(strict):
     model = nn.Sequential(linear(), nn.ReLU()).eval()
-    fast = fxfuse.optimize(model)
-    for module in (model, fast):
+    fast, plain = fxfuse.optimize(model), fx.symbolic_trace(model)
+    for module in (model, fast, plain):
         module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         module.register_forward_hook(lambda module, args, result: result * 2)
+    try:
+        torch.export.export(plain, (randn(3, 8),), strict=strict)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        pytest.skip(f"torch {torch.__version__} exports no graph module with hooks: {error}")
     program = torch.export.export(fast, (randn(3, 8),), strict=strict)
     with torch.no_grad():
         assert_as_eager(model, program.module(), randn(3, 8), exact=False)
+
+
+class Remembering(nn.Module):
+    """Keeps something in Python attributes at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.met, self.mean = 0, [], torch.zeros(())
+
+    def forward(self, x):
+        self.count += 1
+        self.met.append(self.count)
+        self.mean = self.mean + x.mean()
+        return x * self.count + len(self.met)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_torch_export_leaves_attributes_as_they_were(nested):
+    model = nn.Sequential(Remembering(), nn.Tanh()) if nested else Remembering()
+    fast = fxfuse.optimize(model)
+    torch.export.export(fast, (randn(3, 8),))
+    found = fast[0] if nested else fast
+    assert (found.count, found.met) == (0, [])
+    assert type(found.mean) is torch.Tensor and found.mean == 0
+    assert_as_eager(model, fast, randn(3, 8), exact=False)
 
 
 def test_an_exported_program_can_be_optimised_again():

@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse import cuda_graphs
+from fxfuse.state import seed as seed_all
 
 X = randn(5, 8)
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -195,6 +198,16 @@ REFUSED = {
     "a parameter": (lambda m, x: (m.fc(x), m.fc.bias), "a view of an argument, a parameter"),
     "an overwritten argument": (lambda m, x: m.fc(x.add_(1)), "overwrites an argument"),
     "random numbers": (drawing, "draws random numbers"),
+    "Python's random numbers": (lambda m, x: m.fc(x).relu() * random.random(), "draws random numbers"),
+    "numpy's random numbers": (lambda m, x: m.fc(x).relu() * float(np.random.rand()), "draws random numbers"),
+    "torch's, drawn as numbers": (lambda m, x: m.fc(x).relu() * torch.rand(1).item(), "draws random numbers"),
+    "torch's generator of its own": (
+        lambda m, x: m.fc(x).relu() * torch.rand(8, generator=m.torchs),
+        "draws random numbers",
+    ),
+    "Python's generator of its own": (lambda m, x: m.fc(x).relu() * m.pythons[0].random(), "draws random numbers"),
+    "numpy's generator of its own": (lambda m, x: m.fc(x).relu() * m.numpys.random(), "draws random numbers"),
+    "numpy's old generator of its own": (lambda m, x: m.fc(x).relu() * m.old.rand(), "draws random numbers"),
     "an object": (lambda m, x: (m.fc(x), Cache() if x.sum() < 1e9 else 0), "a Cache is among its results"),
 }
 
@@ -204,13 +217,19 @@ class TestRefusals:
     @pytest.mark.parametrize("name", REFUSED)
     def test_calls_that_cannot_be_replayed_run_as_usual(self, name, replays):
         forward, reason = REFUSED[name]
-        model = Net(forward, fc=linear()).eval()
+        generators = {
+            "torchs": torch.Generator().manual_seed(1),
+            "pythons": [random.Random(1)],
+            "numpys": np.random.default_rng(1),
+            "old": np.random.RandomState(1),
+        }
+        model = Net(forward, fc=linear(), **generators).eval()
         fast = fxfuse.optimize(model, cuda_graphs=True)
-        for _ in range(3):
+        for index in range(3):
             inputs = [X.clone(), X.clone()]
-            torch.manual_seed(0)
+            seed_all(index)
             want = model(inputs[0])
-            torch.manual_seed(0)
+            seed_all(index)
             have = fast(inputs[1])
             if name != "an object":
                 torch.testing.assert_close(have, want)

@@ -76,6 +76,78 @@ def test_a_kernel_is_judged_by_eagers_own_error(on_cpu):
     assert 0 < errors["eager"] <= 1 < 100 < errors["tf32"]
 
 
+def split(tensor):
+    """A number as two of TF32, the first one's rounding error the second."""
+    high = rounded_to_tf32(tensor)
+    return high, rounded_to_tf32(tensor - high)
+
+
+def by_three_products_of_tf32(x, weight, bias, operands):
+    (x, x_low), (weight, weight_low) = split(x), split(weight)
+    x, x_low, weight, weight_low, bias = (tensor.double() for tensor in (x, x_low, weight, weight_low, bias))
+    return torch.relu(F.linear(x, weight, bias) + F.linear(x_low, weight) + F.linear(x, weight_low)).float()
+
+
+def in_units_of_the_largest(x, weight, bias, operands):
+    """What a Frobenius norm does not see: all digits of the large results, few of the small ones."""
+    result = F.linear(x.double(), weight.double(), bias.double())
+    unit = result.abs().amax() * 2.0**-26
+    return torch.relu(torch.round(result / unit) * unit).float()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "exact"),
+    [(by_three_products_of_tf32, True), (by_tf32, False), (in_units_of_the_largest, False)],
+)
+def test_wide_data_is_judged_element_by_element(kernel, exact, on_cpu, monkeypatch):
+    monkeypatch.setattr(exactness, "ALLOWED", {"wide": exactness.ALLOWED["wide"]})
+    for features in (16, 64, 256):
+        plain = problem("linear", (128, features), (96, features), (96,))
+        assert (exactness.errors(plain, {"kernel": kernel})["kernel"] <= 1) is exact
+
+
+@pytest.mark.parametrize("data", ["normal", "uniform"])
+def test_of_sums_that_are_alike_the_measure_is_the_frobenius_norm(data):
+    plain = problem("linear", (64, 256), (64, 256), (64,))
+    tensors, part = exactness.example(plain, data), exactness.Part(plain)
+    exact, found = part.exact(*tensors), by_tf32(*tensors)
+    expected = float((found - exact).norm() / exact.norm())
+    assert exactness.relative_error(found, exact, part.magnitude(*tensors[:3])) == pytest.approx(expected, rel=0.1)
+    assert exactness.relative_error(found, exact) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_magnitude_is_the_sum_of_absolute_products(case):
+    x, weight, bias, _ = exactness.example(case)
+    part = exactness.Part(case)
+    negative = {"beta": -2, "alpha": -0.5} if case.kind == "addmm" else {}
+    case = dataclasses.replace(case, options=tuple({**dict(case.options), **negative}.items()))
+    absolute = [None if tensor is None else tensor.abs() for tensor in (x, weight, bias)]
+    torch.testing.assert_close(exactness.Part(case).magnitude(x, weight, bias), part.anchor(*absolute))
+
+
+def test_what_overflows_in_eager_is_not_compared(on_cpu):
+    """Else its error would be infinite, and every kernel within it."""
+    plain = problem("linear", (64, 256), (64, 256), (64,), (), "exp(acc * 4.0)")
+    tensors = exactness.example(plain)
+    assert plain.reference(*tensors).isinf().any() and exactness.Part(plain).exact(*tensors).isfinite().all()
+
+    def by_tf32_and_exp(x, weight, bias, operands):
+        return torch.exp(F.linear(rounded_to_tf32(x), rounded_to_tf32(weight), bias) * 4.0)
+
+    errors = exactness.errors(plain, {"eager": plain.reference, "tf32": by_tf32_and_exp})
+    assert 0 < errors["eager"] <= 1 < errors["tf32"]
+
+
+def test_a_kernel_that_fails_is_not_as_exact(on_cpu):
+    def failing(*tensors):
+        raise ZeroDivisionError
+
+    plain = problem("linear", (64, 256), (64, 256))
+    errors = exactness.errors(plain, {"failing": failing, "eager": plain.reference})
+    assert errors["failing"] == torch.inf and errors["eager"] <= 1
+
+
 @pytest.mark.parametrize(
     "change", [{"fp32": "fast"}, {"kind": "layer_norm"}, {"pool": (2, 2, 2, 2, 0, 0, False)}], ids=str
 )

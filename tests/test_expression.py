@@ -186,7 +186,7 @@ def test_what_passes_through_is_not_rounded():
     y = torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()
     further = {
         "where": (x, y), "masked_fill": (y > 0, 0.5), "minimum": (y,), "maximum": (y,), "clamp": (-1, 0.5),
-        "hardshrink": (0.5,),
+        "clamp_min": (y,), "clamp_max": (y,), "hardshrink": (0.5,),
         "threshold": (0.25, 2), "leaky_relu": (0.01,), "prelu": (y[:1],), "elu": (1.0,), "celu": (1.0,),
         "softplus": (1, 20),
     }  # fmt: skip

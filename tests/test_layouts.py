@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 
@@ -12,7 +13,8 @@ from helpers import batch_norm
 from torch import fx, nn
 
 import fxfuse
-from fxfuse import channels_last, functional, plans
+from fxfuse import channels_last, plans
+from fxfuse.problem import OPTION_NAMES, parsed, run_reference
 
 CHANNELS = 8
 
@@ -22,7 +24,8 @@ def as_on_gpu(monkeypatch):
     """Conversions are made on a GPU; the CPU computes the same, here region by region with torch."""
 
     def by_torch(kind, epilogue, values, strict, region, fp32, pool, *tensors):
-        return functional._reference(kind, values, epilogue, pool, *tensors)
+        options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
+        return run_reference(kind, options, parsed(epilogue), pool, *tensors)
 
     monkeypatch.setattr(channels_last, "_on_gpu", lambda x: True)
     monkeypatch.setattr(plans, "run", by_torch)
@@ -190,8 +193,8 @@ def test_drawn_networks_are_as_eager(seed):
         assert_same(model, fast, x)
 
 
-FRIENDLY = ("convolution", "scaled in place", "pointwise convolution", "depthwise", "standardised", "preactivated", "added in place",
-            "added", "concatenated", "squeezed", "padded", "pooled", "chunks")  # fmt: skip
+FRIENDLY = ("convolution", "scaled in place", "pointwise convolution", "depthwise", "standardised", "preactivated",
+            "added in place", "added", "concatenated", "squeezed", "padded", "pooled", "chunks")  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -362,3 +365,14 @@ def test_networks_are_converted_once(network):
         assert_same(model, fast, x)
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     assert f"{convolutions} convolutions run in channels_last" in str(fxfuse.explain(fast))
+
+
+def test_what_is_known_of_conversions_goes_with_the_graph():
+    before = dict(channels_last._copied)
+    fast = fxfuse.optimize(UNet().eval())
+    with torch.no_grad():
+        fast(torch.randn(2, 3, 6, 8))
+    assert len(channels_last._copied) == len(before) + 2
+    del fast
+    gc.collect()
+    assert channels_last._copied.keys() <= before.keys()

@@ -63,11 +63,15 @@ def test_simplified_is_final():
 
 def _unary_calls():
     """Every operation that takes one tensor, with its default or a plausible parameter."""
+    yield "new_full", Call("new_full", (Acc(), Const(1), Const(1.5)))
     for name in ops.names():
         row = ops.row(name)
         rest = list(row.params.values())[1:]
         values = [1.5 if default is ops.REQUIRED else default for default in rest]
-        others = ("where", "masked_fill", "type_as", "assign", "logical_and", "logical_or", "lerp", "prelu")
+        others = (
+            "where", "masked_fill", "type_as", "assign", "logical_and", "logical_or", "lerp", "prelu", "new_full",
+            "addcmul",
+        )  # fmt: skip
         if name not in others and not name.startswith("batch_norm"):
             yield name, Call(name, (Acc(), *(Const(value) for value in values)))
 

@@ -1,7 +1,9 @@
 """Which candidate runs: the model's first, the measured best or the remembered one. No GPU is needed here."""
 
+import contextlib
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -27,10 +29,10 @@ def gpu(tmp_path, monkeypatch):
         def __init__(self):
             self.times, self.errors, self.built, self.measured = {}, {}, [], []
 
-        def candidates(self, *names, broken=(), always=(), library=()):
+        def candidates(self, *names, broken=(), always=(), library=(), error=BuildError):
             def build(name):
                 if name in broken:
-                    raise BuildError(name)
+                    raise error(name)
                 self.built.append(name)
                 return lambda *tensors: name
 
@@ -195,18 +197,65 @@ def test_other_problems_are_measured_anew(gpu, other):
     assert gpu.measured
 
 
-def test_a_candidate_that_does_not_compile_is_left_out(gpu):
+@pytest.mark.parametrize("error", [BuildError, ZeroDivisionError, KeyError, MemoryError])
+def test_a_candidate_that_does_not_compile_is_left_out(gpu, error, caplog):
     gpu.times = {"b": 1.0}
-    assert gpu(problem(), gpu.candidates("a", "b", broken=("a",))) == "b"
-    with pytest.raises(BuildError):
-        gpu(problem(rows=1000), gpu.candidates("a", "b", broken=("a", "b")))
+    assert gpu(problem(), gpu.candidates("a", "b", broken=("a",), error=error)) == "b"
+    assert "a is left out" in caplog.text
+    with pytest.raises(error):
+        gpu(problem(rows=1000), gpu.candidates("a", "b", broken=("a", "b"), error=error))
 
 
-def test_a_choice_that_no_longer_compiles_is_made_anew(gpu):
+@pytest.mark.parametrize("error", [BuildError, ZeroDivisionError])
+def test_a_choice_that_no_longer_compiles_is_made_anew(gpu, error):
     gpu.times = {"a": 1.0, "b": 2.0}
     gpu(problem(), gpu.candidates("a", "b"))
     gpu.new_process()
-    assert gpu(problem(), gpu.candidates("a", "b", broken=("a",))) == "b" and gpu.measured == [["b"]]
+    candidates = gpu.candidates("a", "b", broken=("a",), error=error)
+    assert gpu(problem(), candidates) == "b" and gpu.measured == [["b"]]
+
+
+@pytest.mark.parametrize("error", [BuildError, ZeroDivisionError])
+def test_of_the_next_that_are_tried_those_that_fail_are_left_out(gpu, error):
+    gpu.times = {**dict.fromkeys("abcde", 1.0), "library": 3.0}
+    gpu.errors = {**dict.fromkeys("abc", 1.5), "e": 0.9}
+    candidates = gpu.candidates(*"abcde", "library", library=("library",), broken=("d",), error=error)
+    assert gpu(problem(), candidates) == "e"
+    candidates = gpu.candidates(*"abcde", "library", library=("library",), broken=("d", "e"), error=error)
+    assert gpu(problem(rows=1000), candidates) == "library"
+
+
+@pytest.mark.parametrize("error", [ToolchainError, torch.cuda.OutOfMemoryError])
+def test_what_is_no_candidates_fault_is_raised(gpu, error):
+    with pytest.raises(error):
+        gpu(problem(), gpu.candidates("a", "b", broken=("a",), error=error))
+
+
+def test_a_candidate_that_fails_while_it_is_measured_is_left_out(gpu, monkeypatch, caplog):
+    """At its first call, in a later one, or in those whose time on the CPU is taken."""
+    calls = Counter()
+
+    def failing_at(number, name):
+        def run(*tensors):
+            calls[name] += 1
+            if calls[name] == number:
+                raise ZeroDivisionError(name)
+            return name
+
+        return lambda: run
+
+    monkeypatch.setattr(tune, "gpu_timer", lambda *device: lambda run, tensors: (run(*tensors), 1e-6)[1])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tune, "_measure", MEASURE)
+    fails = {"first": 1, "second": 3, "third": 2 + tune.ROUNDS, "sound": 0}
+    candidates = [tune.Candidate(name, name, failing_at(at, name), always=True) for name, at in fails.items()]
+    plan = tune.draft(problem(), candidates)()
+    assert plan.kernel == "sound" and [name for name, _ in plan.measured] == ["sound"]
+    assert all(f"{name} is left out: ZeroDivisionError" in caplog.text for name in ("first", "second", "third"))
+
+
+MEASURE = tune._measure
 
 
 def test_a_new_generator_is_measured_against_the_old_choice(gpu, monkeypatch):

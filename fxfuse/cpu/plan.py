@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, events
 from fxfuse.chain import plan_pass
 from fxfuse.cpu import codegen
 from fxfuse.errors import UnsupportedError
@@ -36,6 +36,9 @@ class _Pass:
     """Dtype in which the pass works; the anchor's result is converted to it first."""
     after: torch.dtype
     """The result's dtype."""
+
+
+_empty_strided = events.noting(torch.empty_strided)
 
 
 def _make_pass(problem: Problem, acc: torch.Tensor) -> _Pass:
@@ -62,6 +65,8 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
     if acc.dtype != chosen.before:
         acc = acc.to(chosen.before)
     pointers, _kept = chosen.addresses(operands)
+    if events.recording:
+        events.note_launch(chosen.launch, chosen.params, (acc.data_ptr(), *pointers))
     chosen.launch(chosen.params, torch.get_num_threads(), acc.data_ptr(), *pointers)
     return acc if chosen.before == chosen.after else acc.to(chosen.after)
 
@@ -104,8 +109,10 @@ def _draft_chain(problem: Problem, acc: torch.Tensor) -> Draft:
     shape, strides, dtype = chosen.shape, chosen.strides, chosen.dtype
 
     def run(x: torch.Tensor, weight: object, bias: object, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        out = x if in_place else torch.empty_strided(shape, strides, dtype=dtype)
+        out = x if in_place else _empty_strided(shape, strides, dtype=dtype)
         pointers, _kept = addresses((*operands, x) if reads_x else operands)
+        if events.recording:
+            events.note_launch(launch, params, (out.data_ptr(), *pointers))
         launch(params, torch.get_num_threads(), out.data_ptr(), *pointers)
         return out
 

@@ -3,6 +3,13 @@
 A library need not use TF32 where torch's switches allow it: cuDNN computes many convolutions of few channels in
 float32. `precision_of` takes TF32 only for problems whose own result by the library has TF32's error, which is measured
 once and remembered on disk. `errors` compares kernels with eager; tune.py leaves out what is less exact.
+
+Kernels' errors are root mean squares over the elements of a result, each in units of its sum of |x| |w|: the
+componentwise backward error, for which rounding bounds hold whatever the magnitudes are (Higham, Accuracy and Stability
+of Numerical Algorithms, 3.5). A Frobenius norm is that of the few largest elements: of normal * exp(4 * normal) it is a
+handful of roundings. Simulated for 16 draws of 48x48 outputs and K = 16, 64, 256, the same 3xTF32 has 0.6 to 12 times
+the error of a chain of float32 by that norm, 1.35 to 1.8 times in these units. For normal and uniform data, whose sums
+are alike, both measures are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +27,6 @@ import torch
 
 from fxfuse import cache
 from fxfuse.cuda.precision import Precision, precision
-from fxfuse.errors import LaunchError
 from fxfuse.layout import is_channels_last
 from fxfuse.locks import free_in_children
 from fxfuse.problem import BY_ROWS, PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
@@ -34,8 +40,9 @@ LEAST_TF32_ERROR: Final = 2.0**-15
 """Relative error from which on a product was one of TF32: that has 3e-4, float32 2e-6 at most, for sums of 16384."""
 MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
 """Of a result, that are computed in float64: of a matrix product, and of one image."""
-ALLOWED: Final = {"normal": 1.25, "uniform": 1.25}
-"""Most that a kernel's error may be of eager's, by what x and the weight hold."""
+ALLOWED: Final = {"normal": 1.25, "uniform": 1.25, "wide": 2.0}
+"""Most that a kernel's error may be of eager's, by what x and the weight hold; "wide": normal * exp(4 * normal), where
+a sum is one or two products, so that the last rounding of each counts."""
 ULP: Final = 2.0**-23
 """More that it may be: the epilogue rounds, too."""
 
@@ -165,13 +172,18 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
         with torch.cuda.device(problem.x.device), torch.no_grad(), torch.autocast("cuda", enabled=False):
             for data, factor in ALLOWED.items():
                 tensors = example(problem, data)
-                exact = part.exact(*tensors)
-                allowed = factor * relative_error(part.of_result(problem.reference(*tensors)), exact) + ULP
+                eager, scale = part.of_result(problem.reference(*tensors)), part.magnitude(*tensors[:3])
+                # where float32 overflows in eager there is nothing to compare
+                exact = torch.where(eager.isfinite(), part.exact(*tensors), torch.inf)
+                allowed = factor * relative_error(eager, exact, scale) + ULP
                 for name, run in runs.items():
                     try:
-                        error = relative_error(part.of_result(run(*tensors)), exact)
-                    except LaunchError:
-                        continue  # it has no time either
+                        error = relative_error(part.of_result(run(*tensors)), exact, scale)
+                    except torch.cuda.OutOfMemoryError:
+                        raise
+                    except Exception as failure:  # whatever a kernel's call raises; it is not chosen
+                        logger.info("fxfuse: %s has no error, since it fails: %s", name, failure)
+                        error = math.inf
                     worst[name] = max(worst[name], error / allowed)
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to compare errors", problem.label)
@@ -179,11 +191,15 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
     return worst
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Frobenius norm of the difference by that of `exact`, where that is finite; infinity if `found` is not."""
+def relative_error(found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """Frobenius norm of the difference by that of `exact`, where that is finite; infinity if `found` is not.
+
+    scale: the unit of each element; one for all if None.
+    """
     finite = exact.isfinite()
-    difference = float(torch.where(finite, found.double() - exact, 0.0).norm())
-    norm = float(torch.where(finite, exact, 0.0).norm())
+    unit = 1.0 if scale is None else torch.where(scale > 0, scale, torch.inf)  # sums of nothing but zeros have no error
+    difference = float(torch.where(finite, (found.double() - exact) / unit, 0.0).norm())
+    norm = float(torch.where(finite, exact / unit, 0.0).norm())
     if not math.isfinite(difference):
         return math.inf  # not NaN, which no comparison finds too large
     return difference / norm if norm > 0 else 0.0
@@ -193,7 +209,7 @@ class Part:
     """Some rows and columns of a problem's result, or some filters of one image: what is computed in float64."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self._problem, self._options = problem, problem.options
         weight = anchor_weight(problem)
         self._is_conv2d = problem.kind == "conv2d"
         if self._is_conv2d:
@@ -217,8 +233,19 @@ class Part:
                 result = result.index_select(-dim, torch.tensor(chosen, device=result.device))
         return result
 
+    def magnitude(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What is added up for each element of the part, in absolute values: sums of |x| |w|, and |bias|."""
+        numbers = (int, float)
+        options = tuple((name, abs(value) if isinstance(value, numbers) else value) for name, value in self._options)
+        return self._anchor(x.abs(), weight.abs(), None if bias is None else bias.abs(), options)
+
     def anchor(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The part of the anchor's result in float64."""
+        return self._anchor(x, weight, bias, self._options)
+
+    def _anchor(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Sequence[tuple[str, Any]]
+    ) -> torch.Tensor:
         if self._is_conv2d:
             images, filters = self._of_dims[:-3], self._of_dims[-3]
             if images:
@@ -226,13 +253,13 @@ class Part:
             chosen = torch.tensor(filters, device=x.device)
             weight = weight.index_select(0, chosen)
             bias = None if bias is None else bias.index_select(0, chosen).double()
-            return run_anchor("conv2d", self._problem.options, x.double(), weight.double(), bias)
+            return run_anchor("conv2d", options, x.double(), weight.double(), bias)
         for dim, rows in enumerate(self._of_dims[:-1]):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))
         columns = torch.tensor(self._of_dims[-1], device=x.device)
         weight = weight.index_select(self._filters, columns)
         bias = None if bias is None else self.of_result(bias).double()
-        return run_anchor(self._problem.kind, self._problem.options, x.double(), weight.double(), bias)
+        return run_anchor(self._problem.kind, options, x.double(), weight.double(), bias)
 
     def exact(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
@@ -260,6 +287,9 @@ def _spread(size: int, most: int) -> list[int]:
 _FILL: Final[dict[str, Callable[[torch.Tensor, torch.Generator], object]]] = {
     "normal": lambda storage, generator: storage.normal_(generator=generator),
     "uniform": lambda storage, generator: storage.uniform_(generator=generator),
+    "wide": lambda storage, generator: storage.normal_(generator=generator).mul_(
+        torch.empty_like(storage).normal_(0.0, 4.0, generator=generator).exp_()
+    ),
 }
 
 

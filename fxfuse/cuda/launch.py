@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, events
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.errors import LaunchError
 from fxfuse.operands import OperandPlan
@@ -18,8 +18,8 @@ def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: to
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-empty_strided: Final[Callable[..., torch.Tensor]] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty_strided
+empty_strided: Final[Callable[..., torch.Tensor]] = events.noting(
+    getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty_strided)
 )
 """empty_strided(shape, strides, dtype) on the current GPU.
 
@@ -39,6 +39,8 @@ def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, la
     current_stream = torch._C._cuda_getCurrentRawStream
 
     def queue(pointers: Sequence[int], *tensors: int) -> None:
+        if events.recording:
+            events.note_launch(launch, params, (*tensors, *pointers))
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:

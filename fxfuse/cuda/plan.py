@@ -25,7 +25,7 @@ from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
 from fxfuse.cuda.pooling import Pooling
-from fxfuse.cuda.prepare import prepare
+from fxfuse.cuda.prepare import Convert, Input, prepare
 from fxfuse.cuda.region import Region, with_bias, with_parameters
 from fxfuse.errors import BuildError, UnsupportedError
 from fxfuse.expression import Acc, Call, postorder
@@ -185,11 +185,14 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
 
 def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
     """The kernel alone. What nearly every call is goes by addresses: there each microsecond counts."""
-    prepared = region.prepared
-    index, output = region.problem.x.device.index, region.output
+    prepared, problem = region.prepared, region.problem
+    index, output = problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
-    convert_x, convert_weight = prepared.x.convert, None if prepared.weight is None else prepared.weight.convert
-    inputs, problem = region.inputs, region.problem
+    convert_x = _converting(region, problem.x, prepared.x)
+    convert_weight = None
+    if prepared.weight is not None:
+        convert_weight = _converting(region, anchor_weight(problem), prepared.weight)
+    inputs = region.inputs
     of_call = 1 + (problem.weight is not None) + len(problem.operands) + (problem.bias is not None)
     all_read = len(operands.kinds) == of_call - inputs  # addmm with beta = 0 has a bias and does not read it
     workspace_size = kernel.workspace
@@ -221,7 +224,25 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
         pointers, _kept = arguments(tensors[inputs:])
         return direct.launch(tensors, [*(tensor.data_ptr() for tensor in tensors[:inputs]), *pointers])
 
-    return run
+    return on_device(index, run)
+
+
+def _converting(region: Region, meta: TensorMeta, needed: Input) -> Convert | None:
+    """What makes of a tensor like `meta` one that kernels read: a pass of ours where there is one, else torch."""
+    if needed.convert is None or len(meta.shape) != 4 or needed.meta.strides != channels_last_strides(meta.shape):
+        return needed.convert
+    found = _copy_to_channels_last(meta)
+    if found is None:
+        return needed.convert
+    kernel, operands = found
+    queue = queue_tensors(region.problem, operands, kernel, region.load_copy(kernel, operands))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        copy = empty_strided(meta.shape, needed.meta.strides, meta.dtype)
+        queue((), tensor.data_ptr(), copy.data_ptr())
+        return copy
+
+    return convert
 
 
 # ----------------------------------------------------------------------------------- the library candidate

@@ -18,7 +18,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from fxfuse import build
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
-from fxfuse.errors import BuildError, LaunchError
+from fxfuse.errors import BuildError, ExpressionError, LaunchError, ToolchainError
 from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
@@ -104,7 +104,8 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         candidates: at least one, best first.
         apart: drafts a plan that is made of others', and measured beside the candidates once those are made.
 
-    Raises BuildError or ToolchainError if nothing compiles.
+    A candidate that fails is left out with a warning, whatever it raises. Raises the first one's error if nothing
+    compiles, and ToolchainError if there is no compiler.
     """
     stored = _recall(problem) if enabled() else None
     if stored is not None:
@@ -113,7 +114,7 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
             return lambda: dataclasses.replace(others(), measured=stored.measured)
         chosen = _find(candidates, stored)
         if chosen is not None:
-            with contextlib.suppress(BuildError):  # then the others are tried, as if nothing were stored
+            with _left_out_if_it_fails(chosen):  # then the others are tried, as if nothing were stored
                 plan = _plan(chosen, chosen.build(), stored)
                 return lambda: plan
     decided = not enabled() or (len(candidates) == 1 and apart is None)
@@ -123,7 +124,9 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         return lambda: plan
     build.check_may_build()  # here, and not in the threads that compile
     contestants = _contestants(candidates)
-    ready = _compile(contestants)
+    ready, error = _compile(contestants)
+    if error is not None and not ready:
+        raise error
     if apart is None:
         rest = [candidate for candidate in candidates if candidate not in contestants]
         return lambda: _decide(problem, ready, rest)
@@ -151,26 +154,37 @@ def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:
     return by_name.get(stored.name) or by_identity.get(stored.identity)
 
 
-def _compile(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Run]]:
-    """All that compile, several at a time; the first one's error if none does."""
+_OF_ALL: Final = (ToolchainError, ExpressionError, build.NotBuilt, torch.cuda.OutOfMemoryError)
+"""What is no candidate's fault: it would meet the others, too, or the caller must hear of it."""
 
-    def attempt(candidate: Candidate) -> Run | BuildError:
-        try:
+
+@contextlib.contextmanager
+def _left_out_if_it_fails(candidate: Candidate) -> Iterator[list[Exception]]:
+    """Inside, an exception of the candidate's own ends the block only, with a warning; it is then in the list."""
+    failure: list[Exception] = []
+    try:
+        yield failure
+    except _OF_ALL:
+        raise
+    except Exception as error:  # a mistake of fxfuse, unless it is one of ours
+        expected = isinstance(error, BuildError | LaunchError)
+        text = str(error) if expected else f"{type(error).__name__}: {error} (please report it)"
+        logger.warning("fxfuse: %s is left out: %s", candidate.name, text, exc_info=not expected)
+        failure.append(error)
+
+
+def _compile(candidates: Sequence[Candidate]) -> tuple[list[tuple[Candidate, Run]], Exception | None]:
+    """All that compile, several at a time, in order of rank; the error of the first that does not."""
+
+    def attempt(candidate: Candidate) -> Run | Exception:
+        with _left_out_if_it_fails(candidate) as failure:
             return candidate.build()
-        except BuildError as error:
-            logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
-            return error
+        return failure[0]
 
-    with ThreadPoolExecutor(max_workers=len(candidates)) as pool, build.interrupted_together():
-        results = list(pool.map(attempt, candidates))
-    ready = [
-        (candidate, result)
-        for candidate, result in zip(candidates, results, strict=True)
-        if not isinstance(result, BuildError)
-    ]
-    if not ready:
-        raise next(result for result in results if isinstance(result, BuildError))
-    return ready
+    with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool, build.interrupted_together():
+        results = list(zip(candidates, pool.map(attempt, candidates), strict=True))
+    ready = [(candidate, result) for candidate, result in results if not isinstance(result, Exception)]
+    return ready, next((result for _, result in results if isinstance(result, Exception)), None)
 
 
 # ------------------------------------------------------------------------------------------- measuring
@@ -194,12 +208,11 @@ def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: Sequ
             return _plan(*ready[0])
         errors = _errors(problem, ready)
         if errors and min(errors.values()) > 1 and rest:
-            with contextlib.suppress(BuildError):
-                more = _compile(rest[:CONTESTANTS])
-                known.update({candidate.name: (candidate, run) for candidate, run in more})
-                errors |= _errors(problem, more)
-                if min(errors[candidate.name] for candidate, _ in more) <= 1:
-                    times = _measure(problem, list(known.values())) or times
+            more, _ = _compile(rest[:CONTESTANTS])
+            known.update({candidate.name: (candidate, run) for candidate, run in more})
+            errors |= _errors(problem, more)
+            if min((errors.get(candidate.name, math.inf) for candidate, _ in more), default=math.inf) <= 1:
+                times = _measure(problem, list(known.values())) or times
         exact = {name: time for name, time in times.items() if errors.get(name, 0.0) <= 1} or times
         best = min(exact.values())
         name = next(name for name, time in exact.items() if time <= best * (1 + NOISE))
@@ -225,11 +238,9 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
             tensors = exactness.example(problem)
             time_once = gpu_timer(device, ATTEMPTS)
             for candidate, run in ready:
-                try:
+                with _left_out_if_it_fails(candidate):
                     run(*tensors)  # loads code
                     samples[candidate.name] = []
-                except LaunchError as error:
-                    logger.warning("fxfuse: %s is left out: %s", candidate.name, error)
             contest = [(candidate, run) for candidate, run in ready if candidate.name in samples]
             for done in range(ROUNDS):
                 if done == FIRST_ROUNDS and contest:
@@ -237,12 +248,19 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                     most = HOPELESS * min(medians.values())
                     contest = [(candidate, run) for candidate, run in contest if medians[candidate.name] <= most]
                 for candidate, run in contest:
-                    samples[candidate.name].append(time_once(run, tensors))
+                    with _left_out_if_it_fails(candidate) as failure:
+                        samples[candidate.name].append(time_once(run, tensors))
+                    if failure:
+                        del samples[candidate.name]
+                contest = [(candidate, run) for candidate, run in contest if candidate.name in samples]
             times = {name: statistics.median(taken) for name, taken in samples.items()}
             if times and min(times.values()) < SHORT:
                 for candidate, run in ready:
                     if candidate.name in times:
-                        times[candidate.name] += ISSUE_SHARE * _time_to_issue(run, tensors)
+                        with _left_out_if_it_fails(candidate) as failure:
+                            times[candidate.name] += ISSUE_SHARE * _time_to_issue(run, tensors)
+                        if failure:
+                            del times[candidate.name]
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to measure candidates; the model's first is taken", problem.label)
         return {}

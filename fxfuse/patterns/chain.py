@@ -167,4 +167,5 @@ class Chains:
             return None  # of what eager computes anew a tensor from outside is left
         anchor = Anchor("pointwise", source.node, None, options={"overwrite": source.owned})
         nodes = members if source.library is None else [source.node, *members]
-        return Region(anchor, tuple(nodes), *compact(epilogue, growth.operands), library=source.library)
+        compacted, operands, written = compact(value, epilogue, growth.operands)
+        return Region(anchor, tuple(nodes), compacted, operands, library=source.library, written=written)

@@ -1,4 +1,5 @@
-"""Questions about a value's rank, which a forward asks in an assertion (timm's BatchNormAct2d of what it is given).
+"""Questions about a value's rank, which a forward asks in an assertion (timm's BatchNormAct2d of what it is given), or
+torch's own BatchNorm, for a subclass of it (capture.py makes a node of its check).
 
 A value inside a region is never made, so that a question about it would keep the region from being fused. Pointwise
 functions, linears and convolutions have the rank of what they are given: they are asked about that instead.
@@ -16,7 +17,7 @@ from fxfuse import ops
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
 from fxfuse.patterns.mutation import spelling
-from fxfuse.patterns.values import is_nothing
+from fxfuse.patterns.values import BATCH_NORMS, is_nothing
 
 _METHODS: Final = frozenset({"dim", "ndimension"})
 _NORMALISED: Final = (F.batch_norm, torch.batch_norm)
@@ -35,7 +36,7 @@ def rank_of_conv2d(x: torch.Tensor) -> int:
 def ask_earlier(root: nn.Module, graph: fx.Graph) -> None:
     """Lets every question about a value's rank ask about what a region with that value would start from."""
     for node in list(graph.nodes):
-        passed = _passed(root, node.args[0]) if _asks_rank(node) else []
+        passed = _passed(root, node.args[0]) if asks_rank(node) else []
         if not passed:
             continue
         anchor = _anchor(root, passed[-1])
@@ -65,10 +66,13 @@ def _passed(root: nn.Module, source: Any) -> list[fx.Node]:
     return passed
 
 
-def _asks_rank(node: fx.Node) -> bool:
+def asks_rank(node: fx.Node) -> bool:
+    """Whether its value is the rank of its argument."""
     if node.op == "call_method":
         return node.target in _METHODS and len(node.args) == 1 and not node.kwargs
-    return node.op == "call_function" and node.target is getattr and tuple(node.args[1:]) == ("ndim",)
+    if node.op != "call_function":
+        return False
+    return node.target is rank_of_conv2d or (node.target is getattr and tuple(node.args[1:]) == ("ndim",))
 
 
 def _anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
@@ -85,7 +89,10 @@ def _of_same_rank(root: nn.Module, node: fx.Node) -> fx.Node | None:
     first = node.all_input_nodes[0]
     if is_nothing(root, node):
         return first
-    is_normalised = node.op == "call_function" and ops.function_of(node.target) in _NORMALISED
+    if node.op == "call_module":
+        is_normalised = type(root.get_submodule(str(node.target))) in BATCH_NORMS
+    else:
+        is_normalised = node.op == "call_function" and ops.function_of(node.target) in _NORMALISED
     if is_normalised or (spelling(root, node) is not None and len(node.all_input_nodes) == 1):
         return first
     return None

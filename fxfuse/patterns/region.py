@@ -38,6 +38,8 @@ class Region:
     operands: tuple[Source, ...]
     library: LibraryCall | None = None
     """Of a chain (chain.py) that follows an operation of torch's library: that operation, the first of `nodes`."""
+    written: Expr | None = None
+    """The epilogue as the model has it, if simplifying made another of it: eager's gradients follow from this one."""
     pool: MaxPool | None = None
     """What becomes of the epilogue's result, in the last of `nodes`."""
 
@@ -142,12 +144,20 @@ def _pool_after(growth: Growth, members: list[fx.Node], mutations: Mutations) ->
     return None if _overwritten(growth, members, found[0], mutations) else found
 
 
-def compact(epilogue: Expr, operands: list[Source]) -> tuple[Expr, tuple[Source, ...]]:
-    """Keeps the operands that the epilogue reads, numbered in the order in which its text names them."""
+def compact(written: Expr, epilogue: Expr, operands: list[Source]) -> tuple[Expr, tuple[Source, ...], Expr | None]:
+    """Keeps the operands that the epilogue reads, numbered in the order in which its text names them.
+
+    Returns Region.epilogue, .operands and .written.
+    """
     used = [node.index for node in postorder(epilogue) if isinstance(node, Operand)]
-    renumbered: Mapping[int, int] = {old: new for new, old in enumerate(used)}
-    compacted = rewrite(epilogue, lambda node: Operand(renumbered[node.index]) if isinstance(node, Operand) else node)
-    return compacted, tuple(operands[index] for index in used)
+    numbers: Mapping[int, int] = {old: new for new, old in enumerate(used)}
+
+    def renumbered(root: Expr) -> Expr:
+        return rewrite(root, lambda node: Operand(numbers[node.index]) if isinstance(node, Operand) else node)
+
+    read = {node.index for node in postorder(written) if isinstance(node, Operand)}
+    other = written is not epilogue and read <= numbers.keys()
+    return renumbered(epilogue), tuple(operands[index] for index in used), renumbered(written) if other else None
 
 
 def describe(root: nn.Module, node: fx.Node) -> str:
@@ -192,7 +202,9 @@ def close(growth: Growth, mutations: Mutations) -> Region | str:
                 break
         pool = _pool_after(growth, members, mutations)
         nodes = tuple(members) if pool is None else (*members, pool[0])
-        return Region(growth.anchor, nodes, *compact(epilogue, growth.operands), pool=None if pool is None else pool[1])
+        compacted, operands, written = compact(growth.values[output], epilogue, growth.operands)
+        pooling = None if pool is None else pool[1]
+        return Region(growth.anchor, nodes, compacted, operands, written=written, pool=pooling)
     if reasons:
         return reasons[0]
     if growth.refused:

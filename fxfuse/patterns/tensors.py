@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -34,9 +35,9 @@ _VIEWS: Final = ("T", "mT", "H", "mH", "data", "real", "grad")
 _ATTRIBUTES: Final = (*_VIEWS, "shape", "dtype", "device", "ndim")
 
 
-def tensors_of(root: nn.Module, graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes whose values are tensors, whatever the model is called with."""
-    used: set[fx.Node] = set()
+def tensors_of(root: nn.Module, graph: fx.Graph, assumed: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+    """The nodes whose values are tensors, whatever the model is called with, if `assumed` are."""
+    used: set[fx.Node] = set(assumed)
     for node in reversed(graph.nodes):
         if any(_works_on(root, user, node, used) for user in node.users):
             used.add(node)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.expression import Expr, Operand, call
+from fxfuse.expression import Call, Expr, Operand, call
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, Source, has_hooks, known_tensor, noted
 from fxfuse.patterns.mutation import Mutations, second_arguments, spelling
@@ -204,9 +204,12 @@ def value_of(growth: Growth, node: fx.Node) -> Expr | None:
         raise Rejected(f"'{node.name}' overwrites a tensor from outside the region")
     if ops.is_boolean(value):
         raise Rejected(f"'{node.name}' overwrites a number with a truth value")
-    # an in-place result keeps its tensor's dtype and shape; numbers never change them, other tensors could
-    tensors = [arg for arg in node.all_input_nodes if arg is not overwritten]
-    return call("assign", value, growth.values[overwritten]) if tensors else value
+    # an in-place result keeps its tensor's dtype, shape and strides, those of dimensions of size 1 included
+    old = growth.values[overwritten]
+    of_numbers = all(arg is overwritten for arg in node.all_input_nodes)
+    if of_numbers and isinstance(value, Call) and value.args[0] is old:
+        return Call(f"{value.op}_", value.args)
+    return call("assign", value, old)
 
 
 def overwritten_by(node: fx.Node) -> fx.Node:

@@ -154,7 +154,7 @@ def _main() -> int:
                 print(f"\n--- seed {result['done']}: {label}\n{finding['text']}\n{finding.get('source', '')}"
                       f"# {_steps(finding)}", flush=True)  # fmt: skip
             if options.fault and not finding["text"].startswith("exit status"):
-                print(f"{options.fault}: found after {count} models")
+                print(f"{options.fault}: found after {count} models by its {finding['kind']}")
                 return 1
     minutes = (time.monotonic() - started) / 60
     rate = f"{minutes:.1f} minutes ({count / minutes:.0f} a minute)"

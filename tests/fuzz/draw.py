@@ -48,6 +48,8 @@ LAYERS: list[Row] = [
         "self.ml{k} = nn.ModuleList([nn.Linear({n}, {n}) for _ in range(2)])",
         "functools.reduce(lambda v, l: F.relu(l(v)) + v, self.ml{k}, {x})",
     ),
+    ("cast after a linear", 0, "self.l{k} = nn.Linear({n}, {m})", "(self.l{k}({x}) * 2).to(torch.bfloat16)"),
+    ("cast after a convolution", 4, "self.c{k} = nn.Conv2d({c}, 4, 1)", "F.relu(self.c{k}({x})).half() + 1"),
     ("Conv2d", 4, "self.c{k} = nn.Conv2d({c}, {m}, 3, padding=1)", "self.c{k}({x})"),
     ("Conv2d 1x1 padded", 4, "self.c{k} = nn.Conv2d({c}, 4, 1, padding=1)", "self.c{k}({x})"),
     ("Conv2d strided", 4, "self.c{k} = nn.Conv2d({c}, 4, 2, stride=2, bias=False)", "self.c{k}({x})"),
@@ -85,6 +87,8 @@ ACTIVATIONS = [
     "nn.ReLU()",
     "nn.ReLU(inplace=True)",
     "nn.ReLU6()",
+    "nn.ReLU6(inplace=True)",
+    "nn.Hardswish(inplace=True)",
     "nn.GELU()",
     "nn.GELU('tanh')",
     "nn.SiLU()",
@@ -125,6 +129,9 @@ POINTWISE: list[Row] = [
         "{x} * .5 + .25",
         "-{x}",
         "{x}.clamp(-1, 1)",
+        "torch.clamp({x}, min={y})",
+        "torch.clamp({x}, {y}, {y} + 1)",
+        "torch.sub({x}, {y}, alpha=2)",
         "torch.clamp({x}, min=0.1)",
         "torch.sigmoid({x}) * {x}",
         "{x}.tanh()",
@@ -235,7 +242,7 @@ OUTPUTS = (
     "({a}, None, 3)",
     "({a}, {a}.reshape(-1))",
 )
-INPUTS = ((2,), (4, 6), (4,), (3, 6, 6), (8,), (1,), (5, 1), (2, 4, 5))
+INPUTS = ((2,), (4, 6), (4,), (3, 6, 6), (8,), (1,), (5, 1), (2, 4, 5), (1, 4, 4), (4, 1, 1))
 LAYOUTS = ("plain", "plain", "transposed", "expanded", "sliced", "channels_last")
 DTYPES = ("float32",) * 8 + ("float64", "bfloat16", "float16")
 STEPS = (
@@ -295,6 +302,7 @@ class Case:
     steps: list[tuple[str, int, str]] = field(default_factory=list)
     """(what, batch, layout)."""
     argument: bool = False
+    device: str = "cpu"
 
     def source(self) -> str:
         init = "\n".join(f"        {text}" for _, text, _, _ in self.lines if text)
@@ -314,21 +322,6 @@ class Case:
         text = "\n".join(init + "\n" + forward for _, init, forward, _ in self.lines)
         words = r"rand|bernoulli|Dropout|RReLU|BatchNorm|self\.[ntr]\d|[a-z]_\(|inplace|\] ="
         return re.search(words, text) is not None
-
-    def jumps(self) -> bool:
-        """Whether a value may jump where 16-bit numbers are rounded at other places: its size says nothing then."""
-        words = r"masked_fill|where|Softshrink|> 0| > |value branch"
-        text = "\n".join(line[0] + line[2] + line[1] for line in self.lines)
-        return self.coarsest() in (torch.float16, torch.bfloat16) and re.search(words, text) is not None
-
-    def coarsest(self) -> torch.dtype:
-        """Of the dtypes that values have anywhere."""
-        met = {self.dtype, *(what.replace("autocast", "bfloat16") for what, *_ in self.steps)}
-        text = "".join(line[2] for line in self.lines)
-        for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float16", torch.float16)):
-            if name in met or name in text:
-                return dtype
-        return torch.float64 if self.dtype == "float64" else torch.float32
 
     def features(self) -> list[str]:
         return [

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from fxfuse import functional, operands, plans, problem, state
 from fxfuse.cpu import codegen
@@ -81,13 +82,29 @@ def _copied_output() -> Patch:
     def recompile(self: FusedModule) -> Any:
         code, forward = true(self), type(self).forward
         type(self).forward = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
-            result.clone()
-            if isinstance(result := forward(self, *args, **kwargs), torch.Tensor) and result._is_view()
-            else result
+            pytree.tree_map_only(torch.Tensor, _copied, forward(self, *args, **kwargs))
         )
         return code
 
     return FusedModule, "recompile", recompile
+
+
+def _copied(view: torch.Tensor) -> torch.Tensor:
+    if not view._is_view() or 0 in view.stride():
+        return view
+    return view.new_empty_strided(view.shape, view.stride()).copy_(view)
+
+
+def _shared_result() -> Patch:
+    """All calls of a region have one result's memory, as a buffer would that is kept for the next call."""
+    true, kept = plans.run, dict[Any, torch.Tensor]()
+
+    def run(*args: Any, **options: Any) -> torch.Tensor:
+        result = true(*args, **options)
+        first = kept.setdefault((args[4], result.shape, result.dtype, result.stride()), result)
+        return first if first is result or first.is_inference() else first.copy_(result)
+
+    return plans, "run", run
 
 
 def _wrong_type() -> Patch:
@@ -129,6 +146,7 @@ FAULTS: dict[str, Callable[[], Patch]] = {
     "a lost gradient": lambda: (functional, "_needs_gradient", lambda tensors: False),
     "a hook not called": _no_hooks,
     "a broken alias": _copied_output,
+    "a shared result": _shared_result,
     "a mode not noticed": lambda: (FusedModule, "_retrace", lambda self: None),
     "strides not restored": lambda: (plans, "_with_strides", lambda result, strides: result),
 }

@@ -1,0 +1,69 @@
+"""What plans do while a program is recorded (program.py): the kernels that they launch, the memory that they take."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel that was launched."""
+
+    function: Callable[..., None]
+    """The kernel's binding (build.Launch)."""
+    params: bytes
+    addresses: tuple[int, ...]
+
+
+@dataclass
+class Events:
+    """What one thread's plans did, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+    memory: list[torch.Tensor] = field(default_factory=list)
+    """What was allocated for results and scratch; kept, so that no address means two things."""
+
+
+recording: Final[dict[int, Events]] = {}
+"""By thread. Empty but while a program is recorded, so that asking costs nothing."""
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Events]:
+    """Inside, notes what plans of this thread do."""
+    events = recording[threading.get_ident()] = Events()
+    try:
+        yield events
+    finally:
+        del recording[threading.get_ident()]
+
+
+def note_launch(function: Callable[..., None], params: bytes, addresses: Sequence[int]) -> None:
+    """Says that `function` is launched with `params` on `addresses`."""
+    events = recording.get(threading.get_ident())
+    if events is not None:
+        events.launches.append(Launch(function, params, tuple(addresses)))
+
+
+def note_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Says that `tensor` was allocated; returns it."""
+    events = recording.get(threading.get_ident())
+    if events is not None:
+        events.memory.append(tensor)
+    return tensor
+
+
+def noting(function: Any) -> Any:
+    """`function`, whose results are noted."""
+
+    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = function(*args, **kwargs)
+        return note_memory(tensor) if recording else tensor
+
+    return allocate

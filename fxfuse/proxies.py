@@ -1,0 +1,201 @@
+"""The values that a forward computes with while it is traced, and what they answer about themselves.
+
+`isinstance(x, torch.Tensor)` is False of fx's proxies, so that the wrong branch would be traced. While a model is
+traced, its questions are answered for the value that will be there (`answering`), where that is sure whatever the model
+is called with; otherwise they end the trace.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxfuse.patterns.tensors import tensors_of
+
+
+class Proxy(fx.Proxy):
+    """A proxy for which `x += 1` overwrites x, as it does for tensors, and to which nothing can be attached unseen."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer"):
+            raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        if not hasattr(torch.Tensor, name) and _is_users(sys._getframe(1)) and self._is_surely_tensor():
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        return _Attribute(self, name)
+
+    def _is_surely_tensor(self) -> bool:
+        """Whether it is one by what was done until now, not because an argument was taken for one."""
+        return _tensor_class(self.tracer, self.node) is not None
+
+
+class _Attribute(fx.proxy.Attribute, Proxy):
+    """An attribute of a value, or a method until it is called."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("root", "attr", "_node"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _augmented(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+_AUGMENTED: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+for _name in _AUGMENTED:
+    setattr(Proxy, f"__i{_name}__", _augmented(getattr(operator, f"__i{_name}__")))
+
+
+class BufferProxy(Proxy):
+    """A buffer, read at every call; what is asked of its shape while tracing is answered at once."""
+
+    _buffer: torch.Tensor
+
+    def __init__(self, node: fx.Node, tracer: Any, buffer: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        object.__setattr__(self, "_buffer", buffer)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The buffer itself."""
+        return self._buffer
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._buffer.shape
+
+    @property
+    def ndim(self) -> int:
+        return self._buffer.ndim
+
+    def size(self, *dim: int) -> Any:
+        return self._buffer.size(*dim)
+
+    def dim(self) -> int:
+        return self._buffer.dim()
+
+    def numel(self) -> int:
+        return self._buffer.numel()
+
+
+def _augmented_buffer(function: Callable[..., Any]) -> Callable[[BufferProxy, Any], BufferProxy]:
+    def augmented(self: BufferProxy, other: Any) -> BufferProxy:
+        node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
+        return BufferProxy(node, self.tracer, self._buffer)  # the same buffer: `self.steps += 1` replaces nothing
+
+    return augmented
+
+
+for _name in _AUGMENTED:
+    setattr(BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
+
+
+# ------------------------------------------------------------------------------ what a value is
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Inside, Python's isinstance goes by what a proxy's value will be, if a model's code asks.
+
+    Not `__class__`, by which torch's own C++ would take a proxy for a tensor in memory.
+    """
+    plain = builtins.isinstance
+
+    def asked(value: Any, classes: Any) -> bool:
+        if plain(value, classes):
+            return True
+        if not issubclass(type(value), Proxy) or not _is_users(_asking_frame()):
+            return False
+        return issubclass(class_of(value.tracer, value.node), classes)
+
+    builtins.isinstance = asked
+    try:
+        yield
+    finally:
+        builtins.isinstance = plain
+
+
+def _asking_frame() -> FrameType:
+    """The frame that calls the caller; of what calls torch.is_tensor if that is what asks."""
+    frame = sys._getframe(2)
+    if frame.f_code is torch.is_tensor.__code__ and frame.f_back is not None:
+        return frame.f_back
+    return frame
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether it runs code of the model, or of a library that is neither torch nor fxfuse."""
+    return str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse")
+
+
+def class_of(tracer: Any, node: fx.Node) -> type:
+    """The class that the node's value has at every call.
+
+    An argument that nothing is known of is taken for a tensor, and noted in the tracer's `taken_for_tensors`. Raises
+    TraceError where the class may differ from call to call.
+    """
+    found = _tensor_class(tracer, node)
+    if found is None and node.op == "placeholder" and not str(node.target).startswith("*"):
+        tracer.taken_for_tensors.add(str(node.target))
+        found = torch.Tensor
+    found = found or _other_class(tracer, node)
+    if found is None:
+        raise fx.proxy.TraceError(f"the class of '{node}' is asked for, which a graph does not know")
+    return found
+
+
+def _tensor_class(tracer: Any, node: fx.Node) -> type | None:
+    """torch.Tensor or the class of the parameter, if it is surely a tensor."""
+    root = tracer.root
+    if node.op == "get_attr":
+        *path, name = str(node.target).split(".")
+        owner = root
+        for child in path:
+            owner = owner._modules[child]
+        found = {**vars(owner), **owner._buffers, **owner._parameters}.get(name)  # its __getattr__ gives proxies now
+        return type(found) if isinstance(found, torch.Tensor) else None
+    taken: set[str] = tracer.taken_for_tensors
+    assumed = [item for item in node.graph.nodes if item.op == "placeholder" and item.target in taken]
+    return torch.Tensor if node in assumed or node in tensors_of(root, node.graph, assumed) else None
+
+
+_CLASSES: Final[dict[str, type]] = {
+    "shape": torch.Size, "dtype": torch.dtype, "device": torch.device, "ndim": int, "dim": int, "numel": int,
+    "ndimension": int, "nelement": int, "__len__": int, "is_cuda": bool, "requires_grad": bool, "layout": torch.layout,
+    "is_contiguous": bool, "is_floating_point": bool, "is_complex": bool, "get_device": int, "element_size": int,
+    "storage_offset": int,
+}  # fmt: skip
+"""Attributes and methods of a tensor that return something else, and what."""
+_OF_NUMBERS: Final = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pos}
+)
+
+
+def _other_class(tracer: Any, node: fx.Node) -> type | None:
+    """The class of a value that is surely no tensor."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    asks = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
+    if asks is not None and _tensor_class(tracer, first) is not None:
+        if asks in ("size", "stride"):
+            return (torch.Size if asks == "size" else tuple) if len(node.args) == 1 and not node.kwargs else int
+        return _CLASSES.get(str(asks))
+    if node.target is operator.getitem and _other_class(tracer, first) in (torch.Size, tuple):
+        return _other_class(tracer, first) if isinstance(node.args[1], slice) else int
+    if node.target in _OF_NUMBERS:
+        classes = [_other_class(tracer, arg) if isinstance(arg, fx.Node) else type(arg) for arg in node.args]
+        return int if all(cls is int for cls in classes) else None
+    return None

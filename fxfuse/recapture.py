@@ -1,0 +1,152 @@
+"""Models that fx cannot trace whole, captured by Dynamo at a later call.
+
+fx traces without knowing anything about arguments, so that a question about a shape or dtype ends a trace and the
+module runs as Python, its children as graphs of their own. Dynamo knows them, and guards what it was told. What takes
+it seconds is done for a model that is called again and again: at its third call, or for `example_inputs`. A model is
+captured whole or not at all (a part of it would have run before the rest turned out to need Python).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse.locks import free_in_children
+
+if TYPE_CHECKING:
+    from fxfuse.optimize import FusedModule, Settings
+
+logger = logging.getLogger("fxfuse")
+
+CALLS_BEFORE: Final = 2
+"""Calls that run as Python: most models that are called once or twice are called no more."""
+FAILURES: Final = 4
+"""Calls in a row that Dynamo could not capture, after which it is asked no more."""
+
+_capturing = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether Dynamo captures one of these models, so that children are to be traced as the modules they were."""
+    return getattr(_capturing, "now", False)
+
+
+is_capturing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no guard: it is asked while tracing only
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    before = is_capturing()
+    _capturing.now = True
+    try:
+        yield
+    finally:
+        _capturing.now = before
+
+
+class Recapture:
+    """One model's graphs by Dynamo."""
+
+    def __init__(self, root: nn.Module, settings: Settings) -> None:
+        self.reason: str | None = None
+        """Why Dynamo captured no graph, the last time it tried."""
+        self._root = weakref.ref(root)
+        self._settings = settings
+        self._calls = 0
+        self._failures = 0
+        self._graphs: weakref.WeakSet[FusedModule] = weakref.WeakSet()
+        self._run: Callable[..., Any] | None = None
+        self._lock = free_in_children(threading.RLock())
+
+    @property
+    def graphs(self) -> tuple[FusedModule, ...]:
+        """Those there are, for the report."""
+        return tuple(self._graphs)
+
+    def hurry(self) -> None:
+        """Lets the next call be captured."""
+        self._calls = max(self._calls, CALLS_BEFORE)
+
+    def call(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """python(*args, **kwargs), by a graph of Dynamo's if there is one or it is time for one."""
+        if self._failures >= FAILURES or _is_watched((*args, *kwargs.values())):
+            return python(*args, **kwargs)
+        if self._calls < CALLS_BEFORE:
+            self._calls += 1
+            return python(*args, **kwargs)
+        try:
+            with _said():
+                result = self._compiled()(*args, **kwargs)
+        except Exception as error:
+            if not _is_dynamos(error):
+                raise
+            # what a graph cannot hold it will not hold the next time; other arguments may be others
+            self._failures = FAILURES if isinstance(error, torch._dynamo.exc.Unsupported) else self._failures + 1
+            self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
+            return python(*args, **kwargs)  # nothing has run: graphs are whole
+        self._failures = 0
+        return result
+
+    def _compiled(self) -> Callable[..., Any]:
+        with self._lock:
+            if self._run is None:
+                root = self._root()
+                assert root is not None  # its module calls this
+
+                def forward(*args: Any, **kwargs: Any) -> Any:
+                    return root.forward(*args, **kwargs)
+
+                # Dynamo keeps what it compiles by code object, a few results for each, and in the function's globals;
+                # its tables let each keep the other
+                names = {"__name__": __name__, "__builtins__": __builtins__}
+                own = types.FunctionType(forward.__code__.replace(), names, closure=forward.__closure__)
+                weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
+                backend = functools.partial(_fused, self._settings, weakref.ref(self._graphs))
+                self._run = torch.compile(own, backend=backend, fullgraph=True)
+            return self._run
+
+
+def _fused(
+    settings: Settings, graphs: weakref.ref[weakref.WeakSet[FusedModule]],
+    gm: fx.GraphModule, example_inputs: Sequence[Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """A backend, which Dynamo keeps for ever: it must not hold the model."""
+    from fxfuse.backend import fused_graph, prepared_by_first_call
+    from fxfuse.optimize import drop_source_with
+
+    drop_source_with(type(gm).forward)
+    fused = fused_graph(gm, settings)
+    known = graphs()
+    if known is not None:
+        known.add(fused)
+    return prepared_by_first_call(fused)
+
+
+def _is_watched(values: Sequence[Any]) -> bool:
+    """Whether somebody traces, transforms or observes this call, and wants to see the model's own operations."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or any(isinstance(value, fx.Proxy) for value in values)
+    )
+
+
+def _is_dynamos(error: Exception) -> bool:
+    """Whether Dynamo raised it, in place of capturing; errors of the model are other classes."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith(
+        "torch._dynamo"
+    )

@@ -1,0 +1,209 @@
+"""Programs: calls without gradients that run as a list give what eager gives, whatever happens between them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, assert_as_eager, linear, randn
+from torch import nn
+
+import fxfuse
+from fxfuse import program
+from fxfuse.optimize import state_of
+
+
+def programs(fast):
+    return state_of(fast).programs.programs
+
+
+def views(m, x):
+    q, k, v = m.fc(x * 2 + 1).view(-1, 2, 4).permute(1, 0, 2).sigmoid().mul(0.5).unbind(0)[0].chunk(4, -1)[:3]
+    return q * k.exp() + v, k.transpose(0, 1)
+
+
+MODELS = {
+    "a chain": lambda m, x: (x * 2 + 1).sigmoid() * x.tanh(),
+    "two chains between layers": lambda m, x: F.softmax((m.fc((x * 2).tanh() + 1) * 3).exp().add(1), -1).mul(2).add(x),
+    "views": views,
+    "in place": lambda m, x: m.fc(x * 2 + 1).relu_().mul_(3).add_(1),
+    "in place on a view": lambda m, x: (lambda y: (y[:, :4].mul_(2).add_(1), y * 3 + x)[1])(m.fc(x).sigmoid() + 1),
+    "an argument is returned": lambda m, x: (x, (x + 1).exp() * 2),
+    "a view of an argument is returned": lambda m, x: (x.t(), (x + 1).exp() * 2),
+    "a value twice": lambda m, x: (lambda y: {"a": y, "b": [y, y.view(-1)]})((x + 1).exp() * 2),
+    "a view of a result is returned": lambda m, x: ((x + 1).exp() * 2).view(2, -1).t(),
+    "parts": lambda m, x: (lambda y: torch.cat([y[0].exp() * 2 + 1, y[1]], -1).sigmoid() - 1)(m.fc(x).chunk(2, -1)),
+    "another dtype": lambda m, x: (m.fc((x * 2 + 1).tanh()).double() * 2 + 1).exp().float().sin() * 3,
+    "a fresh tensor": lambda m, x: (x + torch.ones(8) * 2).exp() * 3 - m.fc(x),
+    "no memory of its own": lambda m, x: (x.expand(3, 4, 8) * 2 + 1).exp().sum(0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_eagers(name):
+    model = Net(MODELS[name], fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            assert_as_eager(model, fast, torch.randn(4, 8))
+    assert len(programs(fast)) == 1, state_of(fast).programs.reason
+
+
+def recorded(model, x):
+    """The optimised model with a program for such calls."""
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+    assert len(programs(fast)) == 1, state_of(fast).programs.reason
+    return fast
+
+
+def chained():
+    return Net(
+        lambda m, x: F.softmax((m.fc((x * 2).tanh() + 1) * 3).exp().add(1), -1).mul(2).add(m.p), fc=linear(), p=randn(8)
+    )
+
+
+def in_another_shape(model, fast, x):
+    return x[:3]
+
+
+def with_other_strides(model, fast, x):
+    return x.t().contiguous().t()
+
+
+def with_other_weights(model, fast, x):
+    for net in (model, fast):
+        net.load_state_dict({name: tensor * 2 for name, tensor in net.state_dict().items()})
+
+
+def with_another_parameter(model, fast, x):
+    new = randn(8)
+    model.p, fast.p = nn.Parameter(new), nn.Parameter(new)
+
+
+def with_data_moved(model, fast, x):
+    for net in (model, fast):
+        net.fc.weight.data = net.fc.weight.data.clone() + 1
+
+
+def in_float64(model, fast, x):
+    model.double(), fast.double()
+    return x.double()
+
+
+def unaligned(model, fast, x):
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def with_a_hook(model, fast, x):
+    for net in (model, fast):
+        net.fc.register_forward_hook(lambda module, args, result: result + 1)
+
+
+CHANGES = (
+    in_another_shape, with_other_strides, with_other_weights, with_another_parameter, with_data_moved, in_float64,
+    unaligned, with_a_hook,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls(change):
+    model, x = chained(), randn(4, 8)
+    fast = recorded(copy.deepcopy(model), x)
+    with torch.no_grad():
+        changed = change(model, fast, x)
+        for _ in range(4):
+            assert_as_eager(model, fast, x if changed is None else changed, exact=False)
+
+
+def test_calls_that_want_gradients_get_them():
+    model, x = chained(), randn(4, 8)
+    fast = recorded(copy.deepcopy(model), x)
+    for net in (model, fast):
+        net(x).sum().backward()
+    for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_results_are_the_callers_own(inference):
+    model, x = chained(), randn(4, 8)
+    fast = recorded(model, x)
+    with torch.inference_mode(inference), torch.no_grad():
+        first = fast(x)
+        kept = first.clone()
+        fast(x * 2)
+    assert torch.equal(first, kept)
+    assert first.is_inference() is inference
+
+
+def test_random_numbers_are_drawn_anew():
+    model = Net(lambda m, x: F.dropout((x * 2 + 1).exp(), 0.5, True) * 3 + 1)
+    fast, x = recorded(model, randn(4, 8)), randn(4, 8)
+    with torch.no_grad():
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            mine = fast(x)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(mine, model(x))
+
+
+REFUSED = {
+    "a result's size depends on values": lambda m, x: (x * 2 + 1).exp()[x > 0].mul(2).add(1),
+    "a number of a tensor": lambda m, x: (x * 2 + 1).exp() * x.sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_values_is_not_recorded(name):
+    model = Net(REFUSED[name], fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, randn(4, 8), exact=False)
+    assert not programs(fast)
+    assert "depend" in state_of(fast).programs.reason
+
+
+def test_tied_parameters():
+    model = Net(lambda m, x: m.a((m.b(x) * 2).tanh() + 1) * 3 + 1, a=linear(), b=linear())
+    model.a.weight = model.b.weight
+    fast, x = recorded(copy.deepcopy(model), randn(4, 8)), randn(4, 8)
+    with torch.no_grad():
+        for net in (model, fast):
+            net.b.weight = nn.Parameter(torch.ones(8, 8))
+        for _ in range(3):
+            assert_as_eager(model, fast, x)
+
+
+def test_no_two_values_that_live_at_once_share_memory():
+    torch.manual_seed(0)
+    for _ in range(200):
+        slots = []
+        for number in range(20):
+            first, life = torch.randint(20, (2,)).tolist()
+            slots.append(
+                program._Slot(
+                    "memory", f"v{number}", nbytes=int(torch.randint(1, 5000, ())), first=first, last=first + life
+                )
+            )
+        size = program._place(slots)
+        for a in slots:
+            assert a.offset % program.ALIGNMENT == 0 and a.offset + a.nbytes <= size
+            for b in slots:
+                if a is not b and a.first <= b.last and b.first <= a.last:
+                    assert a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+        assert size <= sum(-(-slot.nbytes // program.ALIGNMENT) * program.ALIGNMENT for slot in slots)
+
+
+def test_values_that_die_leave_their_memory():
+    def body(m, x):
+        for _ in range(6):
+            x = F.softmax(x * 2 + 1, -1).exp() - 1
+        return x
+
+    fast = recorded(Net(body), randn(64, 64))
+    assert 0 < programs(fast)[0].arena_size <= 2 * 64 * 64 * 4
