@@ -1,85 +1,148 @@
-"""Whole runs of convolutions in channels_last, whatever layout the model's inputs have.
+"""Which values of a graph are in channels_last, whatever layout the model's inputs have.
 
-GPU libraries and kernels are faster there, and torch's operators pass the layout on: it takes one conversion where a
-run begins, and one back wherever a value leaves it, so that everybody else sees the strides that eager would give.
+GPU libraries and kernels convolve faster there, and most of torch's operators pass the layout on. So each value of the
+graph is given a layout, eager's own or channels_last, for the least bytes: a conversion where the layout changes costs
+those of the value, a convolution that is left in NCHW a part of those that it reads and writes (a library's converts x
+and the result by itself). The cheapest assignment is a minimal cut of the graph (min_cut.py).
 
-A run starts at a convolution and takes in every operation that keeps the layout and works on values of the run alone.
-Whether a call converts is decided when it comes: on a GPU, for an input that is contiguous.
+                        eager's                   channels_last                     eager's
+    x ──────────────────────── to_channels_last ─ conv ─ relu ─┬─ conv ─ add ─ as_before ── output
+                                                               └──────────┘
+
+Nobody sees it: what leaves has the strides that eager would give. Those are known where everything that a value comes
+of is contiguous: `plain` asks that at each call, on a GPU, and elsewhere nothing is converted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from fxfuse import functional, ops
-from fxfuse.layout import contiguous_strides
-from fxfuse.patterns.anchors import has_hooks
-from fxfuse.patterns.mutation import Mutations, spelling
-from fxfuse.patterns.questions import asks_rank
-from fxfuse.patterns.values import is_nothing
+from fxfuse.layout import channels_last_strides, contiguous_strides
+from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
+from fxfuse.patterns.anchors import known_tensor
+from fxfuse.patterns.layouts import Role, forgets, is_never_contiguous, known_elements, role_of, stays_contiguous
+from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.values import is_tensor
 
-LEAST: Final = 4
-"""Convolutions that a run must have to be converted."""
-
-_aten = torch.ops.aten
-_POOL_MODULES: Final = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.BatchNorm2d, nn.Identity, nn.Dropout)
-_POOLS: Final = frozenset(
-    {F.max_pool2d, torch.max_pool2d, _aten.max_pool2d, F.avg_pool2d, _aten.avg_pool2d, F.adaptive_avg_pool2d,
-     _aten.adaptive_avg_pool2d}
-)  # fmt: skip
-_CATS: Final = frozenset({torch.cat, torch.concat, _aten.cat})
+LEFT: Final = 0.6
+"""What a convolution that is left in NCHW costs: of the bytes of x and of its result, half of which a conversion there
+and back would be. So four convolutions of one size are worth two conversions, and three are not."""
+_PRICE: Final = 1000
+"""The price of a value as large as the model's image in one channel."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """Nodes of a graph that work in channels_last if `source` is converted."""
+class Conversion:
+    """A place of the graph where a value changes its layout."""
 
-    source: fx.Node
-    nodes: list[fx.Node] = field(default_factory=list)
-    convolutions: list[fx.Node] = field(default_factory=list)
+    number: int
+    """Unique in the process; the node passes it, so that what it copied can be told (`bytes_of`)."""
+    value: str
+    """The name of the node whose value it is."""
+    reader: str
+    """The first node that reads it in the other layout."""
+    there: bool
+    """Whether to channels_last, or back."""
 
 
-def convert_runs(root: nn.Module, graph: fx.Graph) -> list[Run]:
-    """Puts conversions around the runs of `graph`, whose regions are fused already. Returns the runs."""
-    mutations = Mutations(root, graph)
-    if mutations.visible():  # a conversion copies, and what is overwritten would be overwritten in the copy only
-        return []
-    runs = [run for run in _find_runs(root, graph) if len(run.convolutions) >= LEAST]
-    for run in runs:
-        _convert(graph, run)
-    return runs
+@dataclass(frozen=True)
+class Layouts:
+    """What the graph's values were given."""
+
+    convolutions: int = 0
+    """How many work in channels_last."""
+    conversions: tuple[Conversion, ...] = ()
 
 
 # --------------------------------------------------------------------------------------------- at a call
 
-
-def to_channels_last(x: torch.Tensor) -> torch.Tensor:
-    """x in channels_last if that is worth while for the run that begins with it, else x."""
-    if isinstance(x, fx.Proxy):  # somebody traces the optimised model
-        return x.tracer.create_proxy("call_function", to_channels_last, (x,), {})
-    return x.contiguous(memory_format=torch.channels_last) if _gains(x) else x
+_stride: Final = torch.Tensor.stride
+_copied: Final[dict[int, int]] = {}
+"""Bytes that each conversion copied when it last did, by its number."""
 
 
-def as_before(y: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A value of the run that began with `source`, with the strides that it would have without conversion."""
-    if isinstance(y, fx.Proxy):
-        return y.tracer.create_proxy("call_function", as_before, (y, source), {})
+def bytes_of(number: int) -> int | None:
+    """Bytes that a conversion copied in its latest call that did; None if none has."""
+    return _copied.get(number)
+
+
+def _forget(numbers: Iterable[int]) -> None:
+    """Drops what is known of conversions whose graph no longer exists."""
+    for number in numbers:
+        _copied.pop(number, None)
+
+
+def plain(values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool) -> bool:
+    """Whether all that a value comes of is contiguous and on a GPU: then the value is contiguous in eager."""
+    everything = (*values, *parameters, *others)
+    proxy = next((item for item in everything if isinstance(item, fx.Proxy)), None)
+    if proxy is not None:  # somebody traces the optimised model
+        return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), {})  # type: ignore[return-value]
+    if torch.compiler.is_compiling():  # a compiler lays out by itself
+        return False
+    return (
+        all(others)
+        and all(_is_plain(value) for value in values)
+        and _are_contiguous(tuple(map(_shape, parameters)), tuple(map(_stride, parameters)))
+    )
+
+
+def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
+    """x in channels_last if that is wanted, else x."""
+    proxy = next((item for item in (x, wanted) if isinstance(item, fx.Proxy)), None)
+    if proxy is not None:
+        return proxy.tracer.create_proxy("call_function", to_channels_last, (x, wanted, number), {})
+    if not wanted or not isinstance(x, torch.Tensor) or x.dim() != 4:
+        return x
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        _copied[number] = x.numel() * x.element_size()
+        return x.contiguous(memory_format=torch.channels_last)
+    # one channel, or one pixel: the same in memory, but a convolution goes by strides
+    return x if x.stride(1) == 1 else x.as_strided(x.shape, channels_last_strides(x.shape))
+
+
+def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> Any:
+    """y with the strides that it has in eager, if it was `converted` and does not stay so."""
+    proxy = next((item for item in (y, converted, stays) if isinstance(item, fx.Proxy)), None)
+    if proxy is not None:
+        return proxy.tracer.create_proxy("call_function", as_before, (y, converted, number, stays), {})
+    if not converted or stays or not isinstance(y, torch.Tensor):
+        return y
     strides = contiguous_strides(y.shape)
-    if not _gains(source) or y.stride() == strides:
+    if y.stride() == strides:
         return y
     if y.is_contiguous():  # but for the strides of dimensions of size 1
         return y.as_strided(y.shape, strides)
+    _copied[number] = y.numel() * y.element_size()
     return y.contiguous()
 
 
-def _gains(x: torch.Tensor) -> bool:
-    # Where both layouts are the same in memory, torch's operators do not agree which one a tensor has.
-    return _on_gpu(x) and x.dim() == 4 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+_shape: Final[Any] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.dim() != 4:
+        return value.is_contiguous()
+    if not value.is_contiguous() or not _on_gpu(value):
+        return False
+    # Where both layouts are the same in memory, strides say which of them torch's operators take it to have.
+    both = value.is_contiguous(memory_format=torch.channels_last)
+    return not both or value.stride() == contiguous_strides(value.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _are_contiguous(shapes: tuple[Sequence[int], ...], strides: tuple[tuple[int, ...], ...]) -> bool:
+    return all(found == contiguous_strides(shape) for shape, found in zip(shapes, strides, strict=True))
 
 
 def _on_gpu(x: torch.Tensor) -> bool:
@@ -89,70 +152,243 @@ def _on_gpu(x: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------- in a graph
 
 
-def _find_runs(root: nn.Module, graph: fx.Graph) -> list[Run]:
-    runs: list[Run] = []
-    of: dict[fx.Node, Run] = {}
-    for node in graph.nodes:
-        if _is_convolution(root, node):
-            x = node.all_input_nodes[0]
-            run = of.get(x)
-            if run is None:
-                run = next((run for run in runs if run.source is x), None) or Run(x)
-                if not run.nodes:
-                    runs.append(run)
-            run.convolutions.append(node)
-        elif _keeps_layout(root, node):
-            inputs = [arg for arg in node.all_input_nodes if arg.op != "get_attr"]
-            run = of.get(inputs[0]) if inputs else None
-            if run is None or any(of.get(arg) is not run for arg in inputs):
+def assign_layouts(root: nn.Module, graph: fx.Graph) -> Layouts:
+    """Puts conversions into `graph`, whose regions are fused already, where a minimal cut says so."""
+    known = _Known(root, graph)
+    if not any(role.is_convolution for role in known.roles.values()):
+        return Layouts()
+    inside = _cheapest(known)
+    return _Conversions(known, inside).put() if inside else Layouts()
+
+
+class _Known:
+    """What the assignment goes by.
+
+    Attributes:
+        roles: of the nodes that may work in channels_last: what they make is a picture.
+        sizes: channels and pixels of every value, in relation to others.
+        origins: of every value, such values that it is contiguous in eager if all of them are.
+        tied: nodes of `roles` that must have one layout, since one overwrites what others read.
+        has_strangers: whether the graph calls modules that may do anything.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        self.root = root
+        self.graph = graph
+        self.roles: dict[fx.Node, Role] = {}
+        self.sizes: dict[fx.Node, tuple[float, float]] = {}
+        self.origins: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.tied: list[list[fx.Node]] = []
+        self.mutations = Mutations(root, graph)
+        self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in graph.nodes)
+        roles = {node: role_of(root, node) for node in graph.nodes}
+        pictures = {role.inputs[0] for role in roles.values() if role is not None and role.is_convolution}
+        for node, role in roles.items():
+            self.origins[node] = self._origins_of(node, role)
+            if role is None or not (role.is_convolution or node in pictures or pictures.intersection(role.inputs)):
+                self.sizes[node] = next((self.sizes[arg] for arg in node.all_input_nodes), (3.0, 1.0))
                 continue
+            self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
+            pictures.add(node)
+            # what comes of permutations is in channels_last in eager already, or in neither layout
+            if not any(map(is_never_contiguous, self.origins[node])):
+                self.roles[node] = role
+        for memory in _merged(self.mutations.visible()):
+            self._tie(memory, [node for node in graph.nodes if self.mutations.memory(node) & memory])
+
+    def _tie(self, memory: frozenset[object], sharing: list[fx.Node]) -> None:
+        """Keeps nodes that share memory which is overwritten in one layout: in eager's, if others share it, too."""
+        made = all(isinstance(item, fx.Node) and item.op != "placeholder" for item in memory)
+        if made and self.roles.keys() >= set(sharing) and len({self.unknown(node) for node in sharing}) == 1:
+            self.tied.append(sharing)
         else:
+            for node in sharing:
+                self.roles.pop(node, None)
+
+    def unknown(self, node: fx.Node) -> frozenset[fx.Node]:
+        """Of the origins those that are results of what nobody knows."""
+        return frozenset(arg for arg in self.origins[node] if arg.op not in ("placeholder", "get_attr"))
+
+    def _origins_of(self, node: fx.Node, role: Role | None) -> frozenset[fx.Node]:
+        """Values such that `node`'s is contiguous in eager if all of them are."""
+        if not is_tensor(node):
+            return frozenset()
+        if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
+            return frozenset({node})
+        return frozenset().union(*(self.origins[arg] for arg in node.all_input_nodes))
+
+    def _is_stranger(self, node: fx.Node) -> bool:
+        return not type(self.root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
+
+    def _size(self, role: Role, pictures: Sequence[fx.Node]) -> tuple[float, float]:
+        first = max(pictures or role.inputs[:1], key=lambda arg: self.sizes[arg][1])
+        channels, pixels = self.sizes[first]
+        if role.channels == 0:  # those of all inputs
+            channels = sum(self.sizes[arg][0] for arg in role.inputs)
+        elif role.channels is not None:
+            channels = role.channels
+        if role.several:
+            channels /= 2
+        return channels, pixels * role.grows
+
+    def price(self, node: fx.Node) -> int:
+        """Of a conversion of the value."""
+        elements = known_elements(node)
+        channels, pixels = self.sizes[node]
+        return max(1, elements if elements is not None else round(_PRICE * channels * pixels))
+
+    def outside(self, node: fx.Node) -> bool:
+        """Whether it is a value that may be a picture, and has eager's layout in any case."""
+        return node not in self.roles and node.op != "get_attr" and is_tensor(node)
+
+
+def _merged(memories: Iterable[frozenset[object]]) -> list[frozenset[object]]:
+    """The same, those that overlap as one."""
+    merged: list[frozenset[object]] = []
+    for memory in memories:
+        apart = [other for other in merged if not other & memory]
+        merged = [*apart, memory.union(*(other for other in merged if other & memory))]
+    return merged
+
+
+def _cheapest(known: _Known) -> set[fx.Node]:
+    """The nodes whose results are in channels_last in the cheapest assignment."""
+    network = Network()
+    values = dict.fromkeys(itertools.chain.from_iterable((node, *role.inputs) for node, role in known.roles.items()))
+    for value in values:
+        role = known.roles.get(value)
+        if role is None and not known.outside(value):
             continue
-        run.nodes.append(node)
-        of[node] = run
-    return runs
+        price = known.price(value)
+        readers = [user for user in value.users if user in known.roles and value in known.roles[user].inputs]
+        if role is None:
+            vertex: Any = SINK
+        else:
+            vertex = value
+            if role.is_convolution:
+                read = known.price(role.inputs[0]) if role.inputs[0] in known.sizes else price
+                network.add(SOURCE, value, round(LEFT * (read + price) / 2))
+            back = NEVER if role.is_alias or role.several else price  # others would not see it overwritten
+            network.add(value, ("back", value), back)
+            others = [user for user in value.users if user not in readers and not forgets(known.root, value, user)]
+            for reader in [*readers, *([SINK] if others else [])]:
+                network.add(("back", value), reader, NEVER)
+        network.add(("there", value), vertex, NEVER if role is not None and role.several else price)
+        for reader in readers:
+            network.add(reader, ("there", value), NEVER)
+    for first, *others in known.tied:
+        for other in others:
+            network.add(first, other, NEVER)
+            network.add(other, first, NEVER)
+    chosen = network.with_source()
+    return {node for node in known.roles if node in chosen}
 
 
-def _is_convolution(root: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return type(module) is nn.Conv2d and not has_hooks(module) and len(node.all_input_nodes) == 1
-    return node.op == "call_function" and node.target is functional.conv2d
+class _Conversions:
+    """Puts conversions on the borders of what is in channels_last."""
 
+    _numbers = itertools.count(1)
 
-def _keeps_layout(root: nn.Module, node: fx.Node) -> bool:
-    """Whether the result is in channels_last if all inputs are, as far as torch's operators go."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        if has_hooks(module) or module.training or getattr(module, "return_indices", False):
-            return False
-        return type(module) in _POOL_MODULES or spelling(root, node) is not None
-    if node.op == "call_method":
-        return spelling(root, node) is not None
-    if node.op != "call_function":
-        return False
-    if is_nothing(root, node):
-        return True
-    target = ops.function_of(node.target)
-    if target in _CATS:
-        return node.args[1:] == (1,) or node.kwargs == {"dim": 1}
-    return target in _POOLS or target is functional.pointwise or spelling(root, node) is not None
+    def __init__(self, known: _Known, inside: set[fx.Node]) -> None:
+        self._known = known
+        self._graph = known.graph
+        self._inside = inside
+        self._order = {node: index for index, node in enumerate(known.graph.nodes)}
+        self._reads = [node for node in known.graph.nodes if node.op == "get_attr"]
+        self._flags: dict[frozenset[fx.Node], fx.Node] = {}
+        self._made: dict[Any, tuple[fx.Node, int]] = {}
+        self._found: list[Conversion] = []
 
+    def put(self) -> Layouts:
+        nodes = list(self._graph.nodes)
+        ordered = [node for node in nodes if node in self._inside]
+        self._put_base_flag(ordered)
+        for node in ordered:
+            for value in self._known.roles[node].inputs:
+                self._read_inside(node, value)
+        for value in ordered:
+            self._read_outside(value)
+        numbers = [conversion.number for conversion in self._found]
+        weakref.finalize(self._graph, _forget, numbers).atexit = False
+        roles = self._known.roles
+        return Layouts(sum(roles[node].is_convolution for node in ordered), tuple(self._found))
 
-def _convert(graph: fx.Graph, run: Run) -> None:
-    inside = set(run.nodes)
-    with graph.inserting_before(run.nodes[0]):
-        converted = graph.call_function(to_channels_last, (run.source,))
-    for node in run.convolutions:
-        if node.all_input_nodes[0] is run.source:
-            if node.args:  # its x, and not the same tensor among its operands
-                node.args = (converted, *node.args[1:])
+    # ----- what decides
+
+    def _put_base_flag(self, ordered: Sequence[fx.Node]) -> None:
+        """What all values in channels_last depend on: the model's arguments and parameters."""
+        origins = frozenset().union(*(self._known.origins[node] for node in ordered))
+        given = [node for node in self._graph.nodes if node.op == "placeholder" and node in origins]
+        paths = [str(node.target) for node in self._reads if node in origins]
+        paths += [f"{node.target}.weight" for node in ordered if self._is_convolution_module(node)]
+        with self._graph.inserting_before(ordered[0]):
+            parameters = [self._parameter(path, ordered[0]) for path in dict.fromkeys(paths) if self._is_weight(path)]
+            self._flags[frozenset()] = self._graph.call_function(plain, (given, parameters))
+
+    def _parameter(self, path: str, place: fx.Node) -> fx.Node:
+        """The parameter, read before `place`; it is read but once, unless a stranger may replace it meanwhile."""
+        found: fx.Node | None = next((node for node in self._reads if node.target == path), None)
+        if found is None or self._known.has_strangers:
+            return self._graph.get_attr(path)
+        if self._order[found] > self._order[place]:
+            place.prepend(found)
+        return found
+
+    def _is_convolution_module(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and self._known.roles[node].is_convolution
+
+    def _is_weight(self, path: str) -> bool:
+        """Whether it has several dimensions, whose order may be another."""
+        node = fx.Node(self._graph, "", "get_attr", path, (), {})
+        tensor = known_tensor(self._known.root, node)
+        return tensor is not None and tensor.dim() > 1
+
+    def _flag(self, node: fx.Node) -> fx.Node:
+        """Says, at a call, whether `node` works in channels_last."""
+        key = self._known.unknown(node)
+        if key not in self._flags:
+            values = sorted(key, key=self._order.__getitem__)
+            with self._graph.inserting_before(node):
+                self._flags[key] = self._graph.call_function(plain, (values, (), self._flags[frozenset()]))
+        return self._flags[key]
+
+    # ----- what is converted
+
+    def _read_inside(self, node: fx.Node, value: fx.Node) -> None:
+        """Lets `node` read `value` in channels_last."""
+        flag = self._flag(node)
+        if value in self._inside:
+            if self._flag(value) is not flag:
+                self._replace(node, value, self._converted(node, value, False, (self._flag(value), flag)))
+        elif self._known.outside(value) or value in self._known.roles:
+            self._replace(node, value, self._converted(node, value, True, (flag,)))
+
+    def _read_outside(self, value: fx.Node) -> None:
+        """Lets all others read `value` as it is in eager."""
+        for user in sorted(value.users, key=lambda user: self._order.get(user, -1)):
+            reads = user not in self._order or (user in self._inside and value in self._known.roles[user].inputs)
+            if not reads and not forgets(self._known.root, value, user):
+                self._replace(user, value, self._converted(user, value, False, (self._flag(value),)))
+
+    def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:
+        """The conversion of `value` for `reader`; the same for all, unless the value is overwritten in between."""
+        key = (value, there, flags)
+        place = self._order[reader]
+        if key in self._made:
+            made, since = self._made[key]
+            if not self._known.mutations.between(since, place, [value], []):
+                return made
+        conversion = Conversion(next(self._numbers), value.name, reader.name, there)
+        with self._graph.inserting_before(reader):
+            if there:
+                made = self._graph.call_function(to_channels_last, (value, *flags, conversion.number))
             else:
-                node.kwargs = {"input": converted}
-    for node in run.nodes:
-        outside = [user for user in node.users if user not in inside and not asks_rank(user)]
-        if outside:
-            with graph.inserting_after(node):
-                restored = graph.call_function(as_before, (node, run.source))
-            for user in outside:
-                user.replace_input_with(node, restored)
+                converted, *stays = flags
+                made = self._graph.call_function(as_before, (value, converted, conversion.number, *stays))
+        self._made[key] = made, place
+        self._found.append(conversion)
+        return made
+
+    @staticmethod
+    def _replace(user: fx.Node, value: fx.Node, instead: fx.Node) -> None:
+        user.replace_input_with(value, instead)

@@ -299,15 +299,6 @@ class FusedRegion:
     """The operation of torch's library that a chain follows."""
 
 
-@dataclass(frozen=True)
-class FusedRun:
-    """What the report needs to know of convolutions that run in channels_last (see channels_last.py)."""
-
-    source: str
-    """The node whose value is converted."""
-    convolutions: int
-
-
 _TABLES: Final = ("_parameters", "_modules", "_buffers")
 
 _SHARED: Final = (
@@ -332,7 +323,7 @@ class FusedState:
     settings: Settings
     regions: tuple[FusedRegion, ...] = ()
     skipped: tuple[Skipped, ...] = ()
-    runs: tuple[FusedRun, ...] = ()
+    layouts: channels_last.Layouts = field(default_factory=channels_last.Layouts)
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
     variants: dict[Arguments, FusedModule] = field(default_factory=dict)
@@ -401,7 +392,7 @@ class FusedModule(fx.GraphModule):
             state.replays = Replays()
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
-        runs: list[channels_last.Run] = []
+        state.layouts = channels_last.Layouts()
         if captured.graph is None:
             self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
             graph = _python_graph()
@@ -423,14 +414,13 @@ class FusedModule(fx.GraphModule):
                     epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
                     regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
                 if not captured.root.training:
-                    runs = channels_last.convert_runs(captured.root, graph)
+                    state.layouts = channels_last.assign_layouts(captured.root, graph)
             keep_numbers(graph)
             for node in graph.nodes:
                 if node.name == "self":  # a child of this name: what the code calls the module
                     node._rename("self_1")
             graph.lint()
         state.regions, state.skipped = tuple(regions), tuple(skipped)
-        state.runs = tuple(FusedRun(run.source.name, len(run.convolutions)) for run in runs)
         finalizer = weakref.finalize(self, plans.forget, [region.number for region in regions])
         finalizer.atexit = False
         state.forget = finalizer

@@ -11,6 +11,7 @@ from tabulate import tabulate
 from torch import fx
 
 from fxfuse import plans
+from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, FusedRegion, state_of
 
@@ -64,7 +65,8 @@ class Report:
     regions: tuple[RegionReport, ...]
     skipped: tuple[SkippedReport, ...]
     channels_last: tuple[str, ...] = ()
-    """Which convolutions run in channels_last on a GPU although the model's tensors are contiguous."""
+    """How many convolutions run in channels_last on a GPU although the model's tensors are contiguous, and each
+    conversion with the bytes it copies."""
     cuda_graphs: tuple[str, ...] = ()
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
     dynamo: tuple[str, ...] = ()
@@ -141,7 +143,7 @@ def explain(fast: fx.GraphModule) -> Report:
         raise FxfuseError(f"explain takes what fxfuse.optimize returned, not a {type(fast).__name__}")
     regions: list[RegionReport] = []
     skipped: list[SkippedReport] = []
-    runs: list[str] = []
+    layouts: list[str] = []
     for path, module in _traces(fast):
         prefix = f"{path}." if path else ""
         recapture = state_of(module).recapture
@@ -151,13 +153,26 @@ def explain(fast: fx.GraphModule) -> Report:
             name = prefix + untraced.path if untraced.path else path or "the model"
             skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}{without}"))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
-        runs += [
-            f"{run.convolutions} convolutions from '{prefix}{run.source}' on run in channels_last on a GPU"
-            for run in state_of(module).runs
-        ]
+        layouts += _layouts_report(state_of(module).layouts, prefix)
     programs = _once(line for path, module in _traces(fast) for line in _programs_report(path, module))
     dynamo = tuple(_dynamo_report(fast, path, len(graphs)) for path, graphs in _recaptured(fast).items())
-    return Report(_once(regions), _once(skipped), _once(runs), _graphs_report(fast), dynamo, programs)
+    return Report(_once(regions), _once(skipped), _once(layouts), _graphs_report(fast), dynamo, programs)
+
+
+def _layouts_report(layouts: Layouts, prefix: str) -> Iterator[str]:
+    """How many convolutions are in channels_last, and what is converted for them."""
+    if not layouts.convolutions:
+        return
+    count = len(layouts.conversions)
+    yield (
+        f"{layouts.convolutions} convolutions run in channels_last on a GPU, "
+        f"with {count} conversion{'' if count == 1 else 's'}"
+    )
+    for item in layouts.conversions:
+        copied = bytes_of(item.number)
+        how = "no copy so far" if copied is None else f"{copied / 2**20:.3g} MB a call"
+        way = "converted for" if item.there else "brought back for"
+        yield f"  '{prefix}{item.value}' is {way} '{prefix}{item.reader}': {how}"
 
 
 def _once(items: Iterable[_T]) -> tuple[_T, ...]:

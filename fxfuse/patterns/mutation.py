@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
-from fxfuse import ops
+from fxfuse import functional, ops
 from fxfuse.patterns.anchors import Attribute, Source
+from fxfuse.problem import ANCHORS, parsed
+from fxfuse.simplify import is_fresh
 
 _CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach"})
 """Rows whose result may be their argument itself."""
@@ -25,8 +28,15 @@ _FRESH_MODULES: Final = (
     nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Embedding,
 )  # fmt: skip
 _FRESH_FUNCTIONS: Final = frozenset(
-    {torch.cat, torch.stack, torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul}
-)
+    {torch.cat, torch.stack, torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul, F.conv2d, torch.conv2d,
+     F.conv_transpose2d, torch.conv_transpose2d, F.batch_norm, torch.batch_norm, F.layer_norm, F.group_norm, F.linear,
+     *(functional.function(kind) for kind in ANCHORS if kind != "pointwise")}
+)  # fmt: skip
+_FRESH_NAMES: Final = frozenset(
+    {"mean", "sum", "prod", "var", "std", "amax", "amin", "softmax", "log_softmax", "cumsum", "bmm", "baddbmm",
+     "interpolate", "pad", "scaled_dot_product_attention"}
+)  # fmt: skip
+"""Names of torch's functions and methods that always make a new tensor."""
 _IN_PLACE_FUNCTIONS: Final = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.ifloordiv, operator.imod,
      operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem}
@@ -71,6 +81,20 @@ def second_arguments(node: fx.Node) -> list[fx.Node]:
     return [other for other in others if isinstance(other, fx.Node)] if node.kwargs.keys() <= {"input", "other"} else []
 
 
+_QUESTIONS: Final = frozenset({"size", "dim", "numel", "nelement", "ndimension"})
+_ATTRIBUTES: Final = frozenset({"shape", "dtype", "device", "ndim"})
+
+
+def asks_shape(node: fx.Node) -> bool:
+    """Whether it asks a tensor for its shape, dtype or device, and does not look at its values or strides."""
+    if node.op == "call_method":
+        return node.target in _QUESTIONS
+    if node.op != "call_function":
+        return False
+    is_attribute = node.target is getattr and len(node.args) == 2 and node.args[1] in _ATTRIBUTES
+    return is_attribute or getattr(node.target, "__module__", "") == "fxfuse.patterns.questions"
+
+
 _SWITCHES: Final = frozenset(
     {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
 )
@@ -86,6 +110,7 @@ class Mutations:
         self._section: dict[fx.Node, int] = {}
         self._roots: dict[fx.Node, frozenset[object]] = {}
         self._writes: list[tuple[int, frozenset[object]]] = []
+        self._writers: dict[int, fx.Node] = {}
         section = 0
         for index, node in enumerate(graph.nodes):
             self.order[node] = index
@@ -93,6 +118,7 @@ class Mutations:
             self._section[node] = section
             written = self._written(node)
             if written:
+                self._writers[index] = node
                 self._writes.append((index, frozenset().union(*(self.memory(arg) for arg in written))))
             self._roots[node] = self._memory_of(node)
 
@@ -103,17 +129,19 @@ class Mutations:
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
-    def visible(self) -> bool:
-        """Whether what some node overwrites can be seen in another way than by that node's result."""
-        return any(self._is_visible(*write) for write in self._writes)
+    def visible(self) -> list[frozenset[object]]:
+        """For each write that can be seen in another way than by the writing node's result: what memory it is to."""
+        return [memory for index, memory in self._writes if self._is_visible(index, memory)]
 
     def _is_visible(self, index: int, memory: frozenset[object]) -> bool:
         if any(not isinstance(item, fx.Node) or item.op == "placeholder" for item in memory):
             return True  # an argument of the model, a parameter or a buffer
+        same_shape = spelling(self._root, self._writers[index]) is not None
         return any(
             self.order[arg] < index < order and memory & self._roots[arg]
             for node, order in self.order.items()
             for arg in node.all_input_nodes
+            if not (same_shape and asks_shape(node))
         )
 
     def same_section(self, node: fx.Node, other: fx.Node) -> bool:
@@ -155,6 +183,8 @@ class Mutations:
     def _memory_of(self, node: fx.Node) -> frozenset[object]:
         if node.op == "get_attr":
             return frozenset({str(node.target)})
+        if asks_shape(node):
+            return frozenset()
         if node.op == "placeholder" or self._is_fresh(node):
             return frozenset({node})
         found = spelling(self._root, node)
@@ -170,7 +200,14 @@ class Mutations:
             return isinstance(self._root.get_submodule(str(node.target)), _FRESH_MODULES)
         if isinstance(node.target, torch._ops.OpOverload):
             return _returns_fresh(node.target)
-        return node.op == "call_function" and node.target in _FRESH_FUNCTIONS
+        if node.target is functional.pointwise:
+            epilogue, overwrites = node.args[4:6]
+            return not overwrites and is_fresh(parsed(str(epilogue)), fresh_acc=False)
+        if node.op == "call_method":
+            return node.target in _FRESH_NAMES
+        home, name = (getattr(node.target, item, None) or "" for item in ("__module__", "__name__"))
+        ours = not home or home.startswith("torch")  # what torch compiled has no module
+        return node.target in _FRESH_FUNCTIONS or (ours and name in _FRESH_NAMES and "out" not in node.kwargs)
 
 
 def _returns_fresh(operator: torch._ops.OpOverload) -> bool:

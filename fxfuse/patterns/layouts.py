@@ -1,0 +1,288 @@
+"""What a node makes of its inputs' layout: which operations compute the same, and as fast, in channels_last.
+
+What torch computes does not depend on strides. But some operations give contiguous results whatever they are given,
+some look at strides (view, as_strided), and of what Python does nobody knows: for those `role_of` is None.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxfuse import functional, ops
+from fxfuse.patterns.anchors import has_hooks, known_tensor, noted
+from fxfuse.patterns.mutation import asks_shape, spelling
+from fxfuse.patterns.values import is_nothing
+
+_aten: Final = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is known of a node that may work in channels_last: given contiguous tensors its result is contiguous, and
+    given tensors in channels_last it is in channels_last."""
+
+    inputs: tuple[fx.Node, ...]
+    """The values that are read in the layout in question: no weights."""
+    is_convolution: bool = False
+    is_alias: bool = False
+    """Whether the result may be an input itself or a view of it; results of in-place operations do not count."""
+    several: bool = False
+    """Whether the result is a tuple of tensors."""
+    grows: float = 1.0
+    """The result's pixels for each of the first input's, about."""
+    channels: int | None = None
+    """The result's channels, if they are not the first input's."""
+
+
+_ROWS_OF_STRIDES: Final = frozenset({"contiguous", "clone"})
+"""Rows of the op table whose results' strides are their own business."""
+_ROWS_OF_ALIASES: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "detach"})
+_FEW_PIXELS: Final = 0.02
+"""Where all pixels of an image become one: a few, beside all others."""
+
+_POOL_MODULES: Final = (nn.MaxPool2d, nn.AvgPool2d)
+_ADAPTIVE_MODULES: Final = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+_SAME_MODULES: Final = (nn.BatchNorm2d, nn.ZeroPad2d, nn.ConstantPad2d)
+_UPSAMPLING_MODULES: Final = (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)
+_CONVOLUTION_MODULES: Final = (nn.Conv2d, nn.ConvTranspose2d)
+
+_CONVOLUTIONS: Final = frozenset(
+    {functional.conv2d, F.conv2d, torch.conv2d, _aten.conv2d, F.conv_transpose2d, torch.conv_transpose2d,
+     _aten.conv_transpose2d}
+)  # fmt: skip
+_POOLS: Final = frozenset(
+    {F.max_pool2d, torch.max_pool2d, _aten.max_pool2d, F.avg_pool2d, _aten.avg_pool2d}
+)  # fmt: skip
+_ADAPTIVE: Final = frozenset({F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d})
+_NORMALISATIONS: Final = frozenset({F.batch_norm, torch.batch_norm, _aten.batch_norm})
+_CATS: Final = frozenset({torch.cat, torch.concat, torch.concatenate, _aten.cat})
+_PADS: Final = frozenset({F.pad, _aten.pad, _aten.constant_pad_nd})
+_MODES: Final = ("nearest", "nearest-exact", "bilinear")
+"""In which torch's kernels for a GPU enlarge images in channels_last."""
+_REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})
+_PARTS: Final = frozenset({"chunk", "split", "split_with_sizes"})
+_PICTURE: Final = frozenset({2, 3})
+
+
+def role_of(root: nn.Module, node: fx.Node) -> Role | None:
+    """What is known of `node`; None if it must have what eager gives it."""
+    if node.op == "call_module":
+        return _of_module(root, node, root.get_submodule(str(node.target)))
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs or "memory_format" in node.kwargs:
+        return None
+    if is_nothing(root, node):
+        return Role(tuple(node.all_input_nodes[:1]), is_alias=True)
+    target = str(node.target) if node.op == "call_method" else ops.function_of(node.target)
+    if target in _CONVOLUTIONS:
+        return _of_convolution(root, node)
+    if target is functional.pointwise:
+        return Role(_pictures(node), grows=_pooled(node))
+    return _of_spelling(root, node) or _of_library(node, target)
+
+
+def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None:
+    inputs = tuple(node.all_input_nodes)
+    kind = type(module)
+    if has_hooks(module) or len(inputs) != 1:
+        return None
+    if kind in _CONVOLUTION_MODULES:
+        assert isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
+        area = float(module.stride[0] * module.stride[1])
+        grows = 1 / area if kind is nn.Conv2d else area
+        return Role(inputs, is_convolution=True, grows=grows, channels=module.out_channels)
+    if module.training or getattr(module, "return_indices", False):
+        return None
+    if is_nothing(root, node):
+        return Role(inputs, is_alias=True)
+    if kind in _POOL_MODULES:
+        return Role(inputs, grows=1 / _area(getattr(module, "stride", 1)))
+    if kind in _ADAPTIVE_MODULES:
+        return Role(inputs, grows=_FEW_PIXELS)
+    if kind in _UPSAMPLING_MODULES:
+        scale = getattr(module, "scale_factor", None)
+        return Role(inputs, grows=_area(scale or 2)) if getattr(module, "mode", "") in _MODES else None
+    return Role(inputs) if kind in _SAME_MODULES else _of_spelling(root, node)
+
+
+def _of_spelling(root: nn.Module, node: fx.Node) -> Role | None:
+    """Of a pointwise operation."""
+    found = spelling(root, node)
+    if found is None or found.row.name in _ROWS_OF_STRIDES or not node.all_input_nodes:
+        return None
+    return Role(_pictures(node), is_alias=found.row.name in _ROWS_OF_ALIASES and not found.in_place)
+
+
+def _pictures(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a pointwise operation reads that may have either layout: no parameters."""
+    return tuple(arg for arg in node.all_input_nodes if arg.op != "get_attr")
+
+
+def _of_convolution(root: nn.Module, node: fx.Node) -> Role | None:
+    x = _argument(node, 0, "input")
+    weight = known_tensor(root, _argument(node, 1, "weight"))
+    if not isinstance(x, fx.Node):
+        return None
+    fused = node.target is functional.conv2d
+    operands = [arg for arg in node.args[3] if isinstance(arg, fx.Node)] if fused else []  # type: ignore[union-attr]
+    stride = _argument(node, 5 if fused else 3, "stride")
+    transposed = "transpose" in getattr(node.target, "__name__", "")
+    grows = _area(stride) if transposed else 1 / _area(stride)
+    channels = None if weight is None or weight.dim() != 4 or transposed else int(weight.shape[0])
+    return Role((x, *operands), is_convolution=True, grows=grows * _pooled(node), channels=channels)
+
+
+def _of_library(node: fx.Node, target: Any) -> Role | None:
+    inputs = tuple(node.all_input_nodes)
+    if not inputs:
+        return None
+    first = inputs[:1]
+    if target in _POOLS:
+        strides = _argument(node, 2, "stride")
+        returns_indices = node.kwargs.get("return_indices", len(node.args) > 6 and node.args[6])
+        return None if returns_indices else Role(first, grows=1 / _area(strides or _argument(node, 1, "kernel_size")))
+    if target in _ADAPTIVE:
+        return Role(first, grows=_FEW_PIXELS)
+    if target in _NORMALISATIONS:
+        return Role(first) if isinstance(node.args[0] if node.args else None, fx.Node) else None
+    if target in _CATS:
+        return Role(inputs, channels=0) if _is(_argument(node, 1, "dim"), 1, -3) else None
+    if target in _PADS:
+        sides, mode = _argument(node, 1, "pad"), _argument(node, 2, "mode")
+        return Role(first) if mode in (None, "constant", 0) and isinstance(sides, tuple | list) else None
+    if target is F.interpolate:
+        scale = _argument(node, 2, "scale_factor")
+        return Role(first, grows=_area(scale or 2)) if (_argument(node, 3, "mode") or "nearest") in _MODES else None
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name in _REDUCTIONS and reduced_dimensions(node) == (_PICTURE, True):
+        return Role(first, grows=_FEW_PIXELS)
+    if name in _PARTS and _is(_argument(node, 2, "dim"), 1, -3):
+        return Role(first, is_alias=True, several=True)
+    if target is operator.getitem:
+        return _of_subscript(node)
+    return None
+
+
+def _of_subscript(node: fx.Node) -> Role | None:
+    """One of several tensors, or some channels of one."""
+    value, index = node.args
+    if not isinstance(value, fx.Node) or len(node.all_input_nodes) != 1:
+        return None
+    if isinstance(index, int):
+        name = getattr(value.target, "__name__", str(value.target))
+        return Role((value,), is_alias=True) if name in _PARTS else None
+    whole = slice(None)
+    is_channels = (
+        isinstance(index, tuple)
+        and 2 <= len(index) <= 4
+        and isinstance(index[1], slice)
+        and index[1].step is None
+        and all(item == whole for position, item in enumerate(index) if position != 1)
+    )
+    return Role((value,), is_alias=True) if is_channels else None
+
+
+# ------------------------------------------------------------------------------------- what forgets strides
+
+_FORGETFUL: Final = frozenset(
+    {functional.layer_norm, functional.linear, F.layer_norm, torch.layer_norm, _aten.layer_norm, F.linear, _aten.linear}
+)
+_FORGETFUL_MODULES: Final = (nn.LayerNorm, nn.Linear)
+_REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
+"""Names of what takes any strides, and whose result is a view if it can be one."""
+
+
+def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
+    """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has."""
+    if asks_shape(user):
+        return True
+    if user.op == "call_module":
+        module = root.get_submodule(str(user.target))
+        return type(module) in _FORGETFUL_MODULES and not has_hooks(module)
+    if user.op not in ("call_function", "call_method") or not user.args or user.args[0] is not value:
+        return False
+    target = str(user.target) if user.op == "call_method" else ops.function_of(user.target)
+    if target in _FORGETFUL:
+        return user.all_input_nodes.count(value) == 1 and not _is_operand(value, user)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name in _REDUCTIONS:
+        return reduced_dimensions(user) == (_PICTURE, False)
+    return name in _REARRANGING and bool(user.users) and all(forgets(root, user, later) for later in user.users)
+
+
+def _is_operand(value: fx.Node, user: fx.Node) -> bool:
+    """Whether a fused operator reads it in its epilogue, too."""
+    return any(isinstance(arg, list | tuple) and value in arg for arg in user.args)
+
+
+def reduced_dimensions(node: fx.Node) -> tuple[frozenset[int], bool] | None:
+    """Which dimensions of a picture a reduction takes together, and whether they stay with size 1."""
+    dimensions, keep = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
+    if not isinstance(dimensions, tuple | list) or not all(isinstance(dim, int) for dim in dimensions):
+        return None
+    return frozenset(dim % 4 for dim in dimensions if isinstance(dim, int)), bool(keep)
+
+
+# ------------------------------------------------------------------------------ where contiguous stays contiguous
+
+_NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "moveaxis", "expand"})
+
+
+def is_never_contiguous(node: fx.Node) -> bool:
+    """Whether its result is contiguous at best where its sizes are 1."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _NEVER
+
+
+_STAYING: Final = frozenset(
+    {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "layer_norm", "linear",
+     "matmul", "mm", "addmm", "gated_linear", "group_norm", "mean", "sum", "var", "std", "amax", "amin"}
+)  # fmt: skip
+
+
+def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
+    """Whether its result is surely contiguous if all tensors are that it is given."""
+    if node.op == "call_module":
+        return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _STAYING
+
+
+# -------------------------------------------------------------------------------------------------- arguments
+
+
+def _argument(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _is(value: Any, *expected: int) -> bool:
+    return type(value) is int and value in expected
+
+
+def _area(sides: Any) -> float:
+    """The product of a stride or scale in two dimensions; 1 if it is not known."""
+    try:
+        height, width = sides if isinstance(sides, Sequence) and len(sides) == 2 else (sides, sides)
+        return max(float(height) * float(width), 1e-3)
+    except (TypeError, ValueError):
+        return 1.0
+
+
+def _pooled(node: fx.Node) -> float:
+    """What the pooling at the end of a fused operator leaves of the pixels."""
+    pool = node.kwargs.get("pool", ())
+    return 1 / _area(pool[2:4]) if isinstance(pool, Sequence) and pool else 1.0
+
+
+def known_elements(node: fx.Node) -> int | None:
+    """How many elements the value has, where Dynamo or torch.export noted it."""
+    value = noted(node)
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return value.numel()
