@@ -170,8 +170,8 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Inside, runs without gradients; afterwards, all that a forward may change is what it was.
+def unchanged(*modules: nn.Module, tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Inside, runs without gradients; afterwards, all that a forward may change is what it was, `tensors` included.
 
     Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
     calls and keep what they computed. Parameters are not looked after.
@@ -179,7 +179,7 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
     attributes = Attributes(_with_captured(modules))
     randomness = RandomState()
     with torch.no_grad():
-        values = [(tensor, tensor.detach().clone()) for tensor in attributes.tensors]
+        values = [(tensor, tensor.detach().clone()) for tensor in (*attributes.tensors, *tensors)]
         try:
             yield
         finally:
