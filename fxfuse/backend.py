@@ -15,13 +15,14 @@ import importlib.metadata
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from fxfuse import plans
 from fxfuse.capture import Captured
+from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.optimize import FusedModule, Settings, state_of
 
@@ -42,8 +43,8 @@ def compile_graph(
     Args:
         gm, example_inputs: as Dynamo gives them.
         mode: torch.compile's. Candidates are measured in every mode ("max-autotune" asks for nothing more).
-        options: torch.compile's: `strict` and `fp32`, as fxfuse.optimize takes them. Not `cuda_graphs`: Dynamo's graphs
-            get parameters as arguments, all of which would be copied before every replay.
+        options: torch.compile's: `strict`, `fp32` and `cuda_graphs`, as fxfuse.optimize takes them. The second call of
+            a kind is captured, since there is no example; parameters and buffers are read where they lie.
 
     The first call computes with torch and compiles all kernels that it would have needed, in parallel.
 
@@ -52,12 +53,14 @@ def compile_graph(
     if mode is not None and mode not in _MODES:
         raise FxfuseError(f"backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
     given = dict(options or {})
-    known = [item.name for item in dataclasses.fields(Settings)]
+    known = [*(item.name for item in dataclasses.fields(Settings)), "cuda_graphs"]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        instead = "; use fxfuse.optimize(model, cuda_graphs=True)" if unknown[0] == "cuda_graphs" else ""
-        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}{instead}")
-    fused = fused_graph(gm, Settings(**given))
+        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}")
+    cuda_graphs = given.pop("cuda_graphs", False)
+    if not isinstance(cuda_graphs, bool):
+        raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
+    fused = fused_graph(gm, Settings(**given), Replays(lends=True) if cuda_graphs else False)
     _graphs.add(fused)
     return prepared_by_first_call(fused)
 
@@ -67,14 +70,14 @@ def compiled_graphs() -> tuple[FusedModule, ...]:
     return tuple(_graphs)
 
 
-def fused_graph(gm: fx.GraphModule, settings: Settings) -> FusedModule:
+def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | Literal[False] = False) -> FusedModule:
     """The graph with its regions fused, and those of the graphs that it checkpoints."""
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
             body, node.target = node.args[0].target, recomputed
             setattr(gm, body, fused_graph(getattr(gm, body), settings))
-    return FusedModule(Captured(gm, graph), settings)
+    return FusedModule(Captured(gm, graph), settings, cuda_graphs)
 
 
 def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:

@@ -6,8 +6,9 @@ torch.cuda.graph with a memory pool that the model's graphs share. Arguments are
 and results out of the graph's memory after it, so that they belong to the caller.
 
 A graph reads parameters and buffers where they lay when it was captured: changes in place are seen, and if one of them
-lies elsewhere now, has been replaced, or if a module has changed its mode, all graphs are dropped. What a forward reads
-from Python (a number in an attribute) or does there is fixed at the capture.
+lies elsewhere now, has been replaced, or if a module has changed its mode, all graphs are dropped. Dynamo's graphs get
+theirs as arguments: these are read where they lie, too. What a forward reads from Python (a number in an attribute) or
+does there is fixed at the capture.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import operator
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd import forward_ad
 
 from fxfuse.cuda.precision import tf32_allowed
@@ -98,12 +100,24 @@ def _buffer(leaf: torch.Tensor) -> torch.Tensor:
     return buffer.copy_(leaf.detach())
 
 
-def _copied(result: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides."""
-    expanded = [size > 1 and stride == 0 for size, stride in zip(result.shape, result.stride(), strict=True)]
-    once = result[tuple(slice(0, 1) if repeated else slice(None) for repeated in expanded)] if any(expanded) else result
-    copy = torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device).copy_(once)
-    return copy.expand(result.shape) if any(expanded) else copy
+def _copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What returns a copy of the result as it is by then, with the same strides."""
+    shape, strides = result.shape, result.stride()
+    expanded = [size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)]
+    if any(expanded):
+        once = _copying(result[tuple(slice(0, 1) if repeated else slice(None) for repeated in expanded)])
+        return lambda: once().expand(shape)
+    if torch.empty_like(result).stride() == strides:  # in one call of torch's instead of two
+        return result.clone
+    dtype, device = result.dtype, result.device
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(result)
+
+
+def _overwrite(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if len(buffers) == 1:
+        buffers[0].copy_(values[0])
+    elif buffers:
+        torch._foreach_copy_(buffers, values)
 
 
 # ------------------------------------------------------------------------------------------- one graph
@@ -117,9 +131,17 @@ class Pool:
         self.handle = torch.cuda.graph_pool_handle()
         self.capturing = torch.cuda.Stream(device)
         self._used_by = torch.cuda.current_stream(device)
+        self._latest_use: tuple[int, int] | None = None
 
     def use(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Lets the current stream wait for whoever used the graphs last."""
+        """Lets the current stream wait for whoever used the graphs last.
+
+        `buffers` are those of one graph, which keeps the list as long as it is used.
+        """
+        use = torch._C._cuda_getCurrentRawStream(self.device.index), id(buffers)
+        if use == self._latest_use:
+            return
+        self._latest_use = use
         stream = torch.cuda.current_stream(self.device)
         if stream != self._used_by:
             stream.wait_stream(self._used_by)
@@ -159,8 +181,7 @@ class Graph:
                 raise
 
     def replay(self) -> None:
-        with torch.cuda.device(self._pool.device):
-            self._graph.replay()
+        self._graph.replay()  # on the current stream of the device that it was captured on, whichever is current
 
 
 def _recover(pool: Pool) -> None:
@@ -209,15 +230,17 @@ class Recording:
     """A captured call."""
 
     def __init__(
-        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], pool: Pool
-    ) -> None:
-        """Captures forward(module, *args, **kwargs). Raises Unfit."""
+        self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
+        lent: Sequence[torch.Tensor], pool: Pool,
+    ) -> None:  # fmt: skip
+        """Captures forward(module, *args, **kwargs), which may read tensors that are `lent` to it. Raises Unfit."""
         leaves: list[torch.Tensor] = []
         flatten([args, kwargs], leaves)
         device = pool.device
         self._pool, self._graph = pool, Graph(pool)
+        overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # perhaps
         # not tensors of the inference mode that the caller may be in: those may not be overwritten outside of it
-        with torch.inference_mode(False), torch.no_grad(), unchanged(module), _preparing():
+        with torch.inference_mode(False), torch.no_grad(), unchanged(module, tensors=overwritten), _preparing():
             self._buffers = [_buffer(leaf) for leaf in leaves]
             buffers = iter(self._buffers)
             args, kwargs = map_tensors((tuple(args), kwargs), lambda _: next(buffers))
@@ -227,37 +250,34 @@ class Recording:
                 raise Unfit("it overwrites an argument")
             if draws.any():  # a replay would have the captured ones, wherever they were drawn
                 raise Unfit("it draws random numbers")
-            self._results = self._graph.capture(lambda: forward(module, *args, **kwargs))
-        lent = [*self._buffers, *module.parameters(), *module.buffers()]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in lent}
+            results = self._graph.capture(lambda: forward(module, *args, **kwargs))
+        kept = [*self._buffers, *module.parameters(), *module.buffers(), *lent]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        copies: dict[int, Callable[[], torch.Tensor]] = {}
 
         def check(result: torch.Tensor) -> torch.Tensor:
             if result.device != device:
                 raise Unfit(f"a result is on {result.device}")
             if result.numel() and result.untyped_storage().data_ptr() in storages:
                 raise Unfit("a result is a view of an argument, a parameter or a buffer")
+            copies.setdefault(id(result), _copying(result))
             return result
 
-        map_tensors(self._results, check)
+        self._results = map_tensors(results, check)
+        self._copies = copies
+        """What copies each tensor among the results, by its id: a tensor may be among them more than once."""
 
     def _versions(self) -> list[int]:
         return [buffer._version for buffer in self._buffers]
 
-    def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
+    def replay(self, leaves: list[torch.Tensor]) -> Any:
         """The results for the tensors of another call of this kind."""
-        copies: dict[int, torch.Tensor] = {}
-
-        def copied(result: torch.Tensor) -> torch.Tensor:
-            if id(result) not in copies:
-                copies[id(result)] = _copied(result)
-            return copies[id(result)]
-
         with torch.no_grad():
             self._pool.use(self._buffers)
-            for buffer, leaf in zip(self._buffers, leaves, strict=True):
-                buffer.copy_(leaf)
+            _overwrite(self._buffers, leaves)
             self._graph.replay()
-            return map_tensors(self._results, copied)
+            copies = {name: copy() for name, copy in self._copies.items()}
+        return map_tensors(self._results, lambda result: copies[id(result)])
 
 
 # ------------------------------------------------------------------------------------------- the model
@@ -267,24 +287,36 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-class _State:
-    """What graphs depend on in the model: where its tensors lie, and that no Python must run for its modules."""
+_END: Final = object()
+_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
-    def __init__(self, module: nn.Module) -> None:
+
+class _State:
+    """What graphs depend on in the model: where its tensors lie, and that no Python must run for its modules.
+
+    `lent` are tensors that a call reads where they lie although they are arguments.
+    """
+
+    def __init__(self, module: nn.Module, lent: Sequence[torch.Tensor], lends: bool) -> None:
         modules = list(module.modules())
-        self._children = modules[1:]  # as long as they live, their ids are theirs
-        self._attributes = [vars(item) for item in modules]
+        self._children = modules[1:]
+        # Dynamo's graphs have no mode: what depends on one is an argument of their operators
+        self._attributes = [vars(item) for item in modules if not (lends and isinstance(item, fx.GraphModule))]
         # the module's own hooks run around its forward
         self._hooks = [hooks for item in self._children for hooks in (item._forward_hooks, item._forward_pre_hooks)]
         tables = [(item._parameters, item._buffers, item._modules) for item in modules]
-        self._tables: list[dict[str, Any]] = [table for three in tables for table in three if table]
-        self._parameters = list(module.parameters())
-        self._tensors = [*self._parameters, *module.buffers()]
+        self._tables = [table.values() for three in tables for table in three if table]
+        self._lent = lent
+        self._parameters = [*module.parameters(), *lent]
+        self._tensors = [*module.parameters(), *module.buffers(), *lent]
         self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self._tensors)
         self._modes = self._read_modes()
         self._hooked = any(self._hooks)
-        self._members = self._read_members()
+        self._members = [*itertools.chain.from_iterable(self._tables), *lent, _END]
         self._places = self._read_places()
+        self._same: dict[tuple[bool, bool], Callable[..., bool]] = {}
+        """For the thread's modes on which dispatch keys depend: torch's comparison of all tensors with what they
+        were."""
         self._unfit = self._why_unfit(module)
 
     # read at every call, of hundreds of tensors and modules: loops in C
@@ -292,13 +324,34 @@ class _State:
     def _read_modes(self) -> list[bool]:
         return [attributes["training"] for attributes in self._attributes]
 
-    def _read_members(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
+    def _has_members(self, lent: Sequence[torch.Tensor]) -> bool:
+        """Whether the model's parameters, buffers and modules, and the lent tensors, are the same objects."""
+        members = itertools.chain(itertools.chain.from_iterable(self._tables), lent, (_END,))
+        return all(map(operator.is_, members, self._members))
 
     def _read_places(self) -> list[Any]:
         if not self._are_plain:
             return []
         return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
+
+    def _has_places(self) -> bool:
+        """Whether all tensors lie where they did, as they did.
+
+        Once that was found, torch compares all but addresses in one call, in half the time. It sees more than matters
+        here (requires_grad, the thread's dispatch keys): where it says no, everything is read.
+        """
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
+        same = self._same.get(modes)
+        if same is not None and same(*self._tensors):
+            return bool(list(map(torch.Tensor.data_ptr, self._tensors)) == self._places[0])
+        if self._read_places() != self._places:
+            return False
+        if self._are_plain and self._tensors and _guards is not None:
+            sizes, strides = [list(item.shape) for item in self._tensors], list(map(list, self._places[1]))
+            self._same[modes] = _guards(
+                *self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check  # None instead of them would mean "any"
+        return True
 
     def _why_unfit(self, module: nn.Module) -> str | None:
         if any(self._modes):
@@ -310,15 +363,18 @@ class _State:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
                 return f"'{name}' is on {tensor.device}"
+        for tensor in self._lent:
+            if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
+                return f"a parameter or buffer is on {tensor.device}"
         return None
 
-    def holds(self) -> bool:
+    def holds(self, lent: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was."""
         return (
             self._read_modes() == self._modes
             and any(self._hooks) == self._hooked
-            and self._read_members() == self._members
-            and self._read_places() == self._places
+            and self._has_members(lent)
+            and self._has_places()
         )
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
@@ -369,10 +425,42 @@ def _switches() -> Key:
     )  # fmt: skip
 
 
+class _Split:
+    """Which arguments of one of Dynamo's graphs are parameters and buffers: those that lie where they are for good."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        """Of a first call: Dynamo marks them, and each argument is always of one kind."""
+        marked = [
+            isinstance(arg, nn.Parameter) or getattr(arg, "_dynamo_static_input_type", None) is not None for arg in args
+        ]
+        self._lent = [place for place, is_lent in enumerate(marked) if is_lent]
+        self._others = [place for place, is_lent in enumerate(marked) if not is_lent]
+
+    def lent(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return [args[place] for place in self._lent]
+
+    def others(self, args: Sequence[Any]) -> list[Any]:
+        return [args[place] for place in self._others]
+
+    def calling(self, forward: Forward, args: Sequence[Any]) -> Forward:
+        """`forward` as a function of the other arguments."""
+
+        def call(module: nn.Module, *others: Any) -> Any:
+            given = list(args)
+            for place, other in zip(self._others, others, strict=True):
+                given[place] = other
+            return forward(module, *given)
+
+        return call
+
+
 class Replays:
     """The graphs of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool = False) -> None:
+        """Of a model whose parameters and buffers are arguments, if it `lends` them: that of one of Dynamo's graphs."""
+        self._lends = lends
+        self._split: _Split | None = None
         self._lock = threading.RLock()
         self._state: _State | None = None
         self._pool: Pool | None = None
@@ -385,6 +473,10 @@ class Replays:
     def graphs(self) -> int:
         """How many graphs there are."""
         return sum(isinstance(found, Recording) for found in self._found.values())
+
+    def fresh(self) -> Replays:
+        """Those of the same model from now on, without any graph yet."""
+        return Replays(self._lends)
 
     def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """forward(module, *args, **kwargs), replayed if that is possible."""
@@ -416,9 +508,15 @@ class Replays:
         leaves: list[torch.Tensor], at_once: bool,
     ) -> Recording | None:  # fmt: skip
         """The recording for this kind of call; None if it has not been met before. Appends its tensors to `leaves`."""
-        if self._state is None or not self._state.holds():
+        lent: Sequence[torch.Tensor] = ()
+        if self._lends:
+            if self._split is None:
+                self._split = _Split(args)
+            lent = self._split.lent(args)
+            forward, args = self._split.calling(forward, args), self._split.others(args)
+        if self._state is None or not self._state.holds(lent):
             self._met, self._found, self._pool = set(), {}, None
-            self._state = _State(module)
+            self._state = _State(module, lent, self._lends)
         key = (_switches(), flatten([tuple(args), kwargs], leaves))
         device = self._state.check(leaves)
         found = self._found.get(key)
@@ -431,18 +529,19 @@ class Replays:
                 raise Unfit(f"there are {GRAPHS} graphs for other kinds of call")
             if self._pool is None or self._pool.device != device:
                 self._pool = Pool(device)
-            found = self._found[key] = _record(module, forward, args, kwargs, self._pool)
+            found = self._found[key] = _record(module, forward, args, kwargs, lent, self._pool)
         if isinstance(found, Unfit):
             raise found
         return found
 
 
 def _record(
-    module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], pool: Pool
-) -> Recording | Unfit:
+    module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], lent: Sequence[torch.Tensor],
+    pool: Pool,
+) -> Recording | Unfit:  # fmt: skip
     logger.info("fxfuse: a CUDA graph of %s is captured", type(module).__name__)
     try:
-        return Recording(module, forward, args, kwargs, pool)
+        return Recording(module, forward, args, kwargs, lent, pool)
     except Unfit as unfit:
         return unfit
     except Exception as error:  # of the model (its call will raise it again), or of what cannot be captured

@@ -366,7 +366,7 @@ class FusedModule(fx.GraphModule):
     does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
     """
 
-    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool = False) -> None:
+    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
@@ -374,7 +374,7 @@ class FusedModule(fx.GraphModule):
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
         self.__dict__[_STATE] = state = FusedState(captured, settings)
-        state.replays = Replays() if cuda_graphs else None
+        state.replays = Replays() if cuda_graphs is True else cuda_graphs or None
         self.training = root.training
         self._derive(captured)
         state.own_attributes = frozenset(self.__dict__)
@@ -389,7 +389,7 @@ class FusedModule(fx.GraphModule):
         if captured.untraced and state.recapture is None and not _disabled():
             state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
-            state.replays = Replays()
+            state.replays = state.replays.fresh()
         regions: list[FusedRegion] = []
         skipped: list[Skipped] = []
         state.layouts = channels_last.Layouts()
@@ -507,7 +507,7 @@ class FusedModule(fx.GraphModule):
                 state = state_of(self)
                 state.outdated = 2
                 if state.replays is not None:
-                    state.replays = Replays()
+                    state.replays = state.replays.fresh()
             setattr(root, name, value)
         else:
             super().__setattr__(name, value)

@@ -210,8 +210,9 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(*modules: nn.Module, gradients: bool = False) -> Iterator[None]:
-    """Inside, runs without gradients unless told otherwise; afterwards, all that a forward may change is what it was.
+def unchanged(*modules: nn.Module, gradients: bool = False, tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Inside, runs without gradients unless told otherwise; afterwards, all that a forward may change is what it was,
+    `tensors` included.
 
     Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
     calls and keep what they computed; with gradients, `backward` may add to parameters' `grad`. The values of
@@ -223,7 +224,7 @@ def unchanged(*modules: nn.Module, gradients: bool = False) -> Iterator[None]:
     parameters = {item for module in modules for item in module.parameters(recurse=False)} if gradients else set()
     slots = [(parameter, parameter.grad) for parameter in parameters]
     with torch.no_grad():
-        held = [*attributes.tensors, *(grad for _, grad in slots if grad is not None)]
+        held = [*attributes.tensors, *tensors, *(grad for _, grad in slots if grad is not None)]
         values = [(tensor, tensor.detach().clone()) for tensor in held]
         try:
             with torch.set_grad_enabled(gradients):

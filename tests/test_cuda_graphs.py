@@ -516,10 +516,88 @@ def test_compiled_and_exported(replays):
     assert not replays
 
 
-def test_the_backend_has_no_such_option():
+def compiled(model):
     torch.compiler.reset()
-    with pytest.raises(Exception, match="no option 'cuda_graphs'"):
-        torch.compile(block(), backend="fxfuse", options={"cuda_graphs": True})(X)
+    return torch.compile(model, backend="fxfuse", options={"cuda_graphs": True})
+
+
+def compiled_report():
+    (graph,) = fxfuse.compiled_graphs()
+    return report(graph)
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), nn.BatchNorm1d(8), nn.ReLU())
+
+
+@pytest.mark.usefixtures("without_gradients")
+class TestDynamosGraphs:
+    """torch.compile(model, backend="fxfuse", options={"cuda_graphs": True})"""
+
+    @pytest.fixture(autouse=True)
+    def no_other_graphs(self):
+        torch.compiler.reset()
+        gc.collect()
+
+    @pytest.mark.parametrize("make", [block, lambda: normalised().eval()], ids=["linears", "buffers"])
+    def test_parameters_and_buffers_are_not_copied(self, make, replays):
+        model = make()
+        fast = compiled(model)
+        for seed in range(5):
+            x = randn(5, 8, seed=seed)
+            torch.testing.assert_close(fast(x), model(x))
+        assert len(replays) == 4 and compiled_report() == ("1 CUDA graph captured",)
+        assert [buffer.shape for buffer in replays[0]._buffers] == [X.shape]
+
+    @pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("half", "another module")])
+    def test_changes_of_weights_are_seen(self, name, replays):
+        change, stays = CHANGES[name]
+        model, other = block(), block()
+        fast = compiled(model)
+        for _ in range(4):
+            fast(X)
+        assert len(replays) == 3
+        change(model)
+        change(other)
+        for _ in range(4):
+            torch.testing.assert_close(fast(X), other(X))
+        before, after = set(replays[:3]), set(replays[3:])
+        assert after == before if stays else after and not after & before
+
+    def test_statistics_are_updated_once_a_call(self, replays):
+        model, other = normalised().train(), normalised().train()
+        fast = compiled(model)
+        for seed in range(5):
+            x = randn(5, 8, seed=seed)
+            torch.testing.assert_close(fast(x), other(x))
+            torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()))
+        assert replays
+
+    def test_random_numbers_are_drawn(self, replays):
+        model = nn.Sequential(linear(), nn.Dropout(0.5)).train()
+        fast = compiled(model)
+        assert len({tuple(fast(X).flatten().tolist()) for _ in range(5)}) == 5
+        assert not replays and "draws random numbers" in compiled_report()[1]
+
+    def test_gradients_are_computed(self, replays):
+        model = block()
+        fast = compiled(model)
+        with torch.enable_grad():
+            for _ in range(4):
+                fast(X).sum().backward()
+        other = block()
+        with torch.enable_grad():
+            (4 * other(X).sum()).backward()
+        torch.testing.assert_close(model.a.weight.grad, other.a.weight.grad)
+        assert not replays
+
+    def test_a_parameter_among_the_results(self, replays):
+        model = Net(lambda m, x: (F.relu(m.fc(x)), m.fc.weight.t()), fc=linear()).eval()
+        fast = compiled(model)
+        for _ in range(4):
+            torch.testing.assert_close(fast(X), model(X))
+        assert fast(X)[1].data_ptr() == model.fc.weight.data_ptr()
 
 
 # ------------------------------------------------------------------------------------------- on a GPU
