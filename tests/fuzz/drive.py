@@ -376,8 +376,9 @@ def _compare(want: Seen, have: Seen, again: _Again, step: int) -> Finding | None
         return None  # how far it came: operands are computed, and drawn, before the operation that raises
     if want.structure != have.structure or len(want.outputs) != len(have.outputs):
         return Finding("structure", step, f"eager: {want.structure}\nfxfuse: {have.structure}")
-    # those of a gradient that nobody has accumulated depend on the order of backward's operations
-    strides = again.what != "func_grad"
+    # those of a gradient that nobody has accumulated depend on the order of backward's operations, and those of nothing
+    # at all, in a vmap, on how its layers are entered
+    strides = again.what != "func_grad" and not (again.what == "vmap" and again.batch == 0)
     for index, (one, other) in enumerate(zip(want.outputs, have.outputs, strict=True)):
         text = _difference(one, other, again, lambda seen, index=index: seen.outputs[index], strides)
         if text:
