@@ -29,7 +29,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
-from fxfuse.plans import GRADIENTS_DUE, RECAST, TRANSFORMED
+from fxfuse.plans import GRADIENTS_DUE, RECAST, REMOVED, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
@@ -122,6 +122,14 @@ def _knows_torch_only(tensor: Any) -> bool:
     return dispatch is not _NO_DISPATCH and not isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
+def _lacks_one(operands: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a parameter that was an operand has been set to None (a normalisation's weight, a gate's bias)."""
+    for operand in operands:  # noqa: SIM110 - Dynamo of torch 2.3 traces no generators
+        if operand is None:
+            return True
+    return False
+
+
 def _reference(
     kind: str, values: Sequence[Any], epilogue: str, pool: Sequence[int], region: int,
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
@@ -164,6 +172,9 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             if values:
                 values = tuple(map(_hashable, values))
             return plans.run(kind, epilogue, values, strict, region, fp32, tuple(pool), x, weight, bias, operands)
+        if _lacks_one(operands):
+            plans.without_plan[REMOVED].add(region)
+            return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
             plans.without_plan[TRANSFORMED].add(region)
             return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)

@@ -61,8 +61,9 @@ _collecting = threading.local()
 GRADIENTS_DUE: Final = "gradients are due"
 TRANSFORMED: Final = "torch.func, forward-mode derivatives or tensors that are not strided need single operations"
 RECAST: Final = "torch.autocast casts within it"
+REMOVED: Final = "a parameter that it reads has been set to None"
 
-without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, RECAST)}
+without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, RECAST, REMOVED)}
 """For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
 
 

@@ -304,6 +304,29 @@ def test_fused_children_are_of_their_own_classes_where_python_asks():
     assert copy.deepcopy(fast).block.__class__ is Block
 
 
+REMOVED = {
+    "a normalisation's": (nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), randn(2, 3, 5, 5), (1,)),
+    "all but one": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), randn(5, 8), (0, 1)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", REMOVED)
+def test_parameters_that_are_set_to_none_are_gone_at_once(name):
+    model, x, paths = REMOVED[name]
+    model = copy.deepcopy(model).eval()
+    fast = fxfuse.optimize(model)
+    for _ in range(3):
+        assert_as_eager(model, fast, x, exact=False)
+    for path in paths:
+        model[path].bias = None
+        fast[path].bias = None
+    for _ in range(3):
+        assert_as_eager(model, fast, x, exact=False)
+    model[1].weight = fast[1].weight = None
+    assert_as_eager(model, fast, x, exact=False)
+
+
 class Parametrised(nn.Module):
     """Reads a parameter of its own."""
 

@@ -350,3 +350,16 @@ def test_on_a_cpu_the_linears_run_one_by_one(forget):
     functional.gated_linear(x, weights[0], None, [weights[1]], "silu(o0) * acc", region=7)
     (made,) = plans.of_region(7)
     assert made.kernel == "linear by torch + one pass + linear by torch + one pass"
+
+
+@torch.no_grad()
+def test_a_gate_whose_bias_has_been_removed(anywhere):
+    model = Net(lambda m, x: F.silu(m.f(x)) * m.g(x), f=linear(), g=linear()).half()
+    fast = fxfuse.optimize(model)
+    assert [region.anchor for region in regions(fast)] == ["gated_linear"]
+    x = randn(5, 8).half()
+    for bias in ("f", "g"):
+        for _ in range(3):
+            assert_as_eager(model, fast, x, exact=False)
+        getattr(model, bias).bias = None
+        assert_as_eager(model, fast, x, exact=False)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # feature, statements of __init__, expression. {x}: a value, {y}: another of its shape, {n}: its last size, {c}: its
-# second size, {k}: a number of its own. `rank`: of x, 0 for any.
+# second size, {k}: a number of its own, {d}: where tensors are made. `rank`: of x, 0 for any.
 Row = tuple[str, int, str, str]
 LAYERS: list[Row] = [
     ("linear", 0, "self.l{k} = nn.Linear({n}, {m})", "self.l{k}({x})"),
@@ -75,13 +75,13 @@ LAYERS: list[Row] = [
     ("avg_pool", 4, "", "F.avg_pool2d({x}, 2, 1)"),
     ("attention", 3, "self.a{k} = nn.MultiheadAttention({n}, 1, batch_first=True)", "self.a{k}({x}, {x}, {x})[0]"),
     ("sdpa", 3, "", "F.scaled_dot_product_attention({x}, {x}, {x})"),
-    ("Embedding", 0, "self.e{k} = nn.Embedding(5, {n})", "{x} + self.e{k}(torch.arange({n}) % 5).sum(0)"),
+    ("Embedding", 0, "self.e{k} = nn.Embedding(5, {n})", "{x} + self.e{k}(torch.arange({n}{d}) % 5).sum(0)"),
     ("parameter operand", 0, "self.p{k} = nn.Parameter(torch.randn({n}))", "{x} * self.p{k} + self.p{k}"),
     ("0-d parameter", 0, "self.p{k} = nn.Parameter(torch.tensor(.75))", "({x} * self.p{k}).tanh()"),
     ("buffer", 0, "self.register_buffer('b{k}', torch.randn({n}))", "F.relu({x} + self.b{k})"),
     ("buffer where", 0, "self.register_buffer('b{k}', torch.randn({n}))", "torch.where(self.b{k} > 0, {x} * 2, {x})"),
     ("integer operand", 0, "self.register_buffer('i{k}', torch.arange({n}))", "({x} + self.i{k}) * .5"),
-    ("tensor attribute", 0, "self.t{k} = torch.randn({n})", "({x} + self.t{k}).sigmoid()"),
+    ("tensor attribute", 0, "self.t{k} = torch.randn({n}{d})", "({x} + self.t{k}).sigmoid()"),
 ]
 ACTIVATIONS = [
     "nn.ReLU()",
@@ -195,10 +195,10 @@ VIEWS: list[Row] = [
 ]
 STATEFUL: list[Row] = [
     ("randn", 0, "", "{x} + torch.randn_like({x})"),
-    ("rand", 0, "", "{x} * torch.rand({n})"),
+    ("rand", 0, "", "{x} * torch.rand({n}{d})"),
     ("bernoulli", 0, "", "{x} * torch.bernoulli(torch.full_like({x}, .5)).relu()"),
     ("random module", 0, "", "{x} * random.choice([1., 2.])"),
-    ("fresh", 0, "", "{x} + torch.ones({n}) * 2"),
+    ("fresh", 0, "", "{x} + torch.ones({n}{d}) * 2"),
     ("shape branch", 0, "", "{x}.relu() if {x}.shape[0] > 3 else {x}.tanh() * 2"),
     ("flag branch", 0, "self.flag = True", "{x}.relu() * 2 if self.flag else {x}"),
     ("training branch", 0, "", "{x} * 2 if self.training else {x}.tanh() + 1"),
@@ -219,8 +219,8 @@ STATEMENTS: list[Row] = [
         "self.r{k} = self.r{k} * .5\n{v} = {x} * self.r{k}",
     ),
     ("counter", 0, "self.n{k} = 0", "self.n{k} += 1\n{v} = {x} * self.n{k}"),
-    ("attribute +=", 0, "self.t{k} = torch.zeros({n})", "self.t{k} += .125\n{v} = {x} + self.t{k}"),
-    ("fresh written", 0, "", "{v} = torch.ones({n})\n{v}[0] = {x}.detach().sum()\n{v} = {x} * {v}"),
+    ("attribute +=", 0, "self.t{k} = torch.zeros({n}{d})", "self.t{k} += .125\n{v} = {x} + self.t{k}"),
+    ("fresh written", 0, "", "{v} = torch.ones({n}{d})\n{v}[0] = {x}.detach().sum()\n{v} = {x} * {v}"),
     ("no_grad inside", 0, "", "with torch.no_grad():\n    {v} = {x} * 2 + 1\n{v} = {v} + {x}"),
     (
         "running mean",
@@ -228,6 +228,9 @@ STATEMENTS: list[Row] = [
         "self.register_buffer('r{k}', torch.zeros({n}))",
         "self.r{k}.copy_({x}.detach().reshape(-1, {n}).mean(0))\n{v} = {x} - self.r{k}",
     ),
+]
+ON_GPU: list[Row] = [row for row in LAYERS if "after a copy" not in row[0]] + [
+    row for row in LAYERS if re.match(r"nn\.(ReLU|SiLU|Hardtanh|Dropout)", row[0])
 ]
 OUTPUTS = (
     "{a}",
@@ -333,13 +336,13 @@ class Case:
         ]
 
 
-def draw(seed: int, slow: float = 0.01) -> Case:
-    """The model of this seed."""
+def draw(seed: int, slow: float = 0.01, device: str = "cpu") -> Case:
+    """The model of this seed; on a GPU, where kernels take seconds to compile, of few operations in short regions."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     sizes = list(dice.choice(INPUTS))
     dtype = dice.choice(DTYPES)
-    case = Case(seed, sizes, dtype, [], "x", argument=dice.random() < 0.1)
+    case = Case(seed, sizes, dtype, [], "x", argument=dice.random() < 0.1, device=device)
     module = nn.Module()
     scope: dict[str, Any] = {}
     exec(HEADER, scope)
@@ -359,8 +362,11 @@ def draw(seed: int, slow: float = 0.01) -> Case:
 def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int) -> None:
     """One more line, if one is found that eager takes."""
     tables = (LAYERS, POINTWISE, VIEWS, STATEFUL, STATEMENTS)
+    weights = (10, 12, 4, 1.2, 1.2)
+    if case.device != "cpu":
+        tables, weights = (ON_GPU, POINTWISE[:: len(POINTWISE) // 7], VIEWS, STATEFUL, STATEMENTS), (10, 7, 8, 1, 1)
     for _ in range(8):
-        (table,) = dice.choices(tables, (10, 12, 4, 1.2, 1.2))
+        (table,) = dice.choices(tables, weights)
         feature, rank, init, text = dice.choice(table)
         x = names[-1] if dice.random() < 0.8 else dice.choice(names)
         shape = scope[x].shape
@@ -369,17 +375,19 @@ def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str
         y = dice.choice([name for name in names if scope[name].shape == shape])
         v = f"v{k}"
         words = {"x": x, "y": y, "v": v, "k": k, "n": shape[-1], "c": shape[1], "m": dice.choice((4, 6, shape[-1]))}
-        init, text = init.format(**words), text.format(**words)
         if table is not STATEMENTS:
             text = f"{v} = {text}"
+        made, done = (part.format(**words, d="") for part in (init, text))
         before = {name: scope[name].clone() for name in names}
         try:
-            exec(init, scope)
-            exec(text, scope)
+            exec(made, scope)
+            exec(done, scope)
         except Exception:
             scope.update(before)
             continue
         scope[v] = scope[v].detach()  # shapes are all that is wanted
+        where = "" if case.device == "cpu" else f", device={case.device!r}"
+        init, text = (part.format(**words, d=where) for part in (init, text))
         case.lines.append((feature, init, text, x if scope[v].shape == shape else ""))
         names.append(v)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from fxfuse import build
 from fxfuse.cpu import codegen
+from fxfuse.errors import BuildError
 from fxfuse.reference import evaluate
 
 _known: dict[str, tuple[Any, torch.dtype, Any]] = {}
@@ -65,4 +67,18 @@ def interpreted() -> Iterator[None]:
         return _launch(source.text) if source.text in _known else load(source)
 
     with mock.patch.object(codegen, "generate", remembering), mock.patch.object(build, "load", loading):
+        yield
+
+
+@contextlib.contextmanager
+def sampled(share: float) -> Iterator[None]:
+    """Inside, that share of all kernels is compiled, the same ones in every process; regions of others run in torch."""
+    load = build.load
+
+    def loading(source: build.Source) -> build.Launch:
+        if int(hashlib.sha256(source.text.encode()).hexdigest()[:8], 16) >= share * 16**8:
+            raise BuildError("the fuzzer compiles a share of the kernels")
+        return load(source)
+
+    with mock.patch.object(build, "load", loading):
         yield

@@ -24,9 +24,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Perturbed(TorchDispatchMode):
     """Inside, what torch's operations compute is wrong by one unit in the last place."""
 
-    def __init__(self, seed: int, device: str = "cpu") -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self._dice = torch.Generator(device).manual_seed(seed)  # the model's own random numbers stay what they are
+        self._seed = seed
+        self._dice: dict[torch.device, torch.Generator] = {}  # the model's own random numbers stay what they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -49,7 +50,10 @@ class Perturbed(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
             return
         bits = value.detach().clone().view(_BITS[value.dtype.itemsize])
-        steps = torch.randint(0, 2, value.shape, generator=self._dice, device=value.device) * 2 - 1
+        if value.device not in self._dice:
+            self._dice[value.device] = torch.Generator(value.device).manual_seed(self._seed)
+        dice = self._dice[value.device]
+        steps = torch.randint(0, 2, value.shape, generator=dice, device=value.device) * 2 - 1
         moved = (bits + steps.to(bits.dtype)).view(value.dtype)
         keep = (value == 0) | ~value.isfinite() | ~moved.isfinite()
         value.copy_(torch.where(keep, value, moved))
