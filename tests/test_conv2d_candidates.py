@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -270,6 +271,26 @@ def test_few_channels_are_hoppers_too_and_leave_in_runs_of_two_rows(side: int, p
     assert first.type.startswith("Conv2dWgmma<") and _staged_segments(first) == 2
     many = replace(problem(images=64, filters=128, size=(side, side), precision=precision), hopper=True)
     assert _staged_segments(candidates(many)[0]) == 1
+
+
+def test_few_channels_in_3xtf32_are_hoppers_where_all_are_one_step_of_a_3x3_filter() -> None:
+    few = replace(problem(8, (128, 128), 64, images=128, precision="tf32x3"), hopper=True)
+    assert families(few)[:2] == ["Conv2dWgmma", "Conv2dDirect"]
+    first = candidates(few)[0]
+    assert first.workspace == 2 * 64 * 9 * 8 * 4  # hi and lo of the filters
+    assert struct.unpack("<6q", first.params[-48:]) == (1, 1, 2 + 2, 126 + 2, 1, 1)  # one stage has all channels
+    assert "Conv2dWgmma" in families(problem_of_hopper(3, precision="tf32x3", padding=1))
+    for without in (
+        replace(few, hopper=False),
+        problem_of_hopper(9, precision="tf32x3"),
+        problem_of_hopper(8, precision="tf32x3", stride=2),
+        problem_of_hopper(8, precision="tf32x3", kernel=(5, 5)),
+    ):
+        assert "Conv2dWgmma" not in families(without)
+
+
+def problem_of_hopper(channels: int, **options: Any) -> Conv2dProblem:
+    return replace(problem(channels, **options), hopper=True)
 
 
 def _staged_segments(kernel: Kernel) -> int:

@@ -92,6 +92,8 @@ DIRECT = [
 WGMMA = [
     ("tf32", conv2d_wgmma.TILES[0]),
     *(pytest.param("tf32", tile, marks=pytest.mark.slow) for tile in conv2d_wgmma.TILES[1:]),
+    ("tf32x3", conv2d_wgmma.SPLIT_TILES[0]),
+    pytest.param("tf32x3", conv2d_wgmma.SPLIT_TILES[1], marks=pytest.mark.slow),
     ("bf16", conv2d_wgmma.TILES[-1]),
 ]
 
@@ -108,24 +110,40 @@ def test_direct_convolution(precision, tile, monkeypatch):
         check_convolution(kernel, x, weight, residual=padding == 1, precision=precision, padding=padding)
 
 
+WGMMA_CONVOLUTIONS = (
+    ((2, 5, 5, 13), (70, 5, 3, 3), {}),
+    ((2, 44, 5, 5), (9, 44, 3, 3), {}),  # fewer positions than threads, more chunks than stages
+    ((2, 20, 6, 32), (136, 20, 3, 3), {"padding": 1}),
+    ((1, 3, 5, 300), (9, 3, 3, 3), {}),
+    ((1, 3, 7, 128), (20, 3, 3, 3), {}),  # rows that follow one another in memory, an odd number of them
+    ((1, 3, 7, 300), (9, 3, 3, 3), {"padding": 1}),
+    ((2, 3, 19, 18), (24, 3, 3, 3), {"stride": 2, "padding": 1}),
+    ((3, 8, 9, 12), (18, 4, 1, 7), {"dilation": 2, "padding": 6, "groups": 2}),
+)
+SPLIT_CONVOLUTIONS = (
+    *(case for case in WGMMA_CONVOLUTIONS if case[0][1] <= 8 and case[2].keys() <= {"padding"}),
+    ((3, 16, 9, 12), (18, 8, 3, 3), {"padding": 1, "groups": 2}),
+    ((5, 8, 8, 130), (9, 8, 3, 3), {"padding": 1}),  # more tiles than blocks
+)
+
+
 @pytest.mark.parametrize(("precision", "tile"), WGMMA, ids=lambda value: getattr(value, "groups", value))
 def test_convolution_by_warpgroup_products(precision, tile, monkeypatch):
-    monkeypatch.setattr(conv2d_wgmma, "TILES", (tile,))
+    split = precision == "tf32x3"
+    monkeypatch.setattr(conv2d_wgmma, "SPLIT_TILES" if split else "TILES", (tile,))
     dtype = PRECISIONS[precision]
-    for shape, filters, options in (
-        ((2, 5, 5, 13), (70, 5, 3, 3), {}),
-        ((2, 44, 5, 5), (9, 44, 3, 3), {}),  # fewer positions than threads, more chunks than stages
-        ((2, 20, 6, 32), (136, 20, 3, 3), {"padding": 1}),
-        ((1, 3, 5, 300), (9, 3, 3, 3), {}),
-        ((1, 3, 7, 128), (20, 3, 3, 3), {}),  # rows that follow one another in memory, an odd number of them
-        ((1, 3, 7, 300), (9, 3, 3, 3), {"padding": 1}),
-        ((2, 3, 19, 18), (24, 3, 3, 3), {"stride": 2, "padding": 1}),
-        ((3, 8, 9, 12), (18, 4, 1, 7), {"dilation": 2, "padding": 6, "groups": 2}),
-    ):
+    for shape, filters, options in SPLIT_CONVOLUTIONS if split else WGMMA_CONVOLUTIONS:
         x, weight = integers(*shape, dtype=dtype), integers(*filters, dtype=dtype)
         kernel = conv2d_wgmma.kernels(convolution(x, weight, precision, hopper=True, **options))[0][1]
-        check_convolution(kernel, x, weight, residual="stride" in options or "padding" not in options,
-                          precision=precision, **options)  # fmt: skip
+        operands = [(x, weight)]
+        if split:  # of either operand parts that one TF32 cannot hold, so that results are still exact; infinities
+            fine_x, fine_weight = (of + integers(*of.shape, seed=1) / 2**13 for of in (x, weight))
+            special = fine_x.clone()
+            special[0, 0, 1, 2], special[-1, -1, -1, -1], special[0, -1, 3, 0] = math.inf, -math.inf, math.nan
+            operands = [(fine_x, weight), (x, fine_weight), (special, weight)]
+        for operand in operands:
+            check_convolution(kernel, *operand, residual="stride" in options or "padding" not in options,
+                              precision=precision, **options)  # fmt: skip
 
 
 FEW_PIXELS = {

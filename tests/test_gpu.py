@@ -844,6 +844,34 @@ def test_convolution_by_warpgroup_products_of_any_size(tile, dtype, stride, monk
     assert all(fits) if stride == 1 else sum(fits) > 3, kernels
 
 
+@NEEDS_HOPPER
+@pytest.mark.parametrize("tile", conv2d_wgmma.SPLIT_TILES, ids=lambda tile: str(tile.groups))
+def test_convolution_by_warpgroup_products_in_3xtf32_of_any_size(tile, monkeypatch, forget):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(conv2d_wgmma, "SPLIT_TILES", (tile,))
+    only_families(monkeypatch, "wgmma")
+    for images, channels, filters, height, width, padding, _ in direct_configurations(4, 12, 0):
+        conv = nn.Conv2d(min(channels, 8), filters, 3, padding=padding, bias=False)
+        x = gpu_tensor(images, conv.in_channels, height, width)
+        assert "wgmma tf32x3" in check(Net(lambda s, x: F.relu(s.conv(x)), conv=conv), x), (conv, x.shape)
+
+
+@pytest.mark.parametrize("width", [60, 61, 64])
+@pytest.mark.parametrize("family", ["direct", pytest.param("wgmma", marks=NEEDS_HOPPER)])
+def test_convolutions_in_3xtf32_keep_infinities_and_nan_where_they_belong(family, width, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    only_families(monkeypatch, family)
+    conv = nn.Conv2d(7, 40, 3, padding=1, bias=False)
+    model, x = Net(lambda s, x: s.conv(x) * 2, conv=conv).cuda().eval(), gpu_tensor(2, 7, 30, width)
+    x[0, 3, 4, 5], x[1, 2, 0, 0], x[1, 0, 29, width - 1] = float("inf"), float("nan"), float("-inf")
+    fast = fxfuse.optimize(model, strict=True)
+    with torch.no_grad():
+        have, want = fast(x), model.double()(x.double())
+    kernel = fxfuse.explain(fast).regions[0].kernel or ""
+    assert family in kernel and "tf32x3" in kernel
+    assert_same_specials(have, want)
+
+
 def depthwise_configurations(seed, count):
     """Depthwise convolutions, the shape of a tensor for each, and which part of it is the input."""
     chosen = random.Random(seed)

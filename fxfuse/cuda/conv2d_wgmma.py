@@ -38,6 +38,11 @@ TILES: Final = (
     Tile((1, 2), 1.05),
     Tile((1, 1), 1.15),
 )
+SPLIT_TILES: Final = (
+    Tile((1, 1), 1.0),
+    Tile((1, 2), 1.25),
+)
+"""For 3xTF32. Two blocks on a multiprocessor have room for one stage each."""
 
 _SEGMENT: Final = 128
 """Positions of the patch that an instruction multiplies."""
@@ -91,13 +96,15 @@ def _patch(problem: Conv2dProblem, tile: Tile) -> _Patch | None:
     rows, pitch = tile_rows + over_rows, min(width, tile_cols) + over_cols
     positions = problem.stride[0] * problem.stride[1] * rows * pitch
     steps = min(_steps(problem), max(1, 8 // taps))
+    # Of split numbers a stage has all channels (see `kernels`): one is enough, filled while results are stored.
+    fewest = 1 if _parts(problem) > 1 else 2
     groups = tile.groups[0] * tile.groups[1]
     # A group stores results through shared memory: of both its segments where that takes more time than the products.
     for staged in (2, 1) if _steps(problem) <= 2 * steps else (1,):
         kept = groups * (4 * 8 * (staged * _SEGMENT + 8) * 4 + positions * 4)
         room = _SHARED[groups] - _HEADER - kept
-        stages = room // (steps * _STEP_BYTES * (positions + taps * tile.filters))
-        if stages >= 2:
+        stages = room // (steps * _parts(problem) * _STEP_BYTES * (positions + taps * tile.filters))
+        if stages >= fewest:
             break
     else:
         return None
@@ -116,6 +123,16 @@ def _steps(problem: Conv2dProblem) -> int:
     return ceil(problem.group_channels * problem.element_bytes / _STEP_BYTES)
 
 
+def _parts(problem: Conv2dProblem) -> int:
+    """Of each number, that are multiplied with one another."""
+    return 2 if problem.precision == "tf32x3" else 1
+
+
+def _is_plain(problem: Conv2dProblem) -> bool:
+    """Whether the kernel knows the filter when it is compiled."""
+    return problem.kernel == (3, 3) and problem.stride == problem.dilation == (1, 1)
+
+
 def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
     """In the unit that conv2d_problem.py speaks of."""
     outputs = tile.filters * tile.segments * _SEGMENT
@@ -125,30 +142,35 @@ def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
 
 
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
-    """Hopper's kernels and what they cost. Of a single tap the others are faster."""
-    taps = problem.kernel[0] * problem.kernel[1]
+    """Hopper's kernels and what they cost. Of a single tap the others are faster.
+
+    In 3xTF32 only where all channels are one step of a filter that the kernel knows: see multiply_split in
+    conv2d_wgmma.cuh.
+    """
+    taps, split = problem.kernel[0] * problem.kernel[1], _parts(problem) > 1
     fits = (
         problem.hopper
-        and problem.precision != "tf32x3"
+        and (not split or (_is_plain(problem) and _steps(problem) == 1))
         and problem.out_layout == "nchw"
         and 1 < taps <= _MOST_TAPS
         and (problem.groups == 1 or problem.group_channels > 1)
     )
     found = []
-    for tile in TILES if fits else ():
+    for tile in (SPLIT_TILES if split else TILES) if fits else ():
         patch = _patch(problem, tile)
         if patch is None or patch.tiles > MAX_TILES:
             continue
-        # Positions that a thread fetches at once: up to 4, for which it has registers, or 3 if it comes back as often.
-        together = 3 if patch.positions <= 384 or 512 < patch.positions <= 768 else 4
-        plain = problem.kernel == (3, 3) and problem.stride == problem.dilation == (1, 1)
-        numbers = (*tile.groups, 3 if plain else 0, together * problem.element_bytes // 4, patch.staged)
+        # Positions that a thread fetches at once: up to 4, for which it has registers, or 3 if it comes back as often
+        # or splits them.
+        together = 3 if split or patch.positions <= 384 or 512 < patch.positions <= 768 else 4
+        numbers = (*tile.groups, 3 if _is_plain(problem) else 0, together * problem.element_bytes // 4, patch.staged)
         cpp = (
             f"Conv2dWgmma<Conv2dWgmmaConfig<{MMA[problem.precision]}, {', '.join(map(str, numbers))}>, "
             f"{{output}}, {{epilogue}}>"
         )
         filters = problem.groups * ceil(problem.group_filters / tile.filters) * tile.filters
-        workspace = filters * ceil(_steps(problem) / patch.steps) * patch.steps * taps * _STEP_BYTES
+        steps = ceil(_steps(problem) / patch.steps) * patch.steps
+        workspace = filters * steps * _parts(problem) * taps * _STEP_BYTES
         name = f"conv2d wgmma {problem.precision} {tile.filters}x{tile.segments * _SEGMENT}"
         kernel = Kernel(name, "conv2d_wgmma.cuh", cpp, patch.pack(problem), workspace)
         found.append((_cost(problem, tile, patch), kernel))

@@ -1,10 +1,12 @@
 // Convolution on NCHW by Hopper's warpgroup products (wgmma), built for sm_90a: any stride, dilation, padding and
-// groups, and any filter that fits; float32 operands rounded to the nearest TF32, or 16-bit operands.
+// groups, and any filter that fits; float32 operands rounded to the nearest TF32 or split in two (3xTF32), or 16-bit
+// operands.
 //
 // A block computes kFilterTile filters of a tile of output pixels. A few channels at a time, the patch of x under the
 // tile is brought to shared memory once and serves all taps of the filter: there a pixel's channels are rows of 16
 // bytes, [16 bytes of channels][position], so that the products of a tap read 128 consecutive positions, however the
-// tap is shifted: a shift is an offset of the matrix descriptor. Filters are the M operand, pixels the N operand.
+// tap is shifted: a shift is an offset of the matrix descriptor. Filters are the M operand, pixels the N operand. Numbers
+// that are split have planes for each part, so that 3xTF32 is three products of every tap instead of one.
 //
 // Positions run along rows of the patch, which are longer than the output's by what the filter overhangs. What is
 // computed for the overhang is not stored. With strides, the pixels that a tap reads stand apart: pixels are dealt to
@@ -141,6 +143,9 @@ private:
                     ptx::async_proxy_fence();
                     __syncwarp();
                     if (thread % 32 == 0) ptx::barrier_arrive(ring.full(ring.stage));
+                } else if (cut.stages < Config::kProducers) {
+                    // Who fills the only stage in turns must see each of its phases: of two, parities are the same.
+                    ptx::barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
                 }
                 source += static_cast<int64_t>(cut.steps * Config::kStepChannels) * cut.x_channel;
                 unit += cut.filter_bytes;
@@ -211,15 +216,16 @@ private:
                     if (position + i * kWarpgroup >= cut.positions) continue;
                     const uint32_t to = patch + (position + i * kWarpgroup) * Config::kPiece;
 #pragma unroll
-                    for (int j = 0; j < kPieces; ++j) {
-                        ptx::store_shared_16(to + j * cut.plane_bytes, Filters::operand(value[i][j]));
+                    for (int j = 0; j < Config::kPartPieces; ++j) {
+                        const uint4 operand = Filters::operand(value[i][j % kPieces], j / kPieces);
+                        ptx::store_shared_16(to + j * cut.plane_bytes, operand);
                     }
                 }
                 position += kWarpgroup * kTogether;
             } while (position < cut.positions);
             source += static_cast<int64_t>(Config::kStepChannels) * cut.x_channel;
             channel += Config::kStepChannels;
-            patch += kPieces * cut.plane_bytes;
+            patch += Config::kPartPieces * cut.plane_bytes;
         }
     }
 
@@ -239,22 +245,29 @@ private:
             const Tile tile(cut, index);
             const Store store(cut, tile, group_m * Config::kGroupFilters + warp % 4 * 16, epilogue);
             Sum sum;
-            int last = 0;
-#pragma unroll 1
-            for (int chunk = 0; chunk < cut.chunks; ++chunk) {
-                const uint32_t stage = shared + Config::kHeaderBytes + ring.stage * cut.stage_bytes;
-                const uint32_t filters = stage + cut.patch_bytes + group_m * (Config::kGroupFilters * Config::kPiece);
+            const auto stage = [&] { return shared + Config::kHeaderBytes + ring.stage * cut.stage_bytes; };
+            const uint32_t filters = cut.patch_bytes + group_m * (Config::kGroupFilters * Config::kPiece);
+            if constexpr (Config::kParts > 1) {
                 ptx::barrier_wait(ring.full(ring.stage), ring.phase);
-                multiply(cut, sum, stage, filters, shared, first_segment, chunk > 0);
-                if (chunk > 0) {
-                    ptx::wgmma_wait<1>();
-                    release(last);
-                }
-                last = ring.stage;
+                multiply_split(cut, sum, stage(), stage() + filters, first_segment);
+                release(ring.stage);
                 ring.advance(cut.stages);
+            } else {
+                int last = 0;
+#pragma unroll 1
+                for (int chunk = 0; chunk < cut.chunks; ++chunk) {
+                    ptx::barrier_wait(ring.full(ring.stage), ring.phase);
+                    multiply(cut, sum, stage(), stage() + filters, shared, first_segment, chunk > 0);
+                    if (chunk > 0) {
+                        ptx::wgmma_wait<1>();
+                        release(last);
+                    }
+                    last = ring.stage;
+                    ring.advance(cut.stages);
+                }
+                ptx::wgmma_wait<0>();
+                release(last);
             }
-            ptx::wgmma_wait<0>();
-            release(last);
             store.all(sum, first_segment, staged, out, epilogue);
         }
     }
@@ -298,6 +311,61 @@ private:
             }
         }
         ptx::wgmma_commit();
+    }
+
+    // All products of a tile whose channels are one step, of split numbers. Tensor cores truncate when they accumulate. So
+    // the small products, lo times hi and hi times lo, come first, where sums lose nothing of them; and of the taps' large
+    // ones each sum takes the first half. The rest have a sum of their own, which is added in float32: of half a segment at
+    // a time, for which there are registers.
+    static __device__ __forceinline__ void multiply_split(const WgmmaCut& cut, Sum& sum, uint32_t patch,
+                                                          uint32_t filters, int first_segment) {
+        constexpr int kTaps = Config::kKernel * Config::kKernel, kFirst = (kTaps + 1) / 2;
+        constexpr int kRest = Config::kSegment / 4;  // of a segment's sums per thread, half
+        static_assert(kTaps > 1, "a filter that is known");
+        constexpr uint32_t kHalf = Config::kFilterTile * Config::kPiece, kTap = Config::kStepPieces * kHalf / 16;
+        const uint32_t to_lo = Config::kStepPieces * cut.plane_bytes / 16;
+        const ptx::Matrix a(__shfl_sync(~0u, filters, 0), kHalf);
+        ptx::Matrix b[Config::kGroupSegments];
+#pragma unroll
+        for (int i = 0; i < Config::kGroupSegments; ++i) {
+            const uint32_t position = WgmmaSegment(cut, first_segment + i).position(cut);
+            b[i] = ptx::Matrix(__shfl_sync(~0u, patch + position * Config::kPiece, 0), cut.plane_bytes);
+        }
+        const auto shift = [&](int tap) {
+            return tap / Config::kKernel * static_cast<uint32_t>(cut.pitch) + tap % Config::kKernel;
+        };
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < Config::kGroupSegments; ++i) {
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap) {
+                start_product(Tf32{}, sum[i], a + (kTaps + tap) * kTap, b[i] + shift(tap), tap > 0);
+                start_product(Tf32{}, sum[i], a + tap * kTap, b[i] + (to_lo + shift(tap)), true);
+            }
+#pragma unroll
+            for (int tap = 0; tap < kFirst; ++tap) {
+                start_product(Tf32{}, sum[i], a + tap * kTap, b[i] + shift(tap), true);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < Config::kGroupSegments; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float rest[kRest];
+                const ptx::Matrix columns = b[i] + half * (Config::kSegment / 2);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int tap = kFirst; tap < kTaps; ++tap) {
+                    start_product(Tf32{}, rest, a + tap * kTap, columns + shift(tap), tap > kFirst);
+                }
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<0>();
+                ptx::sums_fence(sum[i]);
+                ptx::sums_fence(rest);
+#pragma unroll
+                for (int j = 0; j < kRest; ++j) sum[i][half * kRest + j] += rest[j];
+            }
+        }
     }
 };
 

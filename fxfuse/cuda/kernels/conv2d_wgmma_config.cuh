@@ -36,6 +36,8 @@ struct Conv2dWgmmaConfig {
     static constexpr int kStagedSegments = kStagedSegments_;
     static constexpr int kConsumers = kGroupsM * kGroupsN, kProducers = kConsumers, kBlocksPerSm = 2 / kConsumers;
     static constexpr int kThreads = (kConsumers + kProducers) * kWarpgroup;
+    // Parts of each number: hi and, if it is split, lo (SplitTf32 in mma.cuh).
+    static constexpr int kParts = Mma::kProducts > 1 ? 2 : 1;
     static constexpr int kGroupFilters = 64, kFilterTile = kGroupsM * kGroupFilters;
     static constexpr int kSegment = kWgmmaSegment, kGroupSegments = 2, kSegments = kGroupsN * kGroupSegments;
     static_assert(kConsumers == 1 || kConsumers == 2);
@@ -48,6 +50,7 @@ struct Conv2dWgmmaConfig {
     static constexpr int kPiece = 16;  // bytes of channels that stand together
     static constexpr int kPieceChannels = kPiece / static_cast<int>(sizeof(Element));
     static constexpr int kStepPieces = 2, kStepChannels = kStepPieces * kPieceChannels;
+    static constexpr int kPartPieces = kParts * kStepPieces;  // of a step: those of all parts
 
     // Shared memory: [barriers][offsets of taps][stages of patch and filters][results to be stored][for each producer,
     // where positions are in x].
@@ -138,8 +141,8 @@ WgmmaCut cut_up(const Conv2dWgmmaProblem& problem) {
     const int stage_channels = cut.steps * Config::kStepChannels;
     cut.chunks = (cut.channels + stage_channels - 1) / stage_channels;
     cut.plane_bytes = cut.positions * Config::kPiece;
-    cut.patch_bytes = cut.steps * Config::kStepPieces * cut.plane_bytes;
-    cut.filter_bytes = cut.steps * cut.taps * Config::kStepPieces * Config::kFilterTile * Config::kPiece;
+    cut.patch_bytes = cut.steps * Config::kPartPieces * cut.plane_bytes;
+    cut.filter_bytes = cut.steps * cut.taps * Config::kPartPieces * Config::kFilterTile * Config::kPiece;
     cut.stage_bytes = cut.patch_bytes + cut.filter_bytes;
     cut.staged_at = Config::kHeaderBytes + cut.stages * cut.stage_bytes;
     cut.sources_at = cut.staged_at + Config::kStagedBytes;

@@ -1,5 +1,5 @@
-// Filters as the M operand of Hopper's convolution (conv2d_wgmma.cuh): [group and filter tile][step][tap][16 bytes of
-// channels][filter], float rounded to TF32. Filters and channels that do not exist are zero.
+// Filters as the M operand of Hopper's convolution (conv2d_wgmma.cuh): [group and filter tile][step][part][tap][16 bytes of
+// channels][filter], float rounded to TF32 or split in two parts of TF32. Filters and channels that do not exist are zero.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@ namespace fxfuse {
 
 template <class Config>
 struct WgmmaFilters {
+    using Mma = typename Config::Mma;
     using Element = typename Config::Element;
     static constexpr int kChannels = Config::kPieceChannels;
 
@@ -24,7 +25,8 @@ struct WgmmaFilters {
             return digit;
         };
         const int in_tile = take(Config::kFilterTile), half = take(Config::kStepPieces);
-        const int col = take(problem.kernel_width), row = take(problem.kernel_height), step = take(steps);
+        const int col = take(problem.kernel_width), row = take(problem.kernel_height);
+        const int part = take(Config::kParts), step = take(steps);
         const int filter = take(filter_tiles) * Config::kFilterTile + in_tile;
         const int64_t filters = problem.out_channels / problem.groups, channels = problem.channels / problem.groups;
         const Element* source =
@@ -36,15 +38,15 @@ struct WgmmaFilters {
             const bool exists = filter < filters && first + i < channels;
             value[i] = exists ? source[(first + i) * problem.w_channel] : from_float<Element>(0.0f);
         }
-        return operand(value);
+        return operand(value, part);
     }
 
-    // 16 bytes as the tensor cores take them.
-    static __device__ __forceinline__ uint4 operand(const float (&value)[4]) {
-        return make_uint4(rounded(value[0]), rounded(value[1]), rounded(value[2]), rounded(value[3]));
+    // 16 bytes as the tensor cores take them: of the numbers' parts the first, hi, or the second, lo.
+    static __device__ __forceinline__ uint4 operand(const float (&value)[4], int part) {
+        return make_uint4(tf32(value[0], part), tf32(value[1], part), tf32(value[2], part), tf32(value[3], part));
     }
     template <class Half>
-    static __device__ __forceinline__ uint4 operand(const Half (&value)[8]) {
+    static __device__ __forceinline__ uint4 operand(const Half (&value)[8], int) {
         return make_uint4(pair(value[0], value[1]), pair(value[2], value[3]), pair(value[4], value[5]),
                           pair(value[6], value[7]));
     }
@@ -56,8 +58,13 @@ struct WgmmaFilters {
 #endif
 
 private:
-    static __device__ __forceinline__ uint32_t rounded(float value) {
-        return Tf32::round_to_tf32(__float_as_uint(value));
+    static __device__ __forceinline__ uint32_t tf32(float value, int part) {
+        if constexpr (Config::kParts == 1) {
+            return Tf32::round_to_tf32(__float_as_uint(value));
+        } else {
+            const uint32_t hi = Mma::upper(__float_as_uint(value));
+            return part == 0 ? hi : __float_as_uint(value - __uint_as_float(hi));
+        }
     }
     template <class Half>
     static __device__ __forceinline__ uint32_t pair(const Half& first, const Half& second) {
@@ -84,7 +91,7 @@ cudaError_t WgmmaFilters<Config>::launch(const Conv2dProblem& problem, int64_t s
     const int64_t filters = problem.out_channels / problem.groups;
     const int64_t tiles = (filters + Config::kFilterTile - 1) / Config::kFilterTile;
     const int64_t pieces = problem.groups * tiles * steps * problem.kernel_height * problem.kernel_width *
-                           Config::kStepPieces * Config::kFilterTile;
+                           Config::kPartPieces * Config::kFilterTile;
     const int64_t blocks = (pieces + kWgmmaPackThreads - 1) / kWgmmaPackThreads;
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
     wgmma_pack_filters_kernel<Config><<<static_cast<unsigned>(blocks), kWgmmaPackThreads, 0, stream>>>(
