@@ -1,0 +1,736 @@
+"""Networks nobody has looked at: drawn by seed from torchvision, timm and transformers, beside eager and torch.compile.
+
+    python benchmarks/zoo.py --seed 1 --count 24 --output benchmarks/results
+    python benchmarks/zoo.py --seed 1 --count 24 --dtype bfloat16 --slice 0/2
+
+One network for each architecture family, from its configuration, with random weights; of the three packages those that
+are installed take turns. Each network has a process of its own. Processes build side by side (kernels, torch.compile)
+and are timed one after the other while the others wait; before that, what fxfuse measured on the busy GPU is forgotten
+and measured again. A crash, an error or a network that takes too long is a row. A family that eager does not run with
+the inputs made here was "not drawn", with the reason.
+
+Wall is a call with the GPU waited for, issuing the part of it before that wait. Time to the first result is taken side
+by side with other networks' building, for all contestants alike: compare it within a row only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from suite import PRECISIONS, arguments, provenance, read, write
+from tabulate import tabulate
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxfuse
+
+EAGER, COMPILE, REDUCE, OWN, GRAPH = "eager", "torch.compile", "reduce-overhead", "fxfuse", "fxfuse, CUDA graphs"
+PEERS = (EAGER, COMPILE, REDUCE)
+BATCH = 16
+SLOW = 0.25
+"""Seconds of an eager call above which the batch is halved."""
+MOST_PARAMETERS = 150_000_000
+COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
+"""Names of kernels that only move values."""
+ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
+PREFIX = "ZOO "
+"""Begins the lines that a network's process says to this one."""
+
+
+# ---------------------------------------------------------------------------------------------------- drawing
+
+
+@dataclass(frozen=True)
+class Network:
+    """One architecture family and the variants of it to try, in this order."""
+
+    package: str
+    family: str
+    variants: tuple[str, ...]
+
+
+def _torchvision() -> dict[str, list[str]]:
+    import torchvision
+
+    families: dict[str, list[str]] = {}
+    for name in torchvision.models.list_models():
+        module = torchvision.models.get_model_builder(name).__module__
+        if "quantization" not in module:
+            families.setdefault(module.removeprefix("torchvision.models."), []).append(name)
+    return families
+
+
+def _timm() -> dict[str, list[str]]:
+    import timm
+
+    return {module: names for module in timm.list_modules() if (names := timm.list_models(module=module))}
+
+
+def _transformers() -> dict[str, list[str]]:
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return {family: [family] for family in MODEL_MAPPING_NAMES}
+
+
+PACKAGES = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
+
+
+def _plain(family: str) -> str:
+    """One name for a family in whatever package."""
+    plain = re.sub(r"[^a-z0-9]", "", family.rsplit(".", 1)[-1].lower())
+    return ALIASES.get(plain, plain)
+
+
+def draw(seed: int, count: int) -> list[Network]:
+    """The first `count` families in the seed's order: the installed packages take turns, no family comes twice."""
+    queues = []
+    for package, families_of in PACKAGES.items():
+        try:
+            families = families_of()
+        except ImportError:
+            continue
+        # a generator for each package: what one of them has does not decide what is drawn of another
+        generator = random.Random(f"{seed} {package}")
+        queue = []
+        for family in generator.sample(sorted(families), len(families)):
+            names = sorted(families[family])
+            queue.append(Network(package, family, tuple(generator.sample(names, min(len(names), 6)))))
+        queues.append(queue)
+    drawn: dict[str, Network] = {}
+    for network in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
+        if network is not None and len(drawn) < count:
+            drawn.setdefault(_plain(network.family), network)
+    return list(drawn.values())
+
+
+# --------------------------------------------------------------------------------------------------- building
+
+
+class NotDrawn(Exception):
+    """A family that eager cannot run from what is known here."""
+
+
+Inputs = dict[str, torch.Tensor]
+"""By name; a tensor that has none is an image, the only positional argument."""
+
+IMAGE = ""
+
+
+def _shrunk(config: Any) -> dict[str, Any]:
+    """Arguments that make a configuration small: four layers, at most 768 channels."""
+    limits = {
+        "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "encoder_layers": 4, "decoder_layers": 4,
+        "hidden_size": 768, "intermediate_size": 3072, "d_model": 768, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+        "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "vocab_size": 32768,
+    }  # fmt: skip
+    values = vars(config)
+    changed: dict[str, Any] = {
+        name: limit for name, limit in limits.items() if isinstance(values.get(name), int) and values[name] > limit
+    }
+    if "vocab_size" in changed:  # special tokens beyond it would be no rows of the embedding
+        beyond = (name for name, value in values.items() if isinstance(value, int) and value >= changed["vocab_size"])
+        changed |= dict.fromkeys((name for name in beyond if name.endswith("_token_id")), 1)
+    for name in getattr(type(config), "sub_configs", {}):
+        if values.get(name) is not None:
+            changed[name] = {**values[name].to_dict(), **_shrunk(values[name])}
+    return changed
+
+
+def _transformers_model(family: str) -> tuple[nn.Module, Callable[[int], Iterator[Inputs]]]:
+    """A model and, for a batch, the inputs that may be what it takes."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    kind = transformers.CONFIG_MAPPING[family]
+    config = kind(**_shrunk(kind()))
+    config.use_cache = False
+    model_class = MODEL_MAPPING[kind]
+    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    model = model_class(config)
+    text = config.get_text_config()
+    tokens = getattr(text, "vocab_size", None) or 1000
+    vision = getattr(config, "vision_config", config)
+
+    def made(batch: int) -> Iterator[Inputs]:
+        name = model.main_input_name
+        ids = torch.randint(2, min(tokens, 30000), (batch, 128))
+        if name == "pixel_values":
+            size = getattr(vision, "image_size", None) or 224
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            channels = getattr(vision, "num_channels", None) or 3
+            inputs = {name: torch.randn(batch, channels, height, width)}
+            yield inputs
+            yield {**inputs, "input_ids": ids}
+            return
+        if name == "input_values":
+            yield {name: torch.randn(batch, 16000)}
+            return
+        if name == "input_features":
+            bins = getattr(config, "num_mel_bins", None) or 80
+            inputs = {name: torch.randn(batch, bins, 2 * getattr(config, "max_source_positions", 1500))}
+            yield inputs
+            yield {**inputs, "decoder_input_ids": ids[:, :16]}
+            return
+        if name != "input_ids":
+            raise NotDrawn(f"its main input is {name}")
+        yield {name: ids}
+        yield {name: ids, "decoder_input_ids": ids[:, :64]}
+
+    return model, made
+
+
+def _image_model(network: Network) -> tuple[nn.Module, Callable[[int], Iterator[Inputs]]]:
+    """The first variant that is not too large, and its images."""
+    for name in network.variants:
+        if network.package == "timm":
+            import timm
+
+            model = timm.create_model(name, pretrained=False)
+            shape = tuple(model.default_cfg["input_size"])
+        else:
+            import torchvision
+
+            backbone = {"weights_backbone": None} if "." in network.family else {}
+            if network.family.partition(".")[0] in ("detection", "optical_flow"):
+                raise NotDrawn("its input is not one tensor")
+            model = torchvision.models.get_model(name, weights=None, **(backbone if "segm" in network.family else {}))
+            side = 299 if "inception" in name else 224
+            shape = (3, 16, side, side) if network.family.startswith("video") else (3, side, side)
+        if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
+            return model, lambda batch: iter([{IMAGE: torch.randn(batch, *shape)}])  # noqa: B023
+    raise NotDrawn(f"none of {', '.join(network.variants)} has at most {MOST_PARAMETERS / 1e6:.0f} million parameters")
+
+
+@dataclass
+class Trial:
+    """A network on its device and a call that eager answers."""
+
+    model: nn.Module
+    inputs: Inputs
+
+    @property
+    def args(self) -> tuple[torch.Tensor, ...]:
+        return (self.inputs[IMAGE],) if IMAGE in self.inputs else ()
+
+    @property
+    def kwargs(self) -> Inputs:
+        return {name: tensor for name, tensor in self.inputs.items() if name != IMAGE}
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        return model(*self.args, **self.kwargs)
+
+    def optimized(self, **options: Any) -> nn.Module:
+        return fxfuse.optimize(self.model, self.args or None, kwargs=self.kwargs or None, **options)
+
+    @property
+    def batch(self) -> int:
+        return next(iter(self.inputs.values())).shape[0]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH) -> Trial:
+    """The network with inputs that eager answers in reasonable time. Raises NotDrawn."""
+    torch.manual_seed(0)
+    try:
+        made = _transformers_model(network.family) if network.package == "transformers" else _image_model(network)
+        model, inputs_for = made
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:  # as if trained
+                nn.init.uniform_(module.running_mean, -0.1, 0.1)
+                nn.init.uniform_(module.running_var, 0.5, 1.5)
+        model = model.eval().to(device, dtype)
+    except Exception as reason:  # a package may refuse in any way
+        raise NotDrawn(f"{type(reason).__name__}: {reason}") from reason
+    refused = ""
+    while batch:
+        for inputs in inputs_for(batch):
+            trial = Trial(model, {name: x.to(device, dtype if x.is_floating_point() else None)
+                                  for name, x in inputs.items()})  # fmt: skip
+            try:
+                trial.call(model)
+                _wait(device)
+                started = time.perf_counter()
+                trial.call(model)
+                _wait(device)
+                if time.perf_counter() - started <= SLOW or batch == 1:
+                    return trial
+                break
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                break
+            except Exception as reason:  # a model may refuse in any way
+                refused = f"{type(reason).__name__}: {reason}"
+        else:
+            break
+        batch //= 2
+    raise NotDrawn(refused or "too large")
+
+
+# -------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What one of them takes. Times in milliseconds, medians; memory in MB beyond what lies there before a call."""
+
+    wall: float
+    issue: float
+    kernels: int = 0
+    copies: int = 0
+    gpu: float = 0.0
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    seed: int
+    dtype: str
+    package: str
+    family: str
+    name: str = ""
+    batch: int = 0
+    not_drawn: str = ""
+    failure: str = ""
+    """What went wrong with the network in fxfuse, or its process."""
+    ok: bool = False
+    error: float = math.nan
+    eager_error: float = math.nan
+    reference: str = ""
+    regions: int = 0
+    skipped: int = 0
+    contestants: dict[str, Any] = field(default_factory=dict)
+    first_result: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Contestants that did not run, with the reason."""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        return self.seed, self.dtype, self.package, self.family
+
+    def _wall(self, name: str) -> float:
+        return float(self.contestants[name]["wall"]) if name in self.contestants else math.nan
+
+    @property
+    def ratio(self) -> float:
+        """The better of eager and torch.compile over fxfuse; NaN without one of them."""
+        peers = [self._wall(name) for name in (EAGER, COMPILE) if name in self.contestants]
+        return min(peers, default=math.nan) / self._wall(OWN)
+
+    @property
+    def graph_ratio(self) -> float:
+        return self._wall(REDUCE) / self._wall(GRAPH)
+
+
+def _measured(trial: Trial, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Contestant]:
+    """All contestants in turns."""
+    device = next(iter(trial.inputs.values())).device
+    for call in calls.values():
+        for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
+            call()
+        _wait(device)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline or len(samples[OWN]) < 5:
+        for name, call in calls.items():
+            started = time.perf_counter()
+            result = call()
+            issued = time.perf_counter()
+            _wait(device)
+            samples[name].append((time.perf_counter() - started, issued - started))
+            del result
+    found = {
+        name: Contestant(*(statistics.median(column) * 1e3 for column in zip(*times, strict=True)))
+        for name, times in samples.items()
+    }
+    return {name: _profiled(found[name], call) for name, call in calls.items()} if device.type == "cuda" else found
+
+
+def _profiled(contestant: Contestant, call: Callable[[], Any]) -> Contestant:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    memory = (torch.cuda.max_memory_allocated() - before) / 1e6
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return replace(
+        contestant,
+        kernels=len(kernels),
+        copies=sum(COPIES.search(event.name) is not None for event in kernels),
+        gpu=sum(event.time_range.elapsed_us() for event in kernels) / 1e3,
+        memory=memory,
+    )
+
+
+def _verified(trial: Trial, fast: nn.Module) -> dict[str, Any]:
+    """Errors of fxfuse and eager against float64; against float32 without TF32 where float64 does not run."""
+    try:
+        found = fxfuse.verify(trial.model, fast, trial.args or None, kwargs=trial.kwargs or None)
+        return {"ok": found.ok, "error": found.error, "eager_error": found.eager_error, "reference": "float64",
+                "failure": found.problem or ""}  # fmt: skip
+    except Exception as reason:  # models have float32 in their forwards, and memory has an end
+        said = f"float32 ({type(reason).__name__} in float64)"
+    with PRECISIONS["float32-strict"].in_force():
+        exact = copy.deepcopy(trial.model).float()
+        like = Trial(exact, {name: x.float() if x.is_floating_point() else x for name, x in trial.inputs.items()})
+        right = [leaf for leaf in pytree.tree_leaves(like.call(exact)) if isinstance(leaf, torch.Tensor)]
+    errors = []
+    for model in (fast, trial.model):
+        leaves = [leaf for leaf in pytree.tree_leaves(trial.call(model)) if isinstance(leaf, torch.Tensor)]
+        pairs = [(have.double(), want.double()) for have, want in zip(leaves, right, strict=True)]
+        errors.append(max(float((have - want).norm() / want.norm().clamp_min(1e-30)) for have, want in pairs))
+    limit = 2 * errors[1] + torch.finfo(next(trial.model.parameters()).dtype).eps
+    return {"ok": errors[0] <= limit, "error": errors[0], "eager_error": errors[1], "reference": said}
+
+
+def _say(**content: Any) -> None:
+    print(PREFIX + json.dumps(content), flush=True)
+
+
+def _compiled(trial: Trial, mode: str) -> Callable[[], Any]:
+    compiled = torch.compile(trial.model, mode=mode)
+
+    def call() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return trial.call(compiled)
+
+    return call
+
+
+def _forget_choices() -> None:
+    """Removes what was measured while other processes had the GPU, too; compiled kernels stay."""
+    for path in Path(os.environ["FXFUSE_CACHE_DIR"]).glob("choices*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def one(given: Any, network: Network, only_build: bool) -> None:
+    """One network, in this process: builds, waits for a line from the standard input, and says its row.
+
+    With `only_build`: the seconds to fxfuse's first result, which leaves its kernels in the cache.
+    """
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
+    began = time.monotonic()
+    row = Row(given.seed, given.dtype, network.package, network.family)
+    with torch.no_grad(), PRECISIONS["float32"].in_force(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trial = build(network, dtype, device, given.batch)
+        except NotDrawn as reason:
+            _say(row=asdict(replace(row, not_drawn=str(reason)[:200])))
+            return
+        name = f"{type(trial.model).__name__} {getattr(trial.model, 'default_cfg', {}).get('architecture', '')}".strip()
+        row = replace(row, name=name, batch=trial.batch)
+        if only_build:
+            started = time.perf_counter()
+            trial.call(trial.optimized())
+            _wait(device)
+            _say(seconds=time.perf_counter() - started)
+            return
+        _say(stage="eager", row=asdict(row))
+        first, left_out = {}, {}
+        calls: dict[str, Callable[[], Any]] = {EAGER: lambda: trial.call(trial.model)}
+        first[OWN] = _cold_seconds(given.limit * 0.5)
+        _say(stage="fxfuse's kernels", row=asdict(row))
+        for peer, mode in ((COMPILE, "default"), (REDUCE, "reduce-overhead")):
+            if peer not in given.compare:
+                continue
+            if time.monotonic() - began > given.limit * 0.6:
+                left_out[peer] = "no time left"
+                continue
+            try:
+                started = time.perf_counter()
+                call = _compiled(trial, mode)
+                call()
+                _wait(device)
+                first[peer] = time.perf_counter() - started
+                calls[peer] = call
+            except Exception as reason:  # a peer's compiler may fail in any way
+                left_out[peer] = f"{type(reason).__name__}: {reason}"[:200]
+            _say(stage=peer, row=asdict(row))
+        row = replace(row, first_result=first, left_out=left_out)
+        _say(built=True, row=asdict(row))
+        sys.stdin.readline()
+        _forget_choices()
+        try:
+            fast = trial.optimized()
+            row = replace(row, **_verified(trial, fast))
+            calls[OWN] = lambda: trial.call(fast)
+            calls[OWN]()
+        except Exception as reason:  # a failure of ours is a row
+            _say(row=asdict(replace(row, failure=f"{type(reason).__name__}: {reason}"[:300])), final=True)
+            return
+        if device.type == "cuda":
+            try:
+                graphed = trial.optimized(cuda_graphs=True)
+                trial.call(graphed)
+                refused = [line for line in fxfuse.explain(graphed).cuda_graphs if "without" in line]
+                calls[GRAPH] = lambda: trial.call(graphed)
+                if refused:
+                    left_out = {**left_out, f"{GRAPH} (ran without one)": refused[0][:200]}
+            except Exception as reason:
+                left_out = {**left_out, GRAPH: f"{type(reason).__name__}: {reason}"[:200]}
+        _say(stage="timing", row=asdict(row))
+        report = fxfuse.explain(fast)
+        row = replace(
+            row,
+            left_out=left_out,
+            regions=sum(region.kernel is not None for region in report.regions),
+            skipped=len(report.skipped),
+        )
+        contestants = {name: asdict(found) for name, found in _measured(trial, calls, given.seconds).items()}
+        _say(row=asdict(replace(row, contestants=contestants)), final=True)
+
+
+def _cold_seconds(limit: float) -> float:
+    """Seconds to fxfuse's first result in another process, which leaves its kernels in the cache; NaN if none came."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--first"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return math.nan
+    said = [json.loads(line.removeprefix(PREFIX)) for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+    return next((message["seconds"] for message in said if "seconds" in message), math.nan)
+
+
+class _Process:
+    """This script in a process and a process group of its own, killed after `limit` seconds."""
+
+    def __init__(self, options: Sequence[str], environment: dict[str, str], limit: float) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.killed = False
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *options], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._allow(limit)
+
+    def _allow(self, limit: float) -> None:
+        self._timer = threading.Timer(limit, self._kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _kill(self) -> None:
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def run_to(self, word: str) -> bool:
+        """Reads what it says up to a message with `word`; whether one came. Its time does not run on behind it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(PREFIX):
+                self.said.append(json.loads(line.removeprefix(PREFIX)))
+                if word in self.said[-1]:
+                    self._timer.cancel()
+                    return True
+        self._timer.cancel()
+        return False
+
+    def go_on(self, limit: float) -> None:
+        assert self._process.stdin is not None
+        self._allow(limit)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
+    def end(self) -> int:
+        self._timer.cancel()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):  # compilers that it left, too
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _row_of(process: _Process, network: Network, given: Any) -> Row:
+    """The last that a network's process said about itself."""
+    code = process.end()
+    last = next((said for said in reversed(process.said) if "row" in said), {})
+    row = Row(**last["row"]) if last else Row(given.seed, given.dtype, network.package, network.family)
+    if row.not_drawn or last.get("final"):
+        return row
+    if not last and process.killed:
+        return replace(row, not_drawn="eager's answer took too long")
+    stage = next((said["stage"] for said in reversed(process.said) if "stage" in said), "the model")
+    why = "took too long" if process.killed else f"ended with {code}"
+    return replace(row, failure=f"its process {why} after: {stage}")
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def _number(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table; of the contestants' columns the order is PEERS, fxfuse, its CUDA graph."""
+    table = []
+    for row in rows:
+        if row.not_drawn:
+            continue
+        each = [Contestant(**row.contestants[name]) if name in row.contestants else None
+                for name in (*PEERS, OWN, GRAPH)]  # fmt: skip
+
+        def column(of: Callable[[Contestant], str], each: Sequence[Contestant | None] = each) -> str:
+            return " / ".join("-" if one is None else of(one) for one in each)
+
+        table.append(
+            (
+                f"{row.package} {row.family}: {row.name}", row.dtype, row.batch,
+                "yes" if row.ok else f"NO: {row.failure}", f"{row.error:.1e} / {row.eager_error:.1e}",
+                f"{row.regions} ({row.skipped})", column(lambda one: str(one.kernels)),
+                column(lambda one: str(one.copies)), column(lambda one: _number(one.issue)),
+                column(lambda one: _number(one.gpu)), column(lambda one: _number(one.wall)),
+                column(lambda one: _number(one.memory, 0)),
+                " / ".join(_number(row.first_result.get(name, math.nan), 1) for name in (COMPILE, REDUCE, OWN)),
+                _number(row.ratio), _number(row.graph_ratio), "; ".join(f"{k}: {v}" for k, v in row.left_out.items()),
+            )
+        )  # fmt: skip
+    headers = (
+        "network", "dtype", "batch", "right", "error / eager's", "regions (left)", "kernels", "copies", "issuing, ms",
+        "GPU, ms", "wall, ms", "memory, MB", "first result, s: compile / reduce / fxfuse", "best peer / fxfuse",
+        "reduce-overhead / graph", "did not run",
+    )  # fmt: skip
+    order = f"Columns with several numbers: {', '.join((*PEERS, OWN, GRAPH))}."
+    cells = [[str(cell).replace("|", "/").replace("\n", " ") for cell in line] for line in table]
+    return f"{order}\n\n{tabulate(cells, headers=headers, tablefmt='github', disable_numparse=True)}"
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    return f"{statistics.geometric_mean(known):.2f}x of {len(known)}" if known else "none"
+
+
+def summarise(rows: Sequence[Row]) -> str:
+    """Geometric means, the rows below 1, those that are wrong, and what was not drawn."""
+    lines = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        drawn = [row for row in rows if row.dtype == dtype and not row.not_drawn]
+        below = sorted((row for row in drawn if row.ratio < 1), key=lambda row: row.ratio)
+        under = sorted((row for row in drawn if row.graph_ratio < 1), key=lambda row: row.graph_ratio)
+        wrong = [f"{row.family} ({row.failure})" for row in drawn if not row.ok]
+        lines += [
+            f"{dtype}: {len(drawn)} networks, {len(wrong)} not right; best peer / fxfuse "
+            f"{_mean([row.ratio for row in drawn])}; reduce-overhead / graph {_mean([r.graph_ratio for r in drawn])}.",
+            "Below 1: " + (", ".join(f"{row.family} {row.ratio:.2f}" for row in below) or "none") + ".",
+            "Below 1 as graphs: " + (", ".join(f"{row.family} {row.graph_ratio:.2f}" for row in under) or "none") + ".",
+            "Not right: " + ("; ".join(wrong) or "none") + ".",
+        ]
+    absent = [f"- {row.package} {row.family}: {row.not_drawn}".replace("\n", " ") for row in rows if row.not_drawn]
+    return "\n\n".join([*lines, "Not drawn, because:\n\n" + ("\n".join(dict.fromkeys(absent)) or "- none")])
+
+
+# ------------------------------------------------------------------------------------------------------ main
+
+
+def _slice(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 0 <= int(index) < int(count):
+        raise ValueError(text)
+    return int(index), int(count)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=12, help="families to draw")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--slice", type=_slice, default=(0, 1), metavar="i/n", help="every n-th of the draw, from i")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="of the draw, families whose name contains one of these"
+    )
+    parser.add_argument("--compare", nargs="*", default=None, choices=PEERS, help="beside eager, on a CPU by itself")
+    parser.add_argument("--batch", type=int, default=BATCH, help="at most so many")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a network may take to be built")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no network is begun")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each network")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="built side by side")
+    parser.add_argument("--network", help="one network, as JSON, in this process")
+    parser.add_argument("--first", action="store_true", help="of that network, only the time to the first result")
+    given = parser.parse_args()
+    if given.compare is None:
+        given.compare = PEERS if given.device == "cuda" else (EAGER,)
+    if given.network:
+        content = json.loads(given.network)
+        one(given, Network(content["package"], content["family"], tuple(content["variants"])), given.first)
+        return
+    began = time.monotonic()
+    facts = provenance(torch.device(given.device), given.commit)
+    heading = ", ".join(f"{key} {value}" for key, value in facts.items())
+    index, parts = given.slice
+    todo = [network for network in draw(given.seed, given.count)[index::parts]
+            if any(part in network.family for part in given.only)]  # fmt: skip
+    kept = read(given.output, "zoo", facts, Row) if given.output is not None else []
+    rows = {row.key: row for row in kept}
+    measured: list[Row] = []
+    same = ["--seed", str(given.seed), "--dtype", given.dtype, "--device", given.device, "--batch", str(given.batch),
+            "--limit", str(given.limit), "--seconds", str(given.seconds), "--compare", *given.compare]  # fmt: skip
+
+    def built(network: Network, folder: str) -> _Process:
+        cache = tempfile.mkdtemp(dir=folder)
+        os.chmod(cache, 0o700)
+        environment = {
+            **os.environ, "FXFUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        }  # fmt: skip
+        process = _Process([*same, "--network", json.dumps(asdict(network))], environment, given.limit)
+        process.run_to("built")
+        return process
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(given.processes) as pool:
+        for start in range(0, len(todo), given.processes):
+            if time.monotonic() - began > given.budget:
+                print(f"no time left for {len(todo) - start} of the draw", flush=True)
+                break
+            group = todo[start : start + given.processes]
+            processes = list(pool.map(built, group, itertools.repeat(folder)))
+            for network, process in zip(group, processes, strict=True):
+                if process.said and "built" in process.said[-1]:
+                    process.go_on(given.limit)
+                    process.run_to("final")
+                row = replace(_row_of(process, network, given), commit=facts["commit"])
+                rows[row.key] = row
+                measured.append(row)
+                print(render([row]).splitlines()[-1] if not row.not_drawn else f"{row.family}: {row.not_drawn}",
+                      flush=True)  # fmt: skip
+                if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
+                    listed = list(rows.values())
+                    write(given.output, "zoo", facts, f"{heading}\n\n{summarise(listed)}\n\n{render(listed)}\n", listed)
+    print(f"\n{heading}\n\n{render(measured)}\n\n{summarise(measured)}")
+
+
+if __name__ == "__main__":
+    main()
