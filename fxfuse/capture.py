@@ -281,9 +281,11 @@ class _Tracer(fx.Tracer):
                 for name in constants.keys() - names:
                     if isinstance(constants[name], tuple):
                         constants[name] = self._traced_for(constants[name], value[name])
+            elif not has_default and parameter.kind is not kinds.KEYWORD_ONLY:
+                positional.append(constants.pop(parameter.name, value))
             elif parameter.kind is kinds.POSITIONAL_ONLY:
                 positional.append(constants.pop(parameter.name, parameter.default) if left_out else value)
-            elif left_out:
+            elif left_out or parameter.name in constants:
                 by_name = True
             elif by_name or parameter.kind is kinds.KEYWORD_ONLY:
                 keywords[parameter.name] = value

@@ -457,7 +457,7 @@ class FusedModule(fx.GraphModule):
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
-            if state.captured.defaults:
+            if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
@@ -762,6 +762,7 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
 # Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
 _PLAIN: Final = (bool, int, float, str)
 _TENSORS: Final = (torch.Tensor, fx.Proxy)
+_REQUIRED: Final = "an argument without a default, traced as an input"
 
 
 def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
@@ -783,16 +784,31 @@ def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
     """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
-    names = list(inspect.signature(forward).parameters)[1:]
-    defaults = {name: value for name, value in captured.defaults.items() if name in names}
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    defaults = {parameter.name: _REQUIRED for parameter in parameters if parameter.kind not in variable}
+    defaults.update((name, value) for name, value in captured.defaults.items() if name in names)
     positions = {names.index(name): name for name in defaults}
     takes_more = VARIABLE_KEYWORDS in captured.defaults
+    traced_for = (captured.given, captured.constants)
+    positional = [item for item in parameters if item.kind is not inspect.Parameter.KEYWORD_ONLY]
+    required = sum(defaults.get(item.name) is _REQUIRED for item in positional)
+    most = required if traced_for == ((), ()) else -1  # so many tensors need no further question
 
     def is_default(given: Any, value: Any) -> bool:
+        if value is _REQUIRED:
+            return isinstance(given, torch.Tensor) or bool(fixed_in(given) == GIVEN)
         return given is value or (isinstance(value, _PLAIN) and type(given) is type(value) and given == value)
 
     @functools.wraps(forward)
     def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= most and not kwargs:
+            for arg in args:
+                if not isinstance(arg, torch.Tensor):
+                    break
+            else:
+                return forward(self, *args)
         passed = {positions[i]: arg for i, arg in enumerate(args) if i in positions}
         passed.update((name, value) for name, value in kwargs.items() if name in defaults)
         others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
@@ -801,7 +817,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         fixed = {name: fixed_in(value) for name, value in others.items()}
         constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
         given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
-        if (given, constants) == (captured.given, captured.constants):
+        if (given, constants) == traced_for:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
             return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace

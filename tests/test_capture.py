@@ -309,6 +309,40 @@ class Dispatching(nn.Module):
         return self.named["b"](self.named["a"](x))
 
 
+class Required(nn.Module):
+    """Asks for arguments that every call gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, skip, flag, *, masks):
+        y = self.fc(x).relu()
+        y = y * 2 if skip is None else y + skip
+        y = y if flag is None or not flag else y.tanh()
+        return y if masks is None or masks[1] is None else y * masks[1]
+
+
+REQUIRED = {
+    "none": ((None, None), {"masks": None}),
+    "truths": ((None, True), {"masks": None}),
+    "a tensor": ((randn(3, 8), False), {"masks": None}),
+    "by name": ((), {"skip": None, "flag": False, "masks": [None, randn(8)]}),
+    "in a tuple": ((randn(3, 8), None), {"masks": (None, None)}),
+}
+
+
+def test_required_arguments_that_are_none_are_none_for_forward():
+    model = Required().eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for name in [*REQUIRED, *REQUIRED]:
+            args, keywords = REQUIRED[name]
+            assert_as_eager(model, fast, randn(3, 8), *args, **keywords)
+            twin = copy.deepcopy(fast)
+            assert_as_eager(model, twin, randn(3, 8), *args, **keywords)
+
+
 class Annotated(nn.Module):
     def __init__(self):
         super().__init__()

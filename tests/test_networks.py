@@ -218,7 +218,13 @@ def test_so_they_are_through_dynamo(name):
     model, names = tiny(name)
     torch.compiler.reset()
     before = set(fxfuse.compiled_graphs())
-    assert_outputs_are_eagers(model, torch.compile(model, backend="fxfuse"), names, 2)
+    try:
+        assert_outputs_are_eagers(model, torch.compile(model, backend="fxfuse"), names, 2)
+    except (torch._dynamo.exc.InternalTorchDynamoError, NameError) as error:
+        torch.compiler.reset()
+        with torch.no_grad(), pytest.raises(type(error)):
+            torch.compile(model, backend="eager")(**{name: INPUTS[name](2) for name in names})
+        pytest.skip(f"Dynamo of torch {torch.__version__} cannot trace transformers {transformers.__version__}")
     assert kernels(*set(fxfuse.compiled_graphs()) - before) >= enough(THROUGH_DYNAMO[name])
 
 
