@@ -40,7 +40,7 @@ from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture, is_capturing
-from fxfuse.state import called_unchanged, same_attributes
+from fxfuse.state import Attributes, called_unchanged, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
 
 logger = logging.getLogger("fxfuse")
@@ -386,7 +386,7 @@ class FusedModule(fx.GraphModule):
             state.forget()
         state.captured, state.variants, state.modes = captured, {}, _modes(captured)
         state.structure, state.outdated = _structure(captured), 0
-        if captured.untraced and state.recapture is None and not _disabled():
+        if captured.untraced and state.recapture is None and not _disabled() and _suits_dynamo(captured.root):
             state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
             state.replays = state.replays.fresh()
@@ -825,6 +825,11 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return _with_own_code(guarded)
+
+
+def _suits_dynamo(root: nn.Module) -> bool:
+    """Not a model with generators of its own: Dynamo takes what Python's draw while it captures for constants."""
+    return not Attributes(root.modules()).hold_generators()
 
 
 def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:

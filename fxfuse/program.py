@@ -1047,6 +1047,8 @@ class Programs:
         attributes: Sequence[Any], tensors: Sequence[torch.Tensor], constants: Sequence[Any],
     ) -> Any:  # fmt: skip
         """A call for which there is no program: recorded if the one before was of the same kind."""
+        if any(tensor is None for tensor in tensors):  # a parameter that is gone
+            return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not _are_plain(tensors, constants):
             return forward(*args, **kwargs)
         before = self._seen

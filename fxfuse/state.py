@@ -132,6 +132,10 @@ class Attributes:
             _is_generator(value) and not _is_same(_contents(value), before) for *_, value, before in self._before
         )
 
+    def hold_generators(self) -> bool:
+        """Whether there is a generator of random numbers among what they hold."""
+        return any(_is_generator(value) for *_, value, _ in self._before)
+
     def restore(self) -> None:
         """Undoes what was done, unless hooks were installed: who does that once, at the first call, has done it."""
         if any(name.endswith("_hooks") for name in self.changes().values()):
