@@ -139,6 +139,16 @@ def test_results_and_strides_are_eagers(name, layout):
     assert f"'x' is converted for '{convolution_names(fast)[0]}': {expected}" in report
 
 
+@pytest.mark.parametrize("name", ["residual", "dense", "gated", "in place"])
+def test_calls_that_run_as_programs_are_converted_too(name):
+    model = MODELS[name].eval()
+    fast = fxfuse.optimize(model)
+    for seed in range(4):  # the second of a kind is recorded
+        with torch.no_grad():
+            assert_as_eager(model, fast, randn(2, 3, 9, 10, seed=seed))
+    assert "runs as a program" in str(fxfuse.explain(fast))
+
+
 @pytest.mark.parametrize(
     ("name", "back"),
     [(name, 2 if name == "dense" else 1) for name in MODELS],
