@@ -376,11 +376,12 @@ def _compare(want: Seen, have: Seen, again: _Again, step: int) -> Finding | None
         return None  # how far it came: operands are computed, and drawn, before the operation that raises
     if want.structure != have.structure or len(want.outputs) != len(have.outputs):
         return Finding("structure", step, f"eager: {want.structure}\nfxfuse: {have.structure}")
-    # those of a gradient that nobody has accumulated depend on the order of backward's operations, and those of nothing
-    # at all, in a vmap, on how its layers are entered
+    # those of a gradient that nobody has accumulated depend on the order of backward's operations, and of vmap's own
+    # dimension, which is of size 1, and of empty results, on how its layers are entered
     strides = again.what != "func_grad" and not (again.what == "vmap" and again.batch == 0)
+    from_dimension = int(again.what == "vmap") if strides else sys.maxsize
     for index, (one, other) in enumerate(zip(want.outputs, have.outputs, strict=True)):
-        text = _difference(one, other, again, lambda seen, index=index: seen.outputs[index], strides)
+        text = _difference(one, other, again, lambda seen, index=index: seen.outputs[index], from_dimension)
         if text:
             return Finding(text.partition(":")[0], step, f"output {index}: {text}")
     if want.aliases != have.aliases:
@@ -413,10 +414,11 @@ def _said(error: BaseException | None) -> str:
     return "nothing raised" if error is None else f"{type(error).__name__}: {error}"[:1500]
 
 
-def _difference(
-    want: Any, have: Any, again: _Again, of: Callable[[Seen], Any], compare_strides: bool = True
-) -> str | None:
-    """In words, the kind first; `of` finds the same tensor in what is seen of another run."""
+def _difference(want: Any, have: Any, again: _Again, of: Callable[[Seen], Any], from_dimension: int = 0) -> str | None:
+    """In words, the kind first; `of` finds the same tensor in what is seen of another run.
+
+    Strides are compared from that dimension on.
+    """
     if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
         if isinstance(want, torch.Tensor) or isinstance(have, torch.Tensor) or want != have:
             return f"value: {have!r} instead of {want!r}"
@@ -426,7 +428,7 @@ def _difference(
             return f"{kind}: {getattr(have, kind)} instead of {getattr(want, kind)}"
     if type(want) is not type(have):
         return f"type: {type(have).__name__} instead of {type(want).__name__}"
-    if compare_strides and want.stride() != have.stride():
+    if want.stride()[from_dimension:] != have.stride()[from_dimension:]:
         return f"strides: {have.stride()} instead of {want.stride()}"
     one, other = want.detach(), have.detach()
     if not (one.is_floating_point() or one.is_complex()):
