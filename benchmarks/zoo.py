@@ -9,6 +9,9 @@ and are timed one after the other while the others wait; before that, what fxfus
 and measured again. A crash, an error or a network that takes too long is a row. A family that eager does not run with
 the inputs made here was "not drawn", with the reason.
 
+torch.compile needs minutes where many are built at once: no more --processes than a third of the cores, and a --limit
+of 150 s. A row without its time is in no geometric mean. Memory in the pools of CUDA graphs is not counted.
+
 Wall is a call with the GPU waited for, issuing the part of it before that wait. Time to the first result is taken side
 by side with other networks' building, for all contestants alike: compare it within a row only.
 """
@@ -57,6 +60,7 @@ NOTHING = 1e-3
 COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
 """Names of kernels that only move values."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
+TOO_LONG = "its process took too long"
 PREFIX = "ZOO "
 """Begins the lines that a network's process says to this one."""
 
@@ -360,6 +364,10 @@ class Row:
         return math.nan if any(math.isnan(wall) for wall in times) else min(times[:2]) / times[2]
 
     @property
+    def eager_ratio(self) -> float:
+        return self._wall(EAGER) / self._wall(OWN)
+
+    @property
     def graph_ratio(self) -> float:
         return self._wall(REDUCE) / self._wall(GRAPH)
 
@@ -613,8 +621,8 @@ def _row_of(process: _Process, network: Network, given: Any) -> Row:
     if not last and process.killed:
         return replace(row, not_drawn="eager's answer took too long")
     stage = next((said["stage"] for said in reversed(process.said) if "stage" in said), "the model")
-    why = "took too long" if process.killed else f"ended with {code}"
-    return replace(row, failure=f"its process {why} after: {stage}")
+    why = TOO_LONG if process.killed else f"its process ended with {code}"
+    return replace(row, failure=f"{why} after: {stage}")
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -671,13 +679,16 @@ def summarise(rows: Sequence[Row]) -> str:
         alone = [row.family for row in drawn if row.contestants and math.isnan(row.ratio)]
         below = sorted((row for row in drawn if row.ratio < 1), key=lambda row: row.ratio)
         under = sorted((row for row in drawn if row.graph_ratio < 1), key=lambda row: row.graph_ratio)
-        wrong = [f"{row.family} ({row.failure})" for row in drawn if not row.ok]
+        unfinished = [row for row in drawn if row.failure.startswith(TOO_LONG)]
+        wrong = [f"{row.family} ({row.failure})" for row in drawn if not row.ok and row not in unfinished]
         lines += [
             f"{dtype}: {len(drawn)} networks, {len(wrong)} not right; best peer / fxfuse "
             f"{_mean([row.ratio for row in drawn])}; reduce-overhead / graph {_mean([r.graph_ratio for r in drawn])}.",
             "Below 1: " + (", ".join(f"{row.family} {row.ratio:.2f}" for row in below) or "none") + ".",
             "Below 1 as graphs: " + (", ".join(f"{row.family} {row.graph_ratio:.2f}" for row in under) or "none") + ".",
             "Without torch.compile's time, in no mean: " + (", ".join(alone) or "none") + ".",
+            f"eager / fxfuse, beside no compiler: {_mean([row.eager_ratio for row in drawn])}.",
+            "Did not finish: " + ("; ".join(f"{row.family} ({row.failure})" for row in unfinished) or "none") + ".",
             "Not right: " + ("; ".join(wrong) or "none") + ".",
         ]
     absent = [f"- {row.package} {row.family}: {row.not_drawn}".replace("\n", " ") for row in rows if row.not_drawn]
@@ -708,7 +719,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a network may take to be built")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no network is begun")
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each network")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="built side by side")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 3),
+        help="built side by side; each keeps about three cores busy",
+    )
     parser.add_argument("--network", help="one network, as JSON, in this process")
     parser.add_argument("--first", action="store_true", help="of that network, only the time to the first result")
     given = parser.parse_args()
