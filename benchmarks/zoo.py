@@ -9,6 +9,9 @@ and are timed one after the other while the others wait; before that, what fxfus
 and measured again. A crash, an error or a network that takes too long is a row. A family that eager does not run with
 the inputs made here was "not drawn", with the reason.
 
+torch.compile needs minutes where many are built at once: no more --processes than a third of the cores, and a --limit
+of 150 s. A row without its time is in no geometric mean. Memory in the pools of CUDA graphs is not counted.
+
 Wall is a call with the GPU waited for, issuing the part of it before that wait. Time to the first result is taken side
 by side with other networks' building, for all contestants alike: compare it within a row only.
 """
@@ -52,9 +55,12 @@ BATCH = 16
 SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
 MOST_PARAMETERS = 150_000_000
+NOTHING = 1e-3
+"""Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
 COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
 """Names of kernels that only move values."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
+TOO_LONG = "its process took too long"
 PREFIX = "ZOO "
 """Begins the lines that a network's process says to this one."""
 
@@ -152,6 +158,10 @@ def _shrunk(config: Any) -> dict[str, Any]:
     if "vocab_size" in changed:  # special tokens beyond it would be no rows of the embedding
         beyond = (name for name, value in values.items() if isinstance(value, int) and value >= changed["vocab_size"])
         changed |= dict.fromkeys((name for name in beyond if name.endswith("_token_id")), 1)
+    layers = values.get("num_hidden_layers")
+    if "num_hidden_layers" in changed:  # what is given for each layer
+        changed |= {name: value[: changed["num_hidden_layers"]] for name, value in values.items()
+                    if isinstance(value, list) and len(value) == layers}  # fmt: skip
     for name in getattr(type(config), "sub_configs", {}):
         if values.get(name) is not None:
             changed[name] = {**values[name].to_dict(), **_shrunk(values[name])}
@@ -249,6 +259,17 @@ class Trial:
         return next(iter(self.inputs.values())).shape[0]
 
 
+def _as_if_trained(model: nn.Module) -> None:
+    """Gives values to what begins as nothing: otherwise heads and branches of zeros would hide what is before them."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) < NOTHING:
+            nn.init.normal_(parameter, std=0.05)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -260,10 +281,7 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
     try:
         made = _transformers_model(network.family) if network.package == "transformers" else _image_model(network)
         model, inputs_for = made
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:  # as if trained
-                nn.init.uniform_(module.running_mean, -0.1, 0.1)
-                nn.init.uniform_(module.running_var, 0.5, 1.5)
+        _as_if_trained(model)
         model = model.eval().to(device, dtype)
     except Exception as reason:  # a package may refuse in any way
         raise NotDrawn(f"{type(reason).__name__}: {reason}") from reason
@@ -341,9 +359,13 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The better of eager and torch.compile over fxfuse; NaN without one of them."""
-        peers = [self._wall(name) for name in (EAGER, COMPILE) if name in self.contestants]
-        return min(peers, default=math.nan) / self._wall(OWN)
+        """The better of eager and torch.compile over fxfuse; NaN if one of the three did not run."""
+        times = [self._wall(name) for name in (EAGER, COMPILE, OWN)]
+        return math.nan if any(math.isnan(wall) for wall in times) else min(times[:2]) / times[2]
+
+    @property
+    def eager_ratio(self) -> float:
+        return self._wall(EAGER) / self._wall(OWN)
 
     @property
     def graph_ratio(self) -> float:
@@ -398,8 +420,9 @@ def _verified(trial: Trial, fast: nn.Module) -> dict[str, Any]:
     """Errors of fxfuse and eager against float64; against float32 without TF32 where float64 does not run."""
     try:
         found = fxfuse.verify(trial.model, fast, trial.args or None, kwargs=trial.kwargs or None)
-        return {"ok": found.ok, "error": found.error, "eager_error": found.eager_error, "reference": "float64",
-                "failure": found.problem or ""}  # fmt: skip
+        empty = "" if found.eager_error > 0 else "eager's error is 0: nothing was verified"
+        return {"ok": found.ok and not empty, "error": found.error, "eager_error": found.eager_error,
+                "reference": "float64", "failure": found.problem or empty}  # fmt: skip
     except Exception as reason:  # models have float32 in their forwards, and memory has an end
         said = f"float32 ({type(reason).__name__} in float64)"
     with PRECISIONS["float32-strict"].in_force():
@@ -427,6 +450,22 @@ def _compiled(trial: Trial, mode: str) -> Callable[[], Any]:
         return trial.call(compiled)
 
     return call
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside after so many seconds."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError("no time left to compile it")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _forget_choices() -> None:
@@ -466,14 +505,12 @@ def one(given: Any, network: Network, only_build: bool) -> None:
         for peer, mode in ((COMPILE, "default"), (REDUCE, "reduce-overhead")):
             if peer not in given.compare:
                 continue
-            if time.monotonic() - began > given.limit * 0.6:
-                left_out[peer] = "no time left"
-                continue
             try:
                 started = time.perf_counter()
                 call = _compiled(trial, mode)
-                call()
-                _wait(device)
+                with _at_most(given.limit * 0.9 - (time.monotonic() - began)):
+                    call()
+                    _wait(device)
                 first[peer] = time.perf_counter() - started
                 calls[peer] = call
             except Exception as reason:  # a peer's compiler may fail in any way
@@ -584,8 +621,8 @@ def _row_of(process: _Process, network: Network, given: Any) -> Row:
     if not last and process.killed:
         return replace(row, not_drawn="eager's answer took too long")
     stage = next((said["stage"] for said in reversed(process.said) if "stage" in said), "the model")
-    why = "took too long" if process.killed else f"ended with {code}"
-    return replace(row, failure=f"its process {why} after: {stage}")
+    why = TOO_LONG if process.killed else f"its process ended with {code}"
+    return replace(row, failure=f"{why} after: {stage}")
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -639,14 +676,19 @@ def summarise(rows: Sequence[Row]) -> str:
     lines = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         drawn = [row for row in rows if row.dtype == dtype and not row.not_drawn]
+        alone = [row.family for row in drawn if row.contestants and math.isnan(row.ratio)]
         below = sorted((row for row in drawn if row.ratio < 1), key=lambda row: row.ratio)
         under = sorted((row for row in drawn if row.graph_ratio < 1), key=lambda row: row.graph_ratio)
-        wrong = [f"{row.family} ({row.failure})" for row in drawn if not row.ok]
+        unfinished = [row for row in drawn if row.failure.startswith(TOO_LONG)]
+        wrong = [f"{row.family} ({row.failure})" for row in drawn if not row.ok and row not in unfinished]
         lines += [
             f"{dtype}: {len(drawn)} networks, {len(wrong)} not right; best peer / fxfuse "
             f"{_mean([row.ratio for row in drawn])}; reduce-overhead / graph {_mean([r.graph_ratio for r in drawn])}.",
             "Below 1: " + (", ".join(f"{row.family} {row.ratio:.2f}" for row in below) or "none") + ".",
             "Below 1 as graphs: " + (", ".join(f"{row.family} {row.graph_ratio:.2f}" for row in under) or "none") + ".",
+            "Without torch.compile's time, in no mean: " + (", ".join(alone) or "none") + ".",
+            f"eager / fxfuse, beside no compiler: {_mean([row.eager_ratio for row in drawn])}.",
+            "Did not finish: " + ("; ".join(f"{row.family} ({row.failure})" for row in unfinished) or "none") + ".",
             "Not right: " + ("; ".join(wrong) or "none") + ".",
         ]
     absent = [f"- {row.package} {row.family}: {row.not_drawn}".replace("\n", " ") for row in rows if row.not_drawn]
@@ -677,7 +719,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a network may take to be built")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no network is begun")
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each network")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="built side by side")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 3),
+        help="built side by side; each keeps about three cores busy",
+    )
     parser.add_argument("--network", help="one network, as JSON, in this process")
     parser.add_argument("--first", action="store_true", help="of that network, only the time to the first result")
     given = parser.parse_args()

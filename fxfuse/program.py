@@ -850,7 +850,10 @@ class _Writer:
             return f"[{', '.join(self._tree(part) for part in item)}]"
         if (isinstance(item, tuple) and _values_in(item)) or type(item) is tuple:
             parts = f"({''.join(self._tree(part) + ', ' for part in item)})"
-            return parts if type(item) is tuple else f"{self._constant(type(item))}(*{parts})"
+            if type(item) is tuple:
+                return parts
+            stars = "" if hasattr(type(item), "n_fields") else "*"  # torch.return_types take a sequence
+            return f"{self._constant(type(item))}({stars}{parts})"
         return self._constant(item)
 
     def _variable(self, value: _Value) -> str:

@@ -33,6 +33,7 @@ MODELS = {
     "a value twice": lambda m, x: (lambda y: {"a": y, "b": [y, y.view(-1)]})((x + 1).exp() * 2),
     "a view of a result is returned": lambda m, x: ((x + 1).exp() * 2).view(2, -1).t(),
     "parts": lambda m, x: (lambda y: torch.cat([y[0].exp() * 2 + 1, y[1]], -1).sigmoid() - 1)(m.fc(x).chunk(2, -1)),
+    "a named tuple": lambda m, x: torch.max((m.fc(x) * 2 + 1).relu(), 1),
     "another dtype": lambda m, x: (m.fc((x * 2 + 1).tanh()).double() * 2 + 1).exp().float().sin() * 3,
     "a fresh tensor": lambda m, x: (x + torch.ones(8) * 2).exp() * 3 - m.fc(x),
     "no memory of its own": lambda m, x: (x.expand(3, 4, 8) * 2 + 1).exp().sum(0),

@@ -64,6 +64,7 @@ def test_a_summary_names_what_is_below_1_and_what_was_not_drawn(zoo):
     assert "Below 1: slow 0.50." in summary and "Below 1 as graphs: slow 0.25." in summary
     assert "broken (its process ended with -11 after: timing)" in summary
     assert "- timm absent: its main input is bbox" in summary
+    assert "Did not finish: none." in summary
     assert "absent" not in zoo.render(rows)
 
 
