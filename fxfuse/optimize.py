@@ -38,7 +38,7 @@ from fxfuse.patterns.anchors import Source
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
-from fxfuse.program import Programs
+from fxfuse.program import Programs, prepare
 from fxfuse.recapture import Recapture, is_capturing
 from fxfuse.state import Attributes, called_unchanged, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
@@ -181,6 +181,8 @@ def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
     recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
     if recapture is not None:
         recapture.hurry()
+    if any(state_of(item).programs is not None for item in fast.modules() if isinstance(item, FusedModule)):
+        prepare()
     with plans.preparing():
         called_unchanged(fast, args, kwargs or {})
 

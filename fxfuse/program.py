@@ -13,6 +13,7 @@ are observed, run the graph's own code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import build, events, functional, plans
 from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.errors import FxfuseError
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.problem import ANCHORS
@@ -1001,6 +1003,10 @@ class Programs:
         except _Refused as refused:
             self.reason = str(refused)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
+        return _nothing, ()
+
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
         if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
@@ -1079,6 +1085,16 @@ class Programs:
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
         return result
+
+
+def _nothing() -> None:
+    return None
+
+
+def prepare() -> None:
+    """Compiles what all programs need, if there is a compiler. Where there is none, programs say so."""
+    with contextlib.suppress(FxfuseError):
+        build.load(_EXECUTOR)
 
 
 def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:

@@ -67,6 +67,10 @@ class Recapture:
         self._run: Callable[..., Any] | None = None
         self._lock = free_in_children(threading.RLock())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody else's, as programs."""
+        return _nothing, ()
+
     @property
     def graphs(self) -> tuple[FusedModule, ...]:
         """Those there are, for the report."""
@@ -130,6 +134,10 @@ def _fused(
     if known is not None:
         known.add(fused)
     return prepared_by_first_call(fused)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _is_watched(values: Sequence[Any]) -> bool:

@@ -452,7 +452,8 @@ def test_a_plan_in_two_parts_is_provisional_if_one_of_them_is(monkeypatch, forge
 def test_example_inputs_compile_now(sources, forget):
     model = network()
     fast = fxfuse.optimize(model, (IMAGE,))
-    assert len(sources) == 3 and all(region.kernel for region in regions(fast))
+    kernels = {source for source in sources if "executor" not in source}
+    assert len(kernels) == 3 and all(region.kernel for region in regions(fast))
     sources.clear()
     with torch.no_grad():
         assert_as_eager(model, fast, IMAGE)
