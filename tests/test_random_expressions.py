@@ -32,6 +32,9 @@ CASTS = ("float32", "float16", "bfloat16", "type_as", "assign")
 CONSTANTS = ("full_like", "new_full")
 """No functions of what they are given; see test_chains.py."""
 
+LAST = ("addcmul", "add_scaled", "sub_scaled", "clamp_min", "clamp_max")
+"""Rows that are an expression's last call only: so all others are what they were before these rows were there."""
+
 PARAMETERS = {
     "clamp": ((-1.5, 0.25), (-1, 1), (0.0, 6.0), (0.5, -0.5), (float("-inf"), 2.0)),
     "hardtanh": ((-1.0, 1.0), (0.0, 6.0), (-0.5, 0.25)),
@@ -69,7 +72,7 @@ def expression_of(draw: Draws, most_calls: int, last: str | None) -> Expr:
     """A DAG in which later calls take earlier ones; `last` is the last call."""
     numbers: list[Expr] = [Acc(), *(Operand(index) for index in range(OPERANDS))]
     truths: list[Expr] = []
-    chosen = covered()
+    chosen = [name for name in covered() if name not in LAST]
 
     def number() -> Expr:  # mostly a recent value: chains and diamonds rather than wide trees
         return draw.of(numbers[-3:] + numbers)
@@ -92,6 +95,12 @@ def expression_of(draw: Draws, most_calls: int, last: str | None) -> Expr:
             node = call(name, number(), truth(), Const(draw.of(NUMBERS)))
         elif name.startswith("logical"):
             node = call(name, *(truth() for _ in range(count)))
+        elif name == "addcmul":
+            node = call(name, number(), number(), number(), Const(draw.of(NUMBERS)))
+        elif name in ("add_scaled", "sub_scaled"):
+            node = call(name, number(), number(), Const(draw.of(NUMBERS)))
+        elif name in ("clamp_min", "clamp_max"):  # by a number they are maximum and minimum
+            node = call(name, number(), number())
         elif name == "lerp":
             node = call(name, number(), number(), number_or_constant())
         elif count == 2 and name not in ("minimum", "maximum") and draw.below(2):
