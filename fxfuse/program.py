@@ -276,18 +276,22 @@ class _Recorder:
         self.reason: str | None = None
         self.steps: list[_Launch | _Call] = []
         self.output: Any = None
-        self.given_slots = {
-            id(tensor): _Slot("given", f"g{number}", dtype=tensor.dtype, index=number)
-            for number, tensor in enumerate(tensors)
-        }
+        self.given_count = len(tensors)
+        self.ties: list[tuple[int, int]] = []
+        """Positions of those that are the same tensor."""
+        self.given_slots: dict[int, _Slot] = {}
         self._root, self._graph, self._given = root, graph, given
         self._owners: dict[int, _Owner] = {}
         """By storage; of arguments that share one none, since which one a view is of cannot be told."""
         self._alive: dict[int, int] = {}
         self._count = 0
         shared: set[int] = set()
-        for tensor in tensors:
-            key, owner = tensor.untyped_storage()._cdata, _Owner.of(self.given_slots[id(tensor)], tensor)
+        for number, tensor in enumerate(tensors):
+            if id(tensor) in self.given_slots:
+                self.ties.append((self.given_slots[id(tensor)].index, number))
+                continue
+            slot = self.given_slots[id(tensor)] = _Slot("given", f"g{number}", dtype=tensor.dtype, index=number)
+            key, owner = tensor.untyped_storage()._cdata, _Owner.of(slot, tensor)
             if self._owners.setdefault(key, owner) is not owner:
                 shared.add(key)
         for key in shared:
@@ -676,7 +680,7 @@ class _Writer:
         self.params: list[array[int]] = []
         self.steps = _mark_wanted(recorder.steps, recorder.output)
         self._device = device
-        self._given = len(recorder.given_slots)
+        self._given = recorder.given_count
         self._lines: list[str] = []
         self._constants = 0
         self._pending: list[_Launch] = []
@@ -940,25 +944,39 @@ class Program:
         self._switches = _switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
-        self._count = len(tensors)
+        self._count, self._ties = len(tensors), recorder.ties
         self._guard = _guard_of(tensors)
 
     def fits(self, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
         """Whether the call is of this kind; no gradient is due in one that is."""
         return (
             len(tensors) == self._count
-            and self._guard(*tensors)
+            and self._guard(tensors)
+            and all(tensors[first] is tensors[second] for first, second in self._ties)
             and not (self._differentiable and torch.is_grad_enabled())
             and _are_alike(self._constants, constants)
             and self._switches == _switches(self._device)
         )
 
 
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """guard(*tensors): type, dtype, device, sizes, strides, requires_grad and dispatch keys are what they are now."""
-    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """guard(tensors): type, dtype, device, sizes, strides, requires_grad and dispatch keys are what they are now.
+
+    Of as many tensors, of which those that are the same now are looked at once: torch's guards refuse to look twice.
+    """
+    once = {id(tensor): tensor for tensor in tensors}
+    sizes, strides = (
+        [list(tensor.shape) for tensor in once.values()],
+        [list(tensor.stride()) for tensor in once.values()],
+    )
+    check: Callable[..., bool] = _guards(*once.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(once) == len(tensors):
+        return lambda tensors: check(*tensors)
+    first: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first.setdefault(id(tensor), position)
+    positions = tuple(first.values())
+    return lambda tensors: check(*[tensors[position] for position in positions])
 
 
 def _are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
@@ -980,7 +998,7 @@ class Programs:
         """Why there are none."""
         self.programs: list[Program] = []
         self._root, self._graph = root, graph
-        self._seen: tuple[Callable[..., bool], tuple[Any, ...]] | None = None
+        self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], tuple[Any, ...]] | None = None
         self._tries = 0
         self._lock = free_in_children(threading.RLock())
         self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -1024,11 +1042,6 @@ class Programs:
             return forward(*args, **kwargs)
         tensors = [*(arg for arg in args_bound if isinstance(arg, torch.Tensor)), *attributes]
         constants = [arg for arg in args_bound if not isinstance(arg, torch.Tensor)]
-        once = {id(tensor): tensor for tensor in tensors}
-        if len(once) < len(tensors):  # parameters may be tied, and then are the same again
-            order = {key: position for position, key in enumerate(once)}
-            constants.append(tuple(order[id(tensor)] for tensor in tensors))
-            tensors = list(once.values())
         for program in self.programs:
             if program.fits(tensors, constants):
                 addresses = [tensor.data_ptr() for tensor in tensors]
@@ -1062,7 +1075,7 @@ class Programs:
             return forward(*args, **kwargs)
         before = self._seen
         self._seen = None
-        if before is None or not (_are_alike(before[1], (len(tensors), *constants)) and before[0](*tensors)):
+        if before is None or not (_are_alike(before[1], (len(tensors), *constants)) and before[0](tensors)):
             self._seen = _guard_of(tensors), (len(tensors), *constants)
             return forward(*args, **kwargs)
         given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
