@@ -1,4 +1,4 @@
-"""What plans do while a program is recorded (program.py): the kernels that they launch, the memory that they take."""
+"""What plans do while a program is recorded (program/): the kernels that they launch, the memory that they take."""
 
 from __future__ import annotations
 

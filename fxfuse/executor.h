@@ -1,4 +1,4 @@
-// Launches a list of kernels, each on addresses from one table: what a program (program.py) does between torch's
+// Launches a list of kernels, each on addresses from one table: what a program (program/) does between torch's
 // operators. Arguments: the launches, their references, the table, the first launch and the one after the last.
 #pragma once
 
@@ -14,7 +14,7 @@ struct Launch {
     const void* params;
     uint32_t first, count;  // of its references
 };
-static_assert(sizeof(Launch) == 32, "as program.py packs it");
+static_assert(sizeof(Launch) == 32, "as program/write.py packs it");
 
 struct Reference {
     uint64_t slot;    // in the table

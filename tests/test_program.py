@@ -9,8 +9,8 @@ from helpers import Net, assert_as_eager, linear, randn
 from torch import nn
 
 import fxfuse
-from fxfuse import program
 from fxfuse.optimize import state_of
+from fxfuse.program import values, write
 
 
 def programs(fast):
@@ -187,17 +187,17 @@ def test_no_two_values_that_live_at_once_share_memory():
         for number in range(20):
             first, life = torch.randint(20, (2,)).tolist()
             slots.append(
-                program._Slot(
+                values.Slot(
                     "memory", f"v{number}", nbytes=int(torch.randint(1, 5000, ())), first=first, last=first + life
                 )
             )
-        size = program._place(slots)
+        size = write.place(slots)
         for a in slots:
-            assert a.offset % program.ALIGNMENT == 0 and a.offset + a.nbytes <= size
+            assert a.offset % write.ALIGNMENT == 0 and a.offset + a.nbytes <= size
             for b in slots:
                 if a is not b and a.first <= b.last and b.first <= a.last:
                     assert a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-        assert size <= sum(-(-slot.nbytes // program.ALIGNMENT) * program.ALIGNMENT for slot in slots)
+        assert size <= sum(-(-slot.nbytes // write.ALIGNMENT) * write.ALIGNMENT for slot in slots)
 
 
 def test_values_that_die_leave_their_memory():

@@ -1,0 +1,253 @@
+"""A call of a fused graph as a program: kernels launched from one list, and between them what torch runs.
+
+The code of a graph looks up a plan for every region, makes a tensor for every result and launches kernels one by one.
+A program does that once, for one kind of call (shapes, strides, dtypes, switches): it is recorded from what plans do in
+the second call of its kind, node by node. What they launched becomes entries of a list that one call into C works
+off (executor.h); results that only kernels read are places in one piece of memory, the arena, reused as values die;
+views are addresses. What torch's library runs stays a call from Python. The rest is a function written for this kind of
+call, of which `Program.code` is the text.
+
+Weights are read anew at every call, modes and hooks are asked for before (optimize.py). Calls that want gradients, or
+are observed, run the graph's own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse import build, functional, plans
+from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.errors import FxfuseError
+from fxfuse.locks import free_in_children
+from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
+from fxfuse.program.values import PLAIN, Call, Refused
+from fxfuse.program.write import Writer, reinterpret
+
+logger = logging.getLogger("fxfuse")
+
+MOST_KEPT: Final = 8
+"""Kinds of calls that a graph keeps a program for; the oldest goes first."""
+MOST_TRIES: Final = 4
+"""Calls that are recorded in vain, since a plan was missing."""
+
+_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
+
+
+class Program:
+    """What runs one kind of call."""
+
+    def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> None:
+        """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
+        device = next(tensor.device for tensor in tensors)
+        writer = Writer(recorder, device)
+        self.code = writer.code
+        self.arena_size = writer.arena_size
+        self.launches = len(writer.launches) // 4
+        self.calls = sum(isinstance(step, Call) for step in writer.steps)
+        self._kept = writer.launches, writer.references, writer.params
+        names = writer.names
+        names["launch"] = build.load(_EXECUTOR)
+        names["LAUNCHES"], names["REFERENCES"] = (part.buffer_info()[0] for part in self._kept[:2])
+        exec(compile(self.code, "<fxfuse program>", "exec"), names)
+        self.run: Callable[[Sequence[torch.Tensor], list[int]], Any] = names["program"]
+        self._constants = tuple(constants)
+        self._switches = _switches(device)
+        self._differentiable = any(tensor.requires_grad for tensor in tensors)
+        self._device = device
+        self._count, self._ties = len(tensors), recorder.ties
+        self._guard = _guard_of(tensors)
+
+    def fits(self, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
+        """Whether the call is of this kind; no gradient is due in one that is."""
+        return (
+            len(tensors) == self._count
+            and self._guard(tensors)
+            and all(tensors[first] is tensors[second] for first, second in self._ties)
+            and not (self._differentiable and torch.is_grad_enabled())
+            and _are_alike(self._constants, constants)
+            and self._switches == _switches(self._device)
+        )
+
+
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """guard(tensors): type, dtype, device, sizes, strides, requires_grad and dispatch keys are what they are now.
+
+    Of as many tensors, of which those that are the same now are looked at once: torch's guards refuse to look twice.
+    """
+    once = {id(tensor): tensor for tensor in tensors}
+    sizes, strides = (
+        [list(tensor.shape) for tensor in once.values()],
+        [list(tensor.stride()) for tensor in once.values()],
+    )
+    check: Callable[..., bool] = _guards(*once.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(once) == len(tensors):
+        return lambda tensors: check(*tensors)
+    first: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first.setdefault(id(tensor), position)
+    positions = tuple(first.values())
+    return lambda tensors: check(*[tensors[position] for position in positions])
+
+
+def _are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(type(a) is type(b) and a == b for a, b in zip(before, now, strict=True))
+
+
+def _switches(device: torch.device) -> tuple[Any, ...]:
+    plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda":
+        return plain
+    return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), torch._C._cuda_getDevice()
+
+
+class Programs:
+    """The programs of one graph."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        self.reason: str | None = None
+        """Why there are none."""
+        self.programs: list[Program] = []
+        self._root, self._graph = root, graph
+        self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], tuple[Any, ...]] | None = None
+        self._tries = 0
+        self._lock = free_in_children(threading.RLock())
+        self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        self._names = [str(node.target) for node in self._nodes]
+        self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
+        try:
+            if _guards is None or reinterpret is None:
+                raise Refused("this version of torch lacks what programs are made with")
+            if not any(node.target in KINDS for node in graph.nodes):
+                raise Refused("nothing is fused")
+            check_graph(root, graph)
+            for node in graph.nodes:
+                if node.op == "get_attr":
+                    self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
+                if node.op == "call_module":  # of these nothing is read here, but they decide what the call is
+                    module = root.get_submodule(str(node.target))
+                    for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                        path = f"{node.target}.{name}"
+                        self._attributes.setdefault(path, _table_of(root, path))
+        except Refused as refused:
+            self.reason = str(refused)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
+        return _nothing, ()
+
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
+        if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
+            return forward(*args, **kwargs)
+        if kwargs or len(args) != len(self._names):
+            bound = self._bound(args, kwargs)
+            if bound is None:
+                return forward(*args, **kwargs)
+            args_bound = bound
+        else:
+            args_bound = args
+        try:
+            attributes = [table[name] for table, name in self._attributes.values()]
+        except KeyError:  # it is gone, which the graph's code has words for
+            return forward(*args, **kwargs)
+        tensors = [*(arg for arg in args_bound if isinstance(arg, torch.Tensor)), *attributes]
+        constants = [arg for arg in args_bound if not isinstance(arg, torch.Tensor)]
+        for program in self.programs:
+            if program.fits(tensors, constants):
+                addresses = [tensor.data_ptr() for tensor in tensors]
+                if plans._unaligned(addresses):
+                    break
+                return program.run(tensors, addresses)
+        else:
+            return self._unknown(forward, args, kwargs, args_bound, attributes, tensors, constants)
+        return forward(*args, **kwargs)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The arguments in the order of the graph's, or None where some are missing or unknown."""
+        missing = self._nodes[len(args) :]
+        if len(args) > len(self._nodes) or not kwargs.keys() <= {str(node.target) for node in missing}:
+            return None
+        bound = list(args)
+        for node in missing:
+            if node.target not in kwargs and not node.args:
+                return None
+            bound.append(kwargs[str(node.target)] if node.target in kwargs else node.args[0])
+        return tuple(bound)
+
+    def _unknown(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Sequence[Any],
+        attributes: Sequence[Any], tensors: Sequence[torch.Tensor], constants: Sequence[Any],
+    ) -> Any:  # fmt: skip
+        """A call for which there is no program: recorded if the one before was of the same kind."""
+        if any(tensor is None for tensor in tensors):  # a parameter that is gone
+            return forward(*args, **kwargs)
+        if functional._needs_gradient(tensors) or not _are_plain(tensors, constants):
+            return forward(*args, **kwargs)
+        before = self._seen
+        self._seen = None
+        if before is None or not (_are_alike(before[1], (len(tensors), *constants)) and before[0](tensors)):
+            self._seen = _guard_of(tensors), (len(tensors), *constants)
+            return forward(*args, **kwargs)
+        given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
+        values = dict(zip(self._attributes, attributes, strict=True))
+        given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
+        recorder = Recorder(self._root, self._graph, given, tensors)
+        result = recorder.run()
+        if recorder.reason is not None:
+            self._tries += 1
+            if recorder.reason != NOT_YET or self._tries == MOST_TRIES:
+                self.reason = recorder.reason
+                logger.info("fxfuse: no program is made: %s", self.reason)
+            return result
+        try:
+            program = Program(recorder, tensors, constants)
+        except Exception as error:
+            self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+            logger.warning("fxfuse: no program is made", exc_info=error)
+            return result
+        with self._lock:
+            self.programs = [program, *self.programs][:MOST_KEPT]
+        return result
+
+
+def _nothing() -> None:
+    return None
+
+
+def prepare() -> None:
+    """Compiles what all programs need, if there is a compiler. Where there is none, programs say so."""
+    with contextlib.suppress(FxfuseError):
+        build.load(_EXECUTOR)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
+    devices = {tensor.device for tensor in tensors}
+    return (
+        len(devices) == 1
+        and PLAIN.issuperset(map(type, tensors))
+        and all(
+            tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
+            for tensor in tensors
+        )
+        and all(
+            value is None or isinstance(value, bool | int | float | str | torch.dtype | tuple) for value in constants
+        )
+    )
+
+
+def _table_of(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """The dictionary in which an attribute of a module is, and its name there."""
+    *parents, name = path.split(".")
+    module = root.get_submodule(".".join(parents))
+    for table in (module._parameters, module._buffers, vars(module)):
+        if isinstance(table.get(name), torch.Tensor):
+            return table, name
+    raise Refused(f"'{path}' is no tensor of a module")

@@ -1,0 +1,173 @@
+"""What a program is made of while it is recorded: memory, the tensors in it, kernels and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse import events
+
+
+class Refused(Exception):
+    """A graph or a call that no program can be recorded of; the text says why."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A piece of memory: of an argument or parameter, of a result of torch's, or one that kernels' results take."""
+
+    kind: str
+    """"given", "made" by torch, or "memory"."""
+    name: str
+    """The variable with the tensor that it begins with."""
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    nbytes: int = 0
+    escapes: bool = False
+    """Whether it lives on after the call."""
+    index: int = -1
+    """In the table of addresses; -1 in the arena."""
+    offset: int = 0
+    """In the arena."""
+    first: int = -1
+    last: int = -1
+    """The steps that use it first and last."""
+
+    def touch(self, step: int) -> None:
+        self.first = step if self.first < 0 else self.first
+        self.last = max(self.last, step)
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the graph."""
+
+    slot: Slot
+    offset: int
+    """In bytes from where the slot begins."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    name: str
+    wanted: bool = False
+    """Whether Python needs it as a tensor."""
+    leaves: bool = False
+    """Whether the caller gets it: a view is then to be one in torch's eyes, too."""
+    viewed_by: Call | None = None
+    """The call that makes it of another tensor without computing."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose a storage is, while it is recorded."""
+
+    slot: Slot
+    begin: int
+    """Address of the slot's first tensor."""
+    low: int
+    high: int
+    """Addresses of the storage."""
+
+    @staticmethod
+    def of(slot: Slot, tensor: torch.Tensor) -> Owner:
+        storage = tensor.untyped_storage()
+        return Owner(slot, tensor.data_ptr(), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+@dataclass(eq=False)
+class Launch:
+    event: events.Launch
+    references: list[tuple[Slot, int]]
+
+
+@dataclass(eq=False)
+class Call:
+    target: Any
+    """A function, the name of a method, or a module."""
+    args: Any
+    kwargs: Any
+    result: Any
+    is_view: bool
+    is_pure: bool
+    is_method: bool = False
+    label: str = ""
+    """What it is, for who reads the program."""
+
+
+def values_in(tree: Any) -> list[Value]:
+    found: list[Value] = []
+
+    def visit(item: Any) -> None:
+        if isinstance(item, Value):
+            found.append(item)
+        elif isinstance(item, tuple | list):
+            for part in item:
+                visit(part)
+        elif isinstance(item, dict):
+            for part in item.values():
+                visit(part)
+        elif isinstance(item, slice):
+            visit((item.start, item.stop, item.step))
+
+    visit(tree)
+    return found
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """As values_in, of tensors."""
+    found: list[torch.Tensor] = []
+
+    def visit(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list):
+            for part in item:
+                visit(part)
+        elif isinstance(item, dict):
+            for part in item.values():
+                visit(part)
+        elif isinstance(item, slice):
+            visit((item.start, item.stop, item.step))
+
+    visit(tree)
+    return found
+
+
+DICTS: Final = (dict, fx.immutable_collections.immutable_dict)
+LISTS: Final = (list, fx.immutable_collections.immutable_list)
+
+
+def as_plain(item: Any) -> Any:
+    """fx's own lists and dictionaries as those that the code of a graph makes."""
+    if type(item) in DICTS:
+        return {key: as_plain(part) for key, part in item.items()}
+    if type(item) in LISTS:
+        return [as_plain(part) for part in item]
+    return tuple(as_plain(part) for part in item) if type(item) is tuple else item
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are those in memory, where its strides say."""
+    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
+
+
+PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+
+
+def functions_of(event: events.Launch) -> tuple[int, int] | None:
+    """The addresses of a kernel's two functions (binding.h); None if it is no compiled one."""
+    found: tuple[int, int] | None = getattr(getattr(event.function, "__self__", None), "functions", None)
+    return found
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if tensor.numel() == 0:
+        return 0
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (span + 1) * tensor.element_size()

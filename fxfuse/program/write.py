@@ -1,0 +1,320 @@
+"""The text of a program, of what was recorded, and where its results lie in memory."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from fxfuse.program.record import Recorder
+from fxfuse.program.values import DICTS, LISTS, Call, Launch, Slot, Value, functions_of, values_in
+
+ALIGNMENT: Final = 512
+"""Bytes between values in the arena: as torch's allocator aligns them."""
+
+reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
+"""reinterpret(tensor, shape, strides, offset): a tensor in the same memory; None where torch has no such function."""
+
+
+def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
+    """Says of each value whether Python needs it as a tensor, and drops views and results that nobody needs."""
+    for value in values_in(output):
+        value.wanted = value.leaves = value.slot.escapes = True
+    kept: list[Launch | Call] = []
+    read = {value.slot for value in values_in(output)}
+    for step in reversed(steps):
+        if isinstance(step, Launch):
+            read.update(slots_of(step))
+        else:
+            made = values_in(step.result)
+            if step.is_pure and not any(value.wanted or value.slot in read for value in made):
+                continue  # fx graphs keep what only questions about shapes used
+            if step.is_view:
+                wanted = [value for value in values_in(step.result) if value.viewed_by is step and value.wanted]
+                if all(_is_reinterpreted(value) for value in wanted):
+                    continue  # made of the memory itself where it is needed, or by nobody
+            for value in values_in((step.args, step.kwargs)):
+                value.wanted = True
+                read.add(value.slot)
+        kept.append(step)
+    return kept[::-1]
+
+
+def _is_reinterpreted(value: Value) -> bool:
+    """Whether it can be made of the memory that it lies in, without the calls that led to it."""
+    kind, dtype = value.slot.kind, value.slot.dtype
+    return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
+
+
+def place(slots: Sequence[Slot]) -> int:
+    """Gives each slot an offset in the arena, such that none overlaps another that lives at the same time.
+
+    Largest first, each at the lowest offset that is free: within some per cent of the least in practice. Returns the
+    arena's size in bytes.
+    """
+    placed: list[Slot] = []
+    size = 0
+    for slot in sorted(slots, key=lambda slot: (-slot.nbytes, slot.first)):
+        others = sorted(
+            (other for other in placed if other.first <= slot.last and slot.first <= other.last),
+            key=lambda other: other.offset,
+        )
+        offset = 0
+        for other in others:
+            if offset + slot.nbytes <= other.offset:
+                break
+            offset = max(offset, -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT)
+        slot.offset = offset
+        size = max(size, offset + slot.nbytes)
+        placed.append(slot)
+    return size
+
+
+class Writer:
+    """The text of a program, and what its names mean."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self.names: dict[str, Any] = {"array": array, "reinterpret": reinterpret}
+        self.launches = array("Q")
+        self.references = array("Q")
+        self.params: list[array[int]] = []
+        self.steps = _mark_wanted(recorder.steps, recorder.output)
+        self._device = device
+        self._given = recorder.given_count
+        self._lines: list[str] = []
+        self._constants = 0
+        self._pending: list[Launch] = []
+        self._written: set[Value] = set()
+        self._variables: set[str] = set()
+        self._taken: set[Slot] = set()
+        self._typed: set[str] = set()
+        self._read: set[int] = set()
+        self._assign_slots()
+        self._last_use = self._uses(recorder.output)
+        self.code = self._write(recorder)
+
+    # ---- memory
+
+    def _assign_slots(self) -> None:
+        memory: dict[Slot, None] = {}
+        table: dict[Slot, None] = {}
+        for number, step in enumerate(self.steps):
+            for slot in slots_of(step):
+                slot.touch(number)
+                if slot.kind == "memory":
+                    memory[slot] = None
+                if isinstance(step, Launch) and slot.kind != "given" and (slot.kind == "made" or slot.escapes):
+                    table[slot] = None
+        self.arena = [slot for slot in memory if not slot.escapes]
+        self.arena_size = place(self.arena)
+        self._arena_index = self._given  # behind the given ones
+        for index, slot in enumerate(table, start=self._given + 1):
+            slot.index = index
+        self._table_size = self._given + 1 + len(table)
+
+    def _uses(self, output: Any) -> dict[str, int]:
+        """The last step at which each variable must be there."""
+        last: dict[str, int] = {}
+        for number, step in enumerate(self.steps):
+            if isinstance(step, Call):
+                for value in values_in((step.args, step.kwargs, step.result)):
+                    last[value.name] = last[value.slot.name] = number  # a view is made of what its memory begins with
+        for step in self.steps:
+            for slot in slots_of(step) if isinstance(step, Launch) else ():
+                if slot.kind == "made":
+                    last[slot.name] = max(last.get(slot.name, -1), slot.last)
+        for value in values_in(output):
+            last[value.name] = last[value.slot.name] = len(self.steps)
+        return last
+
+    # ---- text
+
+    def _line(self, text: str) -> None:
+        self._lines.append(f"    {text}")
+
+    def _constant(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        self._constants += 1
+        self.names[f"c{self._constants}"] = value
+        return f"c{self._constants}"
+
+    def _write(self, recorder: Recorder) -> str:
+        for number, step in enumerate(self.steps):
+            if isinstance(step, Launch):
+                self._pending.append(step)
+            else:
+                self._flush(number - 1)
+                self._call(step)
+                self._drop(number)
+        self._flush(len(self.steps) - 1)
+        self._line(f"return {self._tree(recorder.output)}")
+        index = self._device.index or 0
+        on_gpu = self._device.type == "cuda"
+        self.names["context"] = (
+            functools.partial(torch._C._cuda_getCurrentRawStream, index) if on_gpu else torch.get_num_threads
+        )
+        self.names["empty"], self.names["uint8"] = _allocator(self._device), torch.uint8
+        self.names["zeros"] = bytes(8 * (self._table_size - self._given))
+        head = [
+            *(f"g{i} = given[{i}]" for i in sorted(self._read)),
+            "t = array('Q', addresses)",
+            "t.frombytes(zeros)",
+            "table = t.buffer_info()[0]",
+            "stream = context()",
+        ]
+        if self.arena_size:
+            head += [f"arena = empty(({self.arena_size},), (1,), uint8)", f"t[{self._arena_index}] = arena.data_ptr()"]
+        head += [f"arena_{dtype} = arena.view({dtype})" for dtype in sorted(self._typed)]
+        return "\n".join(["def program(given, addresses):", *(f"    {line}" for line in head), *self._lines]) + "\n"
+
+    def _flush(self, number: int) -> None:
+        """One call for the launches that are waiting; memory that outlives the program is taken before."""
+        if not self._pending:
+            return
+        first = len(self.launches) // 4
+        for step in self._pending:
+            for slot, _ in step.references:
+                if slot.kind == "memory" and slot.escapes and slot not in self._taken:
+                    self._taken.add(slot)
+                    shape = f"{slot.shape}, {slot.strides}, {self._dtype(slot.dtype)}"
+                    self._line(f"{slot.name} = empty({shape})")
+                    self._line(f"t[{slot.index}] = {slot.name}.data_ptr()")
+            self._pack(step)
+        self._line(f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {len(self.launches) // 4})")
+        self._pending.clear()
+        self._drop(number)
+
+    def _pack(self, step: Launch) -> None:
+        functions = functions_of(step.event)
+        assert functions is not None, "else it would be no step"
+        entry, error = functions
+        params = array("Q", step.event.params + bytes(-len(step.event.params) % 8 or 8))
+        self.params.append(params)
+        self.launches.extend(
+            (entry, error, params.buffer_info()[0], len(self.references) // 2 | len(step.references) << 32)
+        )
+        for slot, offset in step.references:
+            in_arena = slot.index < 0
+            self.references.append(self._arena_index if in_arena else slot.index)
+            self.references.append((offset + slot.offset if in_arena else offset) & (2**64 - 1))
+
+    def _dtype(self, dtype: torch.dtype) -> str:
+        name = str(dtype).removeprefix("torch.")
+        self.names[name] = dtype
+        return name
+
+    def _drop(self, number: int) -> None:
+        """Lets go of what nobody needs after step `number`."""
+        dead = sorted(name for name in self._variables if self._last_use.get(name, -1) <= number)
+        if dead:
+            self._line(f"del {', '.join(dead)}")
+            self._variables.difference_update(dead)
+
+    def _call(self, step: Call) -> None:
+        args = [self._tree(item) for item in step.args]
+        kwargs = [f"{name}={self._tree(item)}" for name, item in step.kwargs.items()]
+        if step.is_method:
+            called = f"{args[0]}.{step.target}({', '.join([*args[1:], *kwargs])})"
+        else:
+            called = f"{self._constant(step.target)}({', '.join([*args, *kwargs])})"
+        called = f"{called}  # {step.label}" if step.label.isprintable() else called
+        new = [(path, value) for path, value in _paths(step.result) if self._is_new(value)]
+        if not new:
+            self._line(called)
+        elif isinstance(step.result, Value):
+            self._assign(step.result, called)
+        else:
+            self._line(f"results = {called}")
+            for path, value in new:
+                self._assign(value, f"results{path}")
+            self._line("del results")
+
+    def _is_new(self, value: Value) -> bool:
+        return value not in self._written and (value.slot.kind != "given" or value.name != value.slot.name)
+
+    def _assign(self, value: Value, text: str) -> None:
+        if value in self._written:
+            return
+        self._line(f"{value.name} = {text}")
+        self._written.add(value)
+        self._variables.add(value.name)
+        slot = value.slot
+        if slot.kind == "made" and slot.index >= 0 and slot.name == value.name:
+            self._line(f"t[{slot.index}] = {value.name}.data_ptr()")
+
+    def _tree(self, item: Any) -> str:
+        """An argument as text."""
+        if isinstance(item, Value):
+            return self._variable(item)
+        if isinstance(item, slice):
+            return f"slice({self._tree(item.start)}, {self._tree(item.stop)}, {self._tree(item.step)})"
+        if isinstance(item, dict):
+            content = "{" + ", ".join(f"{key!r}: {self._tree(part)}" for key, part in item.items()) + "}"
+            return content if type(item) in DICTS else f"{self._constant(type(item))}(**{content})"
+        if type(item) in LISTS:
+            return f"[{', '.join(self._tree(part) for part in item)}]"
+        if (isinstance(item, tuple) and values_in(item)) or type(item) is tuple:
+            parts = f"({''.join(self._tree(part) + ', ' for part in item)})"
+            if type(item) is tuple:
+                return parts
+            stars = "" if hasattr(type(item), "n_fields") else "*"  # torch.return_types take a sequence
+            return f"{self._constant(type(item))}({stars}{parts})"
+        return self._constant(item)
+
+    def _variable(self, value: Value) -> str:
+        """The name of a value, which is made now if no call has made it."""
+        slot = value.slot
+        if slot.kind == "given" and value.name == slot.name:
+            self._read.add(slot.index)
+            return value.name
+        if value in self._written:
+            return value.name
+        self._written.add(value)
+        size = value.dtype.itemsize
+        if slot.kind == "memory" and not slot.escapes:
+            dtype = self._dtype(value.dtype)
+            self._typed.add(dtype)
+            base, at = f"arena_{dtype}", (slot.offset + value.offset) // size
+        elif value.leaves and (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0):
+            value.name = slot.name
+            return value.name
+        else:
+            base, at = slot.name, value.offset // size
+            if slot.kind == "given":
+                self._read.add(slot.index)
+        if value.leaves:
+            self._line(f"{value.name} = {base}.as_strided({value.shape}, {value.strides}, {at})")
+        else:
+            self._line(f"{value.name} = reinterpret({base}, {value.shape}, {value.strides}, {at})")
+        self._variables.add(value.name)
+        return value.name
+
+
+def slots_of(step: Launch | Call) -> list[Slot]:
+    if isinstance(step, Launch):
+        return [slot for slot, _ in step.references]
+    return [value.slot for value in values_in((step.args, step.kwargs, step.result))]
+
+
+def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
+    """The values of a call's result, each with the subscripts that lead to it."""
+    if isinstance(tree, Value):
+        return [(path, tree)]
+    if isinstance(tree, tuple | list):
+        return [found for i, part in enumerate(tree) for found in _paths(part, f"{path}[{i}]")]
+    if isinstance(tree, dict):
+        return [found for key, part in tree.items() for found in _paths(part, f"{path}[{key!r}]")]
+    return []
+
+
+def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """empty(shape, strides, dtype) on the device, which is the current one."""
+    if device.type == "cuda":
+        from fxfuse.cuda.launch import empty_strided
+
+        return empty_strided
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
