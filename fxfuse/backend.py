@@ -24,7 +24,8 @@ from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
-from fxfuse.optimize import FusedModule, Settings, state_of
+from fxfuse.module import FusedModule, state_of
+from fxfuse.replacement import Settings
 
 _MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
 

@@ -23,7 +23,8 @@ from torch import fx, nn
 from fxfuse.locks import free_in_children
 
 if TYPE_CHECKING:
-    from fxfuse.optimize import FusedModule, Settings
+    from fxfuse.module import FusedModule
+    from fxfuse.replacement import Settings
 
 logger = logging.getLogger("fxfuse")
 
@@ -126,7 +127,7 @@ def _fused(
 ) -> Callable[..., Any]:  # fmt: skip
     """A backend, which Dynamo keeps for ever: it must not hold the model."""
     from fxfuse.backend import fused_graph, prepared_by_first_call
-    from fxfuse.optimize import drop_source_with
+    from fxfuse.module import drop_source_with
 
     drop_source_with(type(gm).forward)
     fused = fused_graph(gm, settings)

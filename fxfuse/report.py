@@ -13,7 +13,8 @@ from torch import fx
 from fxfuse import plans
 from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.errors import FxfuseError
-from fxfuse.optimize import FusedModule, FusedRegion, state_of
+from fxfuse.module import FusedModule, state_of
+from fxfuse.replacement import FusedRegion
 
 CHAIN: Final = "pointwise chain"
 """Instead of an anchor, where there is none."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.optimize import changes_since
+from fxfuse.module import changes_since
 from fxfuse.state import RandomState, called_unchanged, seed
 
 ALLOWANCE: Final = 2.0

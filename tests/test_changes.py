@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
 import fxfuse
-from fxfuse.optimize import FusedModule
+from fxfuse.module import FusedModule
 
 X = randn(5, 8)
 

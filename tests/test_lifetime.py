@@ -26,7 +26,7 @@ from torch import fx, nn
 import fxfuse
 from fxfuse import build, plans
 from fxfuse.backend import compile_graph
-from fxfuse.optimize import state_of
+from fxfuse.module import state_of
 
 ROOT = Path(__file__).parents[1]
 OURS = ("FusedModule", "Graph", "Node", "Problem", "Plan", "FusedState", "Captured", "TensorGuards", "function")

@@ -414,7 +414,7 @@ def test_every_spelling_means_what_torch_computes(name):
 
 def test_an_anchor_alone_is_a_region_where_kernels_are_faster(monkeypatch):
     """In float32 on a GPU; here as if this were one."""
-    for module in ("fxfuse.patterns.region", "fxfuse.optimize"):
+    for module in ("fxfuse.patterns.region", "fxfuse.module"):
         monkeypatch.setattr(
             sys.modules[module], "is_region_alone", lambda kind, weight, _: weight.dtype == torch.float32
         )

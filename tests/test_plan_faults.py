@@ -85,7 +85,7 @@ def test_what_is_nobodys_mistake_is_not_swallowed(model, forget, monkeypatch, st
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("default::fxfuse.FxfuseWarning")
-def test_a_plan_that_fails_after_a_while(model, forget):
+def test_a_plan_that_fails_after_a_while(model, forget, without_programs):
     """By then calls take a short cut."""
     fast, x = fxfuse.optimize(model), randn(3, 8)
     for _ in range(4):

@@ -124,7 +124,7 @@ def test_who_watches_operators_sees_them(module, mode):
 
 
 @torch.no_grad()
-def test_the_profiler_sees_the_operator(module):
+def test_the_profiler_sees_the_operator(module, without_programs):
     with torch.profiler.profile() as profile:
         module.fast(module.x, module.y)
     assert any(event.name == "fxfuse::linear" for event in profile.events())
@@ -164,7 +164,7 @@ def test_calls_that_alternate_each_get_their_own_result(module):
 
 
 @torch.no_grad()
-def test_an_assigned_plan_drops_the_short_cut(module):
+def test_an_assigned_plan_drops_the_short_cut(module, without_programs):
     answer = torch.zeros(())
     for key in list(plans._plans[module.region]):
         plans.assign(module.region, key, Plan(lambda *_: answer, "zero"))

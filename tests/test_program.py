@@ -9,7 +9,7 @@ from helpers import Net, assert_as_eager, linear, randn
 from torch import nn
 
 import fxfuse
-from fxfuse.optimize import state_of
+from fxfuse.module import state_of
 from fxfuse.program import values, write
 
 
@@ -150,6 +150,19 @@ def test_random_numbers_are_drawn_anew():
             mine = fast(x)
             torch.manual_seed(seed)
             torch.testing.assert_close(mine, model(x))
+
+
+def test_a_kernel_that_cannot_be_launched_any_more():
+    model, x = chained(), randn(4, 8)
+    fast = recorded(copy.deepcopy(model), x)
+
+    def fail(*_):
+        raise fxfuse.LaunchError("no more")
+
+    programs(fast)[0].run = fail
+    with torch.no_grad():
+        assert_as_eager(model, fast, x)
+    assert not programs(fast)
 
 
 REFUSED = {

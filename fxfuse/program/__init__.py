@@ -24,10 +24,10 @@ from torch import fx, nn
 
 from fxfuse import build, functional, plans
 from fxfuse.cuda.precision import tf32_allowed
-from fxfuse.errors import FxfuseError
+from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.locks import free_in_children
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Refused
+from fxfuse.program.values import PLAIN, Call, Launch, Refused
 from fxfuse.program.write import Writer, reinterpret
 
 logger = logging.getLogger("fxfuse")
@@ -54,8 +54,10 @@ class Program:
         self.calls = sum(isinstance(step, Call) for step in writer.steps)
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
-        names["launch"] = build.load(_EXECUTOR)
+        names["launch"] = _launching(build.load(_EXECUTOR))
         names["LAUNCHES"], names["REFERENCES"] = (part.buffer_info()[0] for part in self._kept[:2])
+        self.repeats = not any(_changes_what_is_given(step) for step in writer.steps)
+        """Whether the call can be made again after some of it has run."""
         exec(compile(self.code, "<fxfuse program>", "exec"), names)
         self.run: Callable[[Sequence[torch.Tensor], list[int]], Any] = names["program"]
         self._constants = tuple(constants)
@@ -75,6 +77,21 @@ class Program:
             and _are_alike(self._constants, constants)
             and self._switches == _switches(self._device)
         )
+
+
+def _launching(launch: Callable[..., None]) -> Callable[..., None]:
+    def launched(*args: Any) -> None:
+        try:
+            launch(*args)
+        except RuntimeError as error:
+            raise LaunchError(f"a kernel of a program could not be launched: {error}") from error
+
+    return launched
+
+
+def _changes_what_is_given(step: Launch | Call) -> bool:
+    """Whether a call may write into an argument or a parameter. Kernels write into memory that is a call's own."""
+    return isinstance(step, Call) and not step.is_pure and any(value.slot.kind == "given" for value in step.values())
 
 
 def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
@@ -165,7 +182,13 @@ class Programs:
                 addresses = [tensor.data_ptr() for tensor in tensors]
                 if plans._unaligned(addresses):
                     break
-                return program.run(tensors, addresses)
+                try:
+                    return program.run(tensors, addresses)
+                except LaunchError:
+                    self.programs = [other for other in self.programs if other is not program]
+                    if not program.repeats:
+                        raise
+                break  # the graph's own code finds which region it is, and what to do
         else:
             return self._unknown(forward, args, kwargs, args_bound, attributes, tensors, constants)
         return forward(*args, **kwargs)

@@ -97,6 +97,10 @@ class Call:
     label: str = ""
     """What it is, for who reads the program."""
 
+    def values(self) -> list[Value]:
+        """Those that it gets and makes."""
+        return values_in((self.args, self.kwargs, self.result))
+
 
 def values_in(tree: Any) -> list[Value]:
     found: list[Value] = []

@@ -120,7 +120,7 @@ class Writer:
         last: dict[str, int] = {}
         for number, step in enumerate(self.steps):
             if isinstance(step, Call):
-                for value in values_in((step.args, step.kwargs, step.result)):
+                for value in step.values():
                     last[value.name] = last[value.slot.name] = number  # a view is made of what its memory begins with
         for step in self.steps:
             for slot in slots_of(step) if isinstance(step, Launch) else ():
@@ -297,7 +297,7 @@ class Writer:
 def slots_of(step: Launch | Call) -> list[Slot]:
     if isinstance(step, Launch):
         return [slot for slot, _ in step.references]
-    return [value.slot for value in values_in((step.args, step.kwargs, step.result))]
+    return [value.slot for value in step.values()]
 
 
 def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:

@@ -18,7 +18,7 @@ from fxfuse import functional, operands, plans, problem, state
 from fxfuse.cpu import codegen
 from fxfuse.cpu import plan as cpu_plan
 from fxfuse.expression import Call, Expr, rewrite
-from fxfuse.optimize import FusedModule
+from fxfuse.module import FusedModule
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
@@ -129,7 +129,7 @@ def _missing_cast() -> Patch:
 
 
 def _no_hooks() -> Patch:
-    return sys.modules["fxfuse.optimize"], "_watching", lambda forward: forward
+    return sys.modules["fxfuse.module"], "_watching", lambda forward: forward
 
 
 FAULTS: dict[str, Callable[[], Patch]] = {

@@ -1,0 +1,652 @@
+"""The module that optimize() returns: the model's own tensors under its own names, and a graph derived from it.
+
+A chain of small functions stands before the graph's code: each asks whether something is another than when the graph
+was traced (modes, hooks, arguments), and knows what to call then.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import linecache
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from fxfuse import channels_last, plans
+from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, fixed_in, has_own_call, trace
+from fxfuse.cuda_graphs import Replays
+from fxfuse.errors import FxfuseError
+from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
+from fxfuse.program import Programs
+from fxfuse.recapture import Recapture, is_capturing
+from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
+from fxfuse.state import Attributes, same_attributes
+from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
+
+logger = logging.getLogger("fxfuse")
+
+_TABLES: Final = ("_parameters", "_modules", "_buffers")
+
+_SHARED: Final = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+"""nn.Module's own attributes that a fused module has in common with the model it was captured from."""
+
+
+Arguments: TypeAlias = tuple[tuple[str, ...], Constants]
+"""What decides which graph is right for a call: Captured.given and Captured.constants."""
+
+
+@dataclass
+class FusedState:
+    """What a FusedModule knows beside what every module has; in one attribute, to hide but one name of the model's."""
+
+    captured: Captured
+    settings: Settings
+    regions: tuple[FusedRegion, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    layouts: channels_last.Layouts = field(default_factory=channels_last.Layouts)
+    modes: tuple[tuple[nn.Module, bool], ...] = ()
+    """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
+    variants: dict[Arguments, FusedModule] = field(default_factory=dict)
+    """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
+    own_attributes: frozenset[str] = frozenset()
+    """Names of the module's attributes that the user did not give it."""
+    structure: Structure = field(default_factory=Structure)
+    """What the graph was traced through, and was like then."""
+    outdated: int = 0
+    """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
+    replays: Replays | None = None
+    """The model's CUDA graphs, if it was asked for any."""
+    programs: Programs | None = None
+    """What runs calls without gradients."""
+    recapture: Recapture | None = None
+    """Dynamo's graphs of the model, if fx could not trace it whole."""
+    forget: Callable[[], Any] | None = None
+    """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
+
+
+_STATE: Final = "_fxfuse"
+
+
+def _root_of(module: nn.Module) -> nn.Module:
+    """The captured model behind a fused module; any other module, and one that is just being made, itself."""
+    state = module.__dict__.get(_STATE)
+    return module if state is None else state.captured.root
+
+
+def state_of(module: FusedModule) -> FusedState:
+    """The module's own state; every other attribute of it is the model's."""
+    state: FusedState = module._fxfuse  # an attribute of the instance comes before a child of that name
+    return state
+
+
+class FusedModule(fx.GraphModule):
+    """The graph module that optimize() returns.
+
+    Its graph is derived from the captured model. `train()` and `eval()` trace and derive it anew, since what a model
+    does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
+    """
+
+    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False) -> None:
+        root = captured.root
+        super().__init__(root, fx.Graph(), type(root).__name__)
+        # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
+        for name in _SHARED:
+            if name in root.__dict__:
+                self.__dict__[name] = root.__dict__[name]
+        self.__dict__[_STATE] = state = FusedState(captured, settings)
+        state.replays = Replays() if cuda_graphs is True else cuda_graphs or None
+        self.training = root.training
+        self._derive(captured)
+        state.own_attributes = frozenset(self.__dict__)
+
+    def _derive(self, captured: Captured) -> None:
+        """Makes the graph, and what the report says about it, from the captured model in its present mode."""
+        state = state_of(self)
+        if state.forget is not None:
+            state.forget()
+        state.captured, state.variants, state.modes = captured, {}, _modes(captured)
+        state.structure, state.outdated = _structure(captured), 0
+        if captured.untraced and state.recapture is None and not is_disabled() and _suits_dynamo(captured.root):
+            state.recapture = Recapture(captured.root, state.settings)
+        if state.replays is not None:
+            state.replays = state.replays.fresh()
+        if captured.graph is None:
+            self.__dict__[_PYTHON_FORWARD] = _PythonForward(captured.root)
+            replaced = Replaced(_python_graph())
+        else:
+            replaced = with_regions_replaced(captured, state.settings)
+        state.regions, state.skipped, state.layouts = replaced.regions, replaced.skipped, replaced.layouts
+        finalizer = weakref.finalize(self, plans.forget, [region.number for region in replaced.regions])
+        finalizer.atexit = False
+        state.forget = finalizer
+        self.graph = replaced.graph
+
+    @property
+    def graph(self) -> fx.Graph:
+        """As GraphModule.graph. torch.export does not call a graph module but interprets its graph: it gets one that
+        calls the module, so that arguments with defaults and modules that run as Python are what they are in a call."""
+        exporting = torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+        return _calling_graph(self) if exporting else super().graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        fx.GraphModule.graph.__set__(self, graph)  # type: ignore[attr-defined]
+
+    def recompile(self) -> Any:
+        """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
+        with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
+            code = super().recompile()
+        drop_source_with(type(self).forward)
+        self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
+        # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
+        # traces a model around this one patches it.
+        if "__call__" in vars(type(self)):
+            del type(self).__call__
+        if _STATE in self.__dict__:
+            state = state_of(self)
+            if state.captured.graph is None and has_own_call(state.captured.root):
+                type(self).__call__ = _calling(state.captured.root)  # type: ignore[method-assign]
+            state.programs = Programs(state.captured.root, self._graph)
+            if state.programs.reason is None:
+                type(self).forward = _programmed(type(self).forward)
+            type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
+            if state.captured.tensors:
+                type(self).forward = _for_tensors(type(self).forward, state.captured)
+            if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
+                type(self).forward = _guarded(type(self).forward, state.captured)
+            if state.structure.modules:
+                type(self).forward = _watching(type(self).forward)
+            if state.captured.untraced and state.recapture is not None:
+                type(self).forward = _recaptured(type(self).forward)
+            if state.replays is not None:
+                type(self).forward = _replaying(type(self).forward)
+        return code
+
+    def train(self, mode: bool = True) -> FusedModule:
+        """As nn.Module.train; the graph is traced and fused anew if any module's mode changes."""
+        if any(module.training != mode for module in self.modules()):
+            super().train(mode)
+            state_of(self).captured.root.training = mode
+            self._retrace()
+        return self
+
+    def _retrace(self) -> None:
+        """Traces the captured model as it is now, for the same arguments, and derives the graph from that."""
+        state = state_of(self)
+        before = state.captured
+        captured = trace(before.root, is_fused, state.settings.strict, before.given, before.constants)
+        self._derive(with_fused_children(captured, state.settings))
+
+    @property
+    def __class__(self) -> type:
+        """The model's class, for `isinstance` in a forward that runs as Python and meets fused children."""
+        if torch._guards.CompileContext.try_get() is not None:  # Dynamo finds a module's code by its class
+            return type(self)
+        return type(_root_of(self))
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        state_of(self).captured.root.__class__ = value  # torch's parametrisations, which derive it from the above
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; an attribute of the model is set there, where its own code reads it."""
+        is_module = isinstance(value, nn.Module)
+        of_class = getattr(type(self), name, None)
+        if not is_module and (name in OF_GRAPH_MODULES or isinstance(of_class, property)):
+            object.__setattr__(self, name, value)  # whatever the model's children are called
+        elif name not in self.__dict__ and of_class is None and name in vars(_root_of(self)):
+            root = _root_of(self)
+            before = vars(root)[name]
+            is_known = value is before or (is_same(value, before) and not callable(value))
+            if not (is_known or isinstance(value, torch.Tensor)):  # tensors are read anew
+                state = state_of(self)
+                state.outdated = 2
+                if state.replays is not None:
+                    state.replays = state.replays.fresh()
+            setattr(root, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _fxfuse_tensor(self, module: nn.Module, name: str) -> Any:
+        """getattr(module, name) of a tensor, in a fifth of the time: the graph reads every parameter at every call."""
+        found: torch.Tensor | None = module._parameters.get(name)
+        if found is None:
+            found = module._buffers.get(name)
+        if found is not None:
+            return found
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            path = next((path for path, item in self.named_modules() if item is module), "")
+            raise FxfuseError(
+                f"'{path}.{name}' is gone: the model, whose tables of parameters this one shares, was pruned or "
+                "parametrised after fxfuse.optimize(); call fxfuse.optimize again"
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        for table in _TABLES:  # as nn.Module's; all other names are the model's
+            if table in own and name in own[table]:
+                return own[table][name]
+        if _STATE not in own or name.startswith("__"):
+            return super().__getattr__(name)
+        return getattr(state_of(self).captured.root, name)  # configuration that the model keeps in attributes
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(state_of(self).captured.root)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(state_of(self).captured.root)  # type: ignore[call-overload, no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        return state_of(self).captured.root[index]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
+        state = state_of(self)
+        extras = copy.deepcopy(_extras(self), memo)
+        root = copy.deepcopy(state.captured.root, memo)
+        twin = _rebuild(root, state.settings, extras, state.replays is not None)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
+        state = state_of(self)
+        return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
+
+
+def drop_source_with(forward: Callable[..., Any]) -> None:
+    """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
+    assert isinstance(forward, types.FunctionType)
+    name = forward.__code__.co_filename
+    if name.startswith(_SOURCE_OF_ONE):
+        weakref.finalize(forward.__code__, _drop_source, name).atexit = False
+
+
+_SOURCE_OF_ONE: Final = "<eval_with_key>"
+"""How fx begins the file name of code that no other graph module has."""
+
+
+def _drop_source(name: str) -> None:
+    kept: dict[str, str] = getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {})
+    kept.pop(name, None)
+    linecache.cache.pop(name, None)
+
+
+def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
+    """The graph's code, whose modules and tensors are looked up in their modules' tables.
+
+    nn.Module.__getattr__ takes half a microsecond for each name of a path, of which a region reads up to six.
+    """
+    short: dict[str, tuple[str, str]] = {}
+    for node in module._graph.nodes:
+        if node.op not in ("get_attr", "call_module") or node.target == _PYTHON_FORWARD:
+            continue
+        *path, name = str(node.target).split(".")
+        if not _has_tables(module, path):
+            continue
+        if node.op == "get_attr":
+            short[node.name] = _attribute_path(node.target), f"self._fxfuse_tensor({_module(path)}, {name!r})"
+        else:
+            short[node.name] = _attribute_path(node.target), _module([*path, name])
+
+    def shortened(line: str) -> str:
+        node, equals, value = line.partition(" = ")
+        long, instead = short.get(node, ("", ""))
+        return f"{node}{equals}{instead}{value[len(long) :]}" if long and value.startswith(long) else line
+
+    return [shortened(line) for line in code]
+
+
+def _has_tables(module: nn.Module, path: Sequence[str]) -> bool:
+    """Whether every name of the path is in the table of modules, and what is there has tables of its own."""
+    for name in path:
+        child = module._modules.get(name)
+        if child is None or isinstance(child, torch.jit.ScriptModule):  # whose tables are no dictionaries
+            return False
+        module = child
+    return True
+
+
+def _attribute_path(target: Any) -> str:
+    """As fx spells it in code."""
+    path = "self"
+    for name in str(target).split("."):
+        path = f"{path}.{name}" if name.isidentifier() else f'getattr({path}, "{name}")'
+    return path
+
+
+def _module(path: Sequence[str]) -> str:
+    return "self" + "".join(f"._modules[{name!r}]" for name in path)
+
+
+def _extras(module: FusedModule) -> dict[str, Any]:
+    """Attributes that the user gave the module."""
+    own = state_of(module).own_attributes
+    return {name: value for name, value in module.__dict__.items() if name not in own}
+
+
+def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
+    """The model traced for calls that give these arguments, of those with a default, another value."""
+    state = state_of(module)
+    if arguments not in state.variants:
+        root, settings = state.captured.root, state.settings
+        given, constants = arguments
+        logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, list(given), dict(constants))
+        captured = trace(root, is_fused, settings.strict, given, constants)
+        state.variants[arguments] = FusedModule(with_fused_children(captured, settings), settings)
+    return state.variants[arguments]
+
+
+def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any], cuda_graphs: bool) -> FusedModule:
+    """A fused module of its own captured model (whose children that run as Python have fused children already)."""
+    captured = trace(root, is_fused, settings.strict)
+    fused = FusedModule(with_fused_children(captured, settings), settings, cuda_graphs)
+    fused.__dict__.update(extras)
+    return fused
+
+
+def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
+    if captured.graph is None:
+        return ()
+    called = {str(node.target) for node in captured.graph.nodes if node.op == "call_module"}
+    modules = [captured.root.get_submodule(path) for path in sorted(called)]
+    return tuple((module, module.training) for module in modules if isinstance(module, MODE_DEPENDENT))
+
+
+def _structure(captured: Captured) -> Structure:
+    """What the graph was traced through: all but what runs as Python, or is fused on its own."""
+    if captured.graph is None:
+        return Structure()
+    apart = {captured.root.get_submodule(untraced.path) for untraced in captured.untraced}
+    return structure_of(
+        captured.root, lambda module: module in apart or is_fused(module) or isinstance(module, torch.jit.ScriptModule)
+    )
+
+
+def changes_since(fast: nn.Module, model: nn.Module) -> list[str]:
+    """What decided the graphs of an optimised model and is another now, in it or in the model it was made of.
+
+    In words; empty for modules that optimize() did not return.
+    """
+    found: dict[str, None] = {}
+    model = _root_of(getattr(model, "_orig_mod", model))
+    for path, fused in fast.named_modules():
+        if not isinstance(fused, FusedModule):
+            continue
+        structure, prefix = state_of(fused).structure, f"{path}." if path else ""
+        try:
+            originals = [fused, model.get_submodule(path)]
+        except AttributeError:
+            found[f"module '{path}' is missing"] = None
+            originals = [fused]
+        for original in originals:
+            found.update(dict.fromkeys(changes(structure, _root_of(original), prefix, original is fused, _root_of)))
+    return list(found)
+
+
+def _calling(root: nn.Module) -> Callable[..., Any]:
+    """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
+
+    def call(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        return root(*args, **kwargs)
+
+    return _with_own_code(call)
+
+
+_GLOBAL_HOOKS: Final = tuple(
+    getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
+    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules; also
+    while Dynamo captures a model around it, whole."""
+    before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
+
+    @functools.wraps(forward)
+    def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if before_forward or after_forward or backward or before_backward:
+            return root.forward(*args, **kwargs)
+        if torch.compiler.is_compiling() and is_capturing():
+            return root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(unless_hooked)
+
+
+def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the graph's own code, or a program in its place."""
+
+    @functools.wraps(forward)
+    def programmed(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        programs = state_of(self).programs
+        assert programs is not None
+        return programs.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(programmed)
+
+
+def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, after deriving the graph anew if the modules that it was traced through are not what they were: a
+    dropout or normalisation has changed its mode on its own, a module was replaced or got a hook, an attribute was set.
+    """
+
+    @functools.wraps(forward)
+    def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self)
+        if any(module.training is not mode for module, mode in state.modes):
+            self._derive(state.captured)
+            return type(self).forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        if state.outdated == 2:  # perhaps it is set before every call, and a trace is no call's work
+            state.outdated = 1
+            return state.captured.root.forward(*args, **kwargs)
+        if state.outdated or not state.structure.is_as_traced(_root_of):
+            self._retrace()
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(watching)
+
+
+# Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
+_PLAIN: Final = (bool, int, float, str)
+_TENSORS: Final = (torch.Tensor, fx.Proxy)
+_REQUIRED: Final = "an argument without a default, traced as an input"
+
+
+def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """`forward`, for calls in which those arguments are tensors that `captured` takes for tensors; others run as
+    Python: a forward asked for their class."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    positions = tuple((names.index(name), name) for name in sorted(captured.tensors))
+
+    @functools.wraps(forward)
+    def for_tensors(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        for position, name in positions:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if not isinstance(value, _TENSORS):
+                return captured.root.forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return _with_own_code(for_tensors)
+
+
+def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    defaults = {parameter.name: _REQUIRED for parameter in parameters if parameter.kind not in variable}
+    defaults.update((name, value) for name, value in captured.defaults.items() if name in names)
+    positions = {names.index(name): name for name in defaults}
+    takes_more = VARIABLE_KEYWORDS in captured.defaults
+    traced_for = (captured.given, captured.constants)
+    positional = [item for item in parameters if item.kind is not inspect.Parameter.KEYWORD_ONLY]
+    required = sum(defaults.get(item.name) is _REQUIRED for item in positional)
+    most = required if traced_for == ((), ()) else -1  # so many tensors need no further question
+
+    def is_default(given: Any, value: Any) -> bool:
+        if value is _REQUIRED:
+            return isinstance(given, torch.Tensor) or bool(fixed_in(given) == GIVEN)
+        return given is value or (isinstance(value, _PLAIN) and type(given) is type(value) and given == value)
+
+    @functools.wraps(forward)
+    def guarded(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= most and not kwargs:
+            for arg in args:
+                if not isinstance(arg, torch.Tensor):
+                    break
+            else:
+                return forward(self, *args)
+        passed = {positions[i]: arg for i, arg in enumerate(args) if i in positions}
+        passed.update((name, value) for name, value in kwargs.items() if name in defaults)
+        others = {name: value for name, value in passed.items() if not is_default(value, defaults[name])}
+        if takes_more:
+            others.update((name, value) for name, value in kwargs.items() if name not in names)
+        fixed = {name: fixed_in(value) for name, value in others.items()}
+        constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
+        given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
+        if (given, constants) == traced_for:
+            return forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
+            return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace
+        # not called as a module: it shares the hooks, which run already
+        return _variant(self, (given, constants)).forward(*args, **kwargs)
+
+    return _with_own_code(guarded)
+
+
+def _suits_dynamo(root: nn.Module) -> bool:
+    """Not a model with generators of its own: Dynamo takes what Python's draw while it captures for constants."""
+    return not Attributes(root.modules()).hold_generators()
+
+
+def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, a part of which runs as Python, or Dynamo's graph of the whole."""
+
+    @functools.wraps(forward)
+    def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        recapture = state_of(self).recapture
+        if recapture is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+            return forward(self, *args, **kwargs)
+        return recapture.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(recaptured)
+
+
+def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, replayed as a CUDA graph where that is possible."""
+
+    @functools.wraps(forward)
+    def replaying(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        replays = state_of(self).replays
+        if replays is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+            return forward(self, *args, **kwargs)
+        return replays.call(self, forward, args, kwargs)
+
+    return _with_own_code(replaying)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which Dynamo keeps what it compiles apart: it goes by code objects, a few results for each."""
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def _calling_graph(module: FusedModule) -> fx.Graph:
+    """A graph for fx.Interpreter, by which torch.export runs, that calls `module`."""
+
+    def call(args: Sequence[Any]) -> Any:
+        with same_attributes(module):  # torch.export puts back those of the modules it knows, not the captured model's
+            return nn.Module.__call__(module, *args)  # as a module, hooks included: an interpreter calls none
+
+    graph = fx.Graph()
+    args = graph.placeholder("*args")
+    graph.output(graph.call_function(call, (args,)))
+    return graph
+
+
+# ------------------------------------------------------------------------------ models that run as Python
+
+_PYTHON_FORWARD: Final = "_python_forward"
+
+
+@dataclass(frozen=True)
+class _PythonForward:
+    """The forward of a model that cannot be traced; not a Module, so that it adds no names to state_dict()."""
+
+    root: nn.Module
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.root.forward(*args, **(kwargs or {}))  # fx.Interpreter gives an empty list
+
+
+def _python_graph() -> fx.Graph:
+    """A graph that hands whatever it is given to the model's own forward."""
+    graph = fx.Graph()
+    args = graph.placeholder("*args")
+    kwargs = graph.placeholder("**kwargs")
+    forward = graph.create_node("get_attr", _PYTHON_FORWARD)
+    graph.output(graph.call_method("run", (forward, args, kwargs)))
+    return graph
+
+
+# ------------------------------------------------------------------------- children of what runs as Python
+
+
+def is_fused(module: nn.Module) -> bool:
+    return isinstance(module, FusedModule)
+
+
+def with_fused_children(captured: Captured, settings: Settings) -> Captured:
+    """`captured` with the children of what runs as Python replaced by their own fused graphs."""
+    for untraced in captured.untraced:
+        _fuse_children(captured.root.get_submodule(untraced.path), settings)
+    return captured
+
+
+def _fuse_children(module: nn.Module, settings: Settings) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # no forward of their own
+            _fuse_children(child, settings)
+        elif (
+            isinstance(child, torch.jit.ScriptModule)
+            or is_fused(child)
+            or (_is_single_layer(child) and not _is_worth_while(child))
+        ):
+            continue  # nothing to fuse it with
+        else:
+            captured = with_fused_children(trace(child, is_fused, settings.strict), settings)
+            setattr(module, name, FusedModule(captured, settings))
+
+
+def _is_single_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
+
+
+def _is_worth_while(layer: nn.Module) -> bool:
+    if not isinstance(layer, nn.Linear | nn.Conv2d):  # a normalisation gains less than a graph module costs
+        return False
+    kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
+    return is_region_alone(kind, layer.weight, layer.bias is not None)

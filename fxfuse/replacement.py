@@ -1,0 +1,169 @@
+"""Captured graphs with their regions replaced by calls of fused operators."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import fx
+
+from fxfuse import channels_last, functional, plans
+from fxfuse.capture import Captured
+from fxfuse.errors import FxfuseError
+from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
+from fxfuse.patterns.anchors import Source
+from fxfuse.patterns.library import LibraryCall
+from fxfuse.patterns.recompose import recompose
+from fxfuse.patterns.tensors import tensors_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What optimize() was asked for."""
+
+    strict: bool = False
+    fp32: str = "exact"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise FxfuseError(f"strict is True or False, not {self.strict!r}")
+        if self.fp32 not in ("exact", "fast"):
+            raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
+
+    def changed(self) -> dict[str, Any]:
+        """Keyword arguments for the fused operators: those that are not their defaults."""
+        return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
+
+
+_region_numbers: Final = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class FusedRegion:
+    """What the report needs to know of one replacement."""
+
+    fused: str
+    """The name of the node that replaced the others."""
+    number: int
+    """Unique in the process; the operator gets it, so that its plans can be told apart (plans.of_region)."""
+    kind: str
+    nodes: tuple[str, ...]
+    epilogue: str
+    library: str | None = None
+    """The operation of torch's library that a chain follows."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A graph with fused operators in it."""
+
+    graph: fx.Graph
+    regions: tuple[FusedRegion, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    layouts: channels_last.Layouts = field(default_factory=channels_last.Layouts)
+
+
+def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
+    """The captured graph, in the model's present mode, with every region as one call and layouts assigned."""
+    assert captured.graph is not None
+    root, graph = captured.root, copy.deepcopy(captured.graph)
+    regions: list[FusedRegion] = []
+    skipped: list[Skipped] = []
+    layouts = channels_last.Layouts()
+    if not is_disabled():
+        recompose(root, graph)
+        ask_earlier(root, graph)
+        found, skipped = find_regions(root, graph)
+        known = tensors_of(root, graph)
+        replaced: dict[fx.Node, fx.Node] = {}
+        for region in found:
+            nodes = tuple(node.name for node in region.nodes)
+            number = next(_region_numbers)
+            if region.written is not None:
+                plans.written[number] = str(region.epilogue), region.written
+            fused = _replace(graph, region, number, replaced, settings, known)
+            library = None if region.library is None else region.library.name
+            epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
+            regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
+        if not root.training:
+            layouts = channels_last.assign_layouts(root, graph)
+    keep_numbers(graph)
+    for node in graph.nodes:
+        if node.name == "self":  # a child of this name: what the code calls the module
+            node._rename("self_1")
+    graph.lint()
+    return Replaced(graph, tuple(regions), tuple(skipped), layouts)
+
+
+def is_disabled() -> bool:
+    """Whether nothing is to be fused (FXFUSE_DISABLE=1)."""
+    return os.environ.get("FXFUSE_DISABLE", "") not in ("", "0")
+
+
+def _replace(
+    graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], settings: Settings,
+    known: frozenset[fx.Node],
+) -> fx.Node:  # fmt: skip
+    """One call of a fused operator in the place of the region's nodes.
+
+    `replaced` maps the nodes that are replaced already to those that stand for them now; `known` are the nodes that are
+    surely tensors: other operands may be numbers.
+    """
+    anchor, output, nodes = region.anchor, region.output, region.nodes
+    if region.library is not None:
+        nodes = nodes[1:]
+        if region.library.function is not None:
+            replaced[region.nodes[0]] = _as_function(graph, region.nodes[0], region.library)
+
+    def fetch(source: Source | None) -> fx.Node | None:
+        if isinstance(source, Attribute):
+            return graph.get_attr(source.path)
+        return None if source is None else replaced.get(source, source)
+
+    with graph.inserting_before(output):
+        tensors = [fetch(source) for source in (anchor.x, anchor.weight, anchor.bias)]
+        operands = [
+            fetch(source)
+            if isinstance(source, Attribute) or source in known
+            else graph.call_function(functional.as_operand, (fetch(source),))
+            for source in region.operands
+        ]
+        options = functional.option_values(anchor.kind, anchor.options)
+        pool = {} if region.pool is None else {"pool": tuple(map(int, region.pool))}
+        fused = graph.create_node(
+            "call_function",
+            functional.function(anchor.kind),
+            (*tensors, operands, str(region.epilogue), *options),
+            {"region": number, **pool, **settings.changed()},
+            name=f"{region.nodes[0].name}_fused",
+        )
+    # not what says how the old node was called (fx.wrap leaves "is_wrapped")
+    fused.meta = {key: value for key, value in output.meta.items() if key in ("stack_trace", "nn_module_stack", "val")}
+    output.replace_all_uses_with(fused)
+    replaced[output] = fused
+    attributes = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    for attribute in attributes:
+        if not attribute.users:
+            graph.erase_node(attribute)
+    return fused
+
+
+def _as_function(graph: fx.Graph, module: fx.Node, library: LibraryCall) -> fx.Node:
+    """The call of a function in the place of a module's, so that nobody but the graph has its result."""
+    assert library.function is not None
+    with graph.inserting_before(module):
+        arguments = {
+            name: graph.get_attr(value.path) if isinstance(value, Attribute) else value
+            for name, value in library.arguments.items()
+        }
+        x, name = module.all_input_nodes[0], f"{module.name}_{library.name}"
+        call = graph.create_node("call_function", library.function, (x,), arguments, name=name)
+    call.meta = dict(module.meta)
+    module.replace_all_uses_with(call)
+    graph.erase_node(module)
+    return call
