@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, assert_as_eager, linear, randn
+from helpers import Net, Net2, assert_as_eager, linear, randn
 from torch import nn
 
 import fxfuse
+from fxfuse import program
 from fxfuse.module import state_of
 from fxfuse.program import values, write
 
@@ -163,6 +164,32 @@ def test_a_kernel_that_cannot_be_launched_any_more():
     with torch.no_grad():
         assert_as_eager(model, fast, x)
     assert not programs(fast)
+
+
+def test_numbers_among_the_arguments():
+    """Each number is another kind of call, and so is another order of the same."""
+
+    def forward(m, x, y):
+        return torch.roll((m.fc(m.p) * 2).tanh(), x if isinstance(x, int) else y, 0) + (x - y)
+
+    model = Net2(forward, fc=linear(), p=randn(4, 8))
+    fast, x = fxfuse.optimize(model), randn(4, 8)
+    with torch.no_grad():
+        for first, second in ((x, 1), (x, 2), (1, x), (x, 1)):
+            for _ in range(4):
+                assert_as_eager(model, fast, first, second, exact=False)
+
+
+def test_calls_that_never_come_again_are_not_looked_at_for_ever():
+    model = Net(lambda m, x: (m.fc(x) * 2 + 1).exp() * 2, fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for rows in range(1, 3 * program.PATIENCE):
+            fast(randn(rows, 8))
+        assert not programs(fast)
+        for _ in range(3 * program.PATIENCE):
+            assert_as_eager(model, fast, randn(4, 8))
+    assert len(programs(fast)) == 1
 
 
 REFUSED = {

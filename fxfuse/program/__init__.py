@@ -36,6 +36,8 @@ MOST_KEPT: Final = 8
 """Kinds of calls that a graph keeps a program for; the oldest goes first."""
 MOST_TRIES: Final = 4
 """Calls that are recorded in vain, since a plan was missing."""
+PATIENCE: Final = 16
+"""Calls in a row, none like the one before, after which every 16th only is looked at."""
 
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
@@ -114,6 +116,13 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
     return lambda tensors: check(*[tensors[position] for position in positions])
 
 
+def _constant(argument: Any) -> Any:
+    """What a program depends on of an argument: its value, or that it is a tensor. 0.0 and -0.0 are two numbers."""
+    if isinstance(argument, torch.Tensor):
+        return ...
+    return argument.hex().encode() if type(argument) is float else argument
+
+
 def _are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(before) == len(now) and all(type(a) is type(b) and a == b for a, b in zip(before, now, strict=True))
 
@@ -134,7 +143,7 @@ class Programs:
         self.programs: list[Program] = []
         self._root, self._graph = root, graph
         self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], tuple[Any, ...]] | None = None
-        self._tries = 0
+        self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
         self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
         self._names = [str(node.target) for node in self._nodes]
@@ -176,7 +185,7 @@ class Programs:
         except KeyError:  # it is gone, which the graph's code has words for
             return forward(*args, **kwargs)
         tensors = [*(arg for arg in args_bound if isinstance(arg, torch.Tensor)), *attributes]
-        constants = [arg for arg in args_bound if not isinstance(arg, torch.Tensor)]
+        constants = [_constant(arg) for arg in args_bound]
         for program in self.programs:
             if program.fits(tensors, constants):
                 addresses = [tensor.data_ptr() for tensor in tensors]
@@ -214,6 +223,9 @@ class Programs:
             return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not _are_plain(tensors, constants):
             return forward(*args, **kwargs)
+        self._misses += 1
+        if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
+            return forward(*args, **kwargs)
         before = self._seen
         self._seen = None
         if before is None or not (_are_alike(before[1], (len(tensors), *constants)) and before[0](tensors)):
@@ -236,6 +248,7 @@ class Programs:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)
             return result
+        self._misses = 0
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
         return result
@@ -251,6 +264,9 @@ def prepare() -> None:
         build.load(_EXECUTOR)
 
 
+_CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
+
+
 def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
     devices = {tensor.device for tensor in tensors}
     return (
@@ -260,9 +276,7 @@ def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> boo
             tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
             for tensor in tensors
         )
-        and all(
-            value is None or isinstance(value, bool | int | float | str | torch.dtype | tuple) for value in constants
-        )
+        and all(value is None or value is ... or isinstance(value, _CONSTANTS) for value in constants)
     )
 
 
