@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx, nn
@@ -102,11 +102,15 @@ class Call:
         return values_in((self.args, self.kwargs, self.result))
 
 
-def values_in(tree: Any) -> list[Value]:
-    found: list[Value] = []
+_T = TypeVar("_T")
+
+
+def _found_in(tree: Any, kind: type[_T]) -> list[_T]:
+    """What is of one kind in tuples, lists, dictionaries and slices, in their order."""
+    found: list[_T] = []
 
     def visit(item: Any) -> None:
-        if isinstance(item, Value):
+        if isinstance(item, kind):
             found.append(item)
         elif isinstance(item, tuple | list):
             for part in item:
@@ -119,26 +123,16 @@ def values_in(tree: Any) -> list[Value]:
 
     visit(tree)
     return found
+
+
+def values_in(tree: Any) -> list[Value]:
+    """The values in the arguments or the result of a call."""
+    return _found_in(tree, Value)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """As values_in, of tensors."""
-    found: list[torch.Tensor] = []
-
-    def visit(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, tuple | list):
-            for part in item:
-                visit(part)
-        elif isinstance(item, dict):
-            for part in item.values():
-                visit(part)
-        elif isinstance(item, slice):
-            visit((item.start, item.stop, item.step))
-
-    visit(tree)
-    return found
+    """The tensors that they are while it is recorded, in the same order."""
+    return _found_in(tree, torch.Tensor)
 
 
 DICTS: Final = (dict, fx.immutable_collections.immutable_dict)
