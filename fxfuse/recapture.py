@@ -66,6 +66,8 @@ class Recapture:
         self._failures = 0
         self._graphs: weakref.WeakSet[FusedModule] = weakref.WeakSet()
         self._run: Callable[..., Any] | None = None
+        self._tables: list[Mapping[int, Any]] = []
+        self._hooks_then: list[int] = []
         self._lock = free_in_children(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +90,9 @@ class Recapture:
         if self._calls < CALLS_BEFORE:
             self._calls += 1
             return python(*args, **kwargs)
+        if self._run is not None and self._hooks() != self._hooks_then:  # which Dynamo does not guard
+            self._run, self._calls = None, 0
+            return python(*args, **kwargs)
         try:
             with _said():
                 result = self._compiled()(*args, **kwargs)
@@ -102,11 +107,24 @@ class Recapture:
         self._failures = 0
         return result
 
+    def _hooks(self) -> list[int]:
+        """Every hook that there is, by its number, which none other has had."""
+        return [number for table in self._tables for number in table]
+
     def _compiled(self) -> Callable[..., Any]:
         with self._lock:
             if self._run is None:
                 root = self._root()
                 assert root is not None  # its module calls this
+                self._tables = [
+                    table
+                    for module in root.modules()
+                    for table in (
+                        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+                        module._backward_pre_hooks,
+                    )
+                ]  # fmt: skip
+                self._hooks_then = self._hooks()
 
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     return root.forward(*args, **kwargs)

@@ -356,3 +356,19 @@ def test_weights_that_are_there_for_one_call_are_gone_at_the_next(change):
         assert_as_eager(model, fast, X, exact=False)
         model.weight.mul_(2)
         assert_as_eager(model, fast, X, exact=False)
+
+
+@torch.no_grad()
+def test_hooks_on_children_of_what_dynamo_captured():
+    model = Net(lambda m, x: m.b(torch.relu(m.a(x))) if x.shape[0] > 2 else x, a=linear(), b=linear()).eval()
+    fast, x = fxfuse.optimize(copy.deepcopy(model)), randn(4, 8)
+    for _ in range(4):
+        assert_as_eager(model, fast, x)
+    assert fxfuse.explain(fast).dynamo
+    handles = [net.a.register_forward_hook(lambda module, args, result: result + 1) for net in (model, fast)]
+    for _ in range(5):
+        assert_as_eager(model, fast, x)
+    for handle in handles:
+        handle.remove()
+    for _ in range(5):
+        assert_as_eager(model, fast, x)
