@@ -39,10 +39,10 @@ logger = logging.getLogger("fxfuse")
 
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
-"""Names of arguments, and what of their values a graph is traced for: `fixed_in`."""
+"""Names of arguments in alphabetical order, and what of their values a graph is traced for: `fixed_in`."""
+
 GIVEN: Final = -1
 """In the place of what a graph takes as its input; no value that it is traced for is equal to it."""
-"""Arguments by name, in alphabetical order."""
 
 VARIABLE_KEYWORDS: Final = "**"
 """The key in `Captured.defaults` that stands for further keyword arguments; the default is none of them."""
