@@ -13,7 +13,7 @@ import torch
 
 from fxfuse import ops
 from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
-from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evaluate_all, gate_of, in_turn, value_strides
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evaluate_all, gate_of, in_turn
 from fxfuse.split import renumbered
 
 _PRODUCT = Operand(0)
@@ -71,7 +71,7 @@ def draft(problem: Problem, parts: Parts, first: Draft, second: Draft) -> Draft:
         ) -> torch.Tensor:
             gate_bias = operands[-1] if parts.biased else None
             result = one.run(x, operands[0], gate_bias, [operands[index] for index in parts.first_operands])
-            if value_strides(result) != expected.strides:  # meta tensors predict other strides for some layouts
+            if result.stride() != expected.strides:  # meta tensors predict other strides for some layouts
                 return problem.reference(x, weight, bias, operands)
             others = [result if index == _FIRST else operands[index] for index in parts.second_operands]
             return other.run(x, weight, bias, others)

@@ -65,17 +65,6 @@ OPERAND_DTYPES: Final = (
 )  # fmt: skip
 
 
-def value_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides by which plans know a value of the model.
-
-    Images of one pixel, on whose layout torch's operators do not agree, have those of channels_last.
-    """
-    shape, strides = tensor.shape, tensor.stride()
-    if len(shape) == 4 and shape[2] == shape[3] == 1 and strides[1] == 1:
-        return (strides[0], 1, shape[1], shape[1])
-    return strides
-
-
 @dataclass(frozen=True)
 class TensorMeta:
     """All that a plan may depend on of a tensor."""
@@ -93,7 +82,7 @@ class TensorMeta:
     def of(cls, tensor: torch.Tensor, device: torch.device, alignment: int = 16) -> TensorMeta:
         """What a plan may depend on of a value of the model that is like `tensor` and lies on `device`."""
         is_parameter = type(tensor) is torch.nn.Parameter
-        return cls(tuple(tensor.shape), value_strides(tensor), tensor.dtype, device, alignment, is_parameter)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device, alignment, is_parameter)
 
     def empty(self) -> torch.Tensor:
         """A meta tensor like it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fxfuse.expression import Acc, Call, Expr, Operand, depends_on_acc, postorder, rewrite
-from fxfuse.problem import Draft, Plan, Problem, TensorMeta, evaluate_all, in_turn, value_strides
+from fxfuse.problem import Draft, Plan, Problem, TensorMeta, evaluate_all, in_turn
 from fxfuse.reference import evaluate
 
 
@@ -103,7 +103,7 @@ def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
             acc = anchored.run(x, weight, bias, [operands[index] for index in parts.first_operands])
             others = [operands[index] for index in parts.second_operands]
             # meta tensors predict other strides for some layouts
-            then = rest.run if value_strides(acc) == expected.strides else by_torch
+            then = rest.run if acc.stride() == expected.strides else by_torch
             return then(acc, None, None, others)
 
         return dataclasses.replace(in_turn(anchored, rest, run), measured=anchored.measured)

@@ -153,6 +153,18 @@ def test_random_numbers_are_drawn_anew():
             torch.testing.assert_close(mine, model(x))
 
 
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_statistics_are_updated_though_nobody_reads_what_was_normalised(norm):
+    model = Net(lambda m, x: (norm(x, m.mean, m.var, None, None, True), (x * 2 + 1).exp())[1])
+    model.register_buffer("mean", torch.zeros(3))
+    model.register_buffer("var", torch.ones(3))
+    fast, x = recorded(copy.deepcopy(model), randn(4, 3, 5)), randn(4, 3, 5)
+    model.load_state_dict(fast.state_dict())
+    with torch.no_grad():
+        assert_as_eager(model, fast, x)
+    torch.testing.assert_close(fast.state_dict(), model.state_dict())
+
+
 def test_a_kernel_that_cannot_be_launched_any_more():
     model, x = chained(), randn(4, 8)
     fast = recorded(copy.deepcopy(model), x)

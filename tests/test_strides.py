@@ -132,6 +132,13 @@ def test_chains_have_eagers_strides(name):
 
 
 @torch.no_grad()
+def test_a_number_for_each_row():
+    """The stride of a dimension of size 1 decides that of a result that is larger there."""
+    model = Net(lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * m.p, p=randn(6))
+    assert_as_eager(model, fxfuse.optimize(model), randn(2, 4, 1, 6), exact=False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_convolution_in_channels_last_and_masked_fill(size, padding):

@@ -78,7 +78,15 @@ class Operation:
     def is_pure(self) -> bool:
         """Whether nobody could tell if it had not run, but for its result."""
         random = torch.Tag.nondeterministic_seeded in self.overload.tags
-        return not self.overload._schema.is_mutable and not random
+        return not (self.overload._schema.is_mutable or random or self._updates_statistics)
+
+    @property
+    def _updates_statistics(self) -> bool:
+        """Whether it normalises and writes running statistics, of which the schemas of such operators say nothing."""
+        names = [argument.name for argument in self.overload._schema.arguments]
+        given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
+        return trains and given.get("running_mean") is not None
 
     @property
     def is_view(self) -> bool:
