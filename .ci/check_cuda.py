@@ -26,14 +26,16 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, conv2d, gemm, gemm_problem, layer_norm, pointwise
+from fxfuse.cuda import codegen, conv2d, gemm, gemm_problem, layer_norm, loops, pointwise
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
-from fxfuse.layout import Layout
+from fxfuse.layout import Layout, contiguous_strides
 from fxfuse.pooling import MaxPool
+from fxfuse.program.loops import inlined, loops_of
+from fxfuse.program.values import Slot, Value
 
 HOPPER = "90a"
 """Kernels by warpgroup products take its own instructions."""
@@ -161,6 +163,35 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
         yield from layer_norm.candidates(layer_norm.Problem(4096, columns, columns, 512, 1e-5, output))
 
 
+def between_regions(output: torch.dtype) -> Iterator[str]:
+    """What stands between library calls: windows of a rolled and padded image, and a sum of chosen rows and a mask."""
+    aten = torch.ops.aten
+
+    def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
+        return Value(Slot("made", name, dtype=dtype), 0, shape, contiguous_strides(shape), dtype, name)
+
+    x, rolled, padded = value("x", 8, 56, 56, 96), value("rolled", 8, 56, 56, 96), value("padded", 8, 63, 63, 96)
+    windows = replace(padded, shape=(8, 9, 9, 7, 7, 96), strides=(381024, 42336, 672, 6048, 96, 1))
+    table, rows, chosen = value("table", 169, 3), value("rows", 49, 49, dtype=torch.int64), value("chosen", 49, 49, 3)
+    products, summed = value("products", 512, 3, 49, 49), value("summed", 512, 3, 49, 49)
+    mask = replace(chosen, shape=(1, 3, 49, 49), strides=(7203, 1, 147, 3))
+    for first, second in (
+        (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
+        (
+            loops_of(aten.constant_pad_nd.default, (rolled, [0, 0, 0, 7, 0, 7]), {}, padded),
+            loops_of(aten.clone.default, (windows,), {}, value("out", *windows.shape)),
+        ),
+        (
+            loops_of(aten.index.Tensor, (table, [rows]), {}, chosen),
+            loops_of(aten.add.Tensor, (products, mask), {}, summed),
+        ),
+    ):
+        assert first is not None
+        made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
+        assert made is not None
+        yield made.source
+
+
 def sources() -> dict[str, str]:
     """Text of every distinct kernel that these problems have as candidates, by its type."""
     found: dict[str, str] = {}
@@ -169,6 +200,8 @@ def sources() -> dict[str, str]:
         kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
+        for number, text in enumerate(between_regions(output)):
+            found[f"loops {number} of {output}"] = text
         for kernel in gated(precision)[:first]:
             found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
         for kernel in kernels:

@@ -232,9 +232,10 @@ def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
     if programs is None:
         return
     for program in programs.programs:
+        calls = ", ".join(f"{name} {count}" for name, count in program.calls.most_common())
         yield (
-            f"{what} runs as a program: kernels launched: {program.launches}, calls of torch: {program.calls}, memory "
-            f"for results at once: {program.arena_size / 2**20:.1f} MB"
+            f"{what} runs as a program: kernels launched: {program.launches}, calls of torch: {program.calls.total()}"
+            f"{f' ({calls})' if calls else ''}, memory for results at once: {program.arena_size / 2**20:.1f} MB"
         )
     if not programs.programs and programs.reason is not None and state_of(module).regions:
         yield f"{what} runs node by node: {programs.reason}"

@@ -110,7 +110,7 @@ _FUNCTIONS: Final = {
 }
 
 
-def _functions(expression: Expr, output: torch.dtype, tf32: bool) -> str:
+def functions(expression: Expr, output: torch.dtype, tf32: bool) -> str:
     """The namespace of math.cuh whose functions are exact enough.
 
     For a result of 16 bits those whose errors vanish beside torch's, which rounds every function's value to 16 bits.
@@ -167,7 +167,7 @@ def generate(
         arguments.append("other[i]")
     source = _TEMPLATE.format(
         header=kernel.header,
-        functions=_functions(expression, output, tf32),
+        functions=functions(expression, output, tf32),
         members=members,
         uses_batch="true" if uses_batch else "false",
         columns=columns,

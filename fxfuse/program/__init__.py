@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from fxfuse import build, functional, plans
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.locks import free_in_children
+from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
 from fxfuse.program.values import PLAIN, Call, Launch, Refused
 from fxfuse.program.write import Writer, reinterpret
@@ -39,6 +41,9 @@ MOST_TRIES: Final = 4
 PATIENCE: Final = 16
 """Calls in a row, none like the one before, after which every 16th only is looked at."""
 
+MERGING: Final = ("cuda",)
+"""Types of devices for which what stands between regions is merged; torch's CPU kernels use vectors, ours would not."""
+
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
 
@@ -49,11 +54,12 @@ class Program:
     def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> None:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
         device = next(tensor.device for tensor in tensors)
-        writer = Writer(recorder, device)
+        writer = Writer(recorder, _merged(recorder, device), device)
         self.code = writer.code
         self.arena_size = writer.arena_size
         self.launches = len(writer.launches) // 4
-        self.calls = sum(isinstance(step, Call) for step in writer.steps)
+        self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
+        """Of torch, by the names of operators and modules."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
@@ -79,6 +85,17 @@ class Program:
             and _are_alike(self._constants, constants)
             and self._switches == _switches(self._device)
         )
+
+
+def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]:
+    """The recorded steps, on a GPU with kernels of ours for what stands between regions."""
+    if device.type not in MERGING:
+        return recorder.steps
+    try:
+        return merged(recorder.steps, recorder.output, device)
+    except FxfuseError as error:
+        logger.warning("fxfuse: torch runs what stands between regions: %s", error)
+        return recorder.steps
 
 
 def _launching(launch: Callable[..., None]) -> Callable[..., None]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxfuse import events, functional, plans
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.problem import ANCHORS
+from fxfuse.program.loops import loops_of
 from fxfuse.program.values import (
     Call,
     Launch,
@@ -21,6 +22,7 @@ from fxfuse.program.values import (
     Refused,
     Slot,
     Value,
+    address,
     as_plain,
     extent,
     functions_of,
@@ -91,6 +93,8 @@ class Operation:
     @property
     def is_view(self) -> bool:
         schema = self.overload._schema
+        if self.overload is torch.ops.aten._unsafe_view.default:  # for autograd only it is none
+            return True
         return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
 
     @property
@@ -226,7 +230,7 @@ class Recorder:
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: Call | None = None) -> Value:
         owner = self._owners[tensor.untyped_storage()._cdata]
         return Value(
-            owner.slot, tensor.data_ptr() - owner.begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, name,
+            owner.slot, address(tensor) - owner.begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, name,
             viewed_by=viewed_by,
         )  # fmt: skip
 
@@ -268,9 +272,7 @@ class Recorder:
             return result, None
         if seen.depends_on_values:
             raise Refused(f"what '{node}' is depends on tensors' values", result)
-        if (
-            seen.computing > 1 and node.op != "call_module" and not seen.attends
-        ):  # what modules do they may do otherwise
+        if seen.computing and node.op != "call_module" and not seen.attends:  # what modules do they may do otherwise
             value = self._taken_apart(seen, (), tensors_in((args, kwargs)), values_in(symbols), result, str(node))
             if value is not None:
                 return result, value
@@ -370,6 +372,10 @@ class Recorder:
         except _Unknown:
             self._owners = owners
             return None
+        made = frozenset(owner.slot for key, owner in self._owners.items() if key not in owners)
+        for step in steps:
+            if isinstance(step, Launch):  # plans write into what they allocated, or torch for them
+                step.writes = made.intersection(slot for slot, _ in step.references)
         kept = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
         self._owners = {key: owner for key, owner in self._owners.items() if key in owners or key in kept}
         self.steps += steps
@@ -406,15 +412,18 @@ class Recorder:
 
         result = pytree.tree_map_only(torch.Tensor, made, operation.result)
         target = _function_of(operation.overload)
-        return Call(target, args, kwargs, result, False, operation.is_pure, False, f"{label}: {operation.overload}")
+        loops = loops_of(operation.overload, args, kwargs, result)
+        return Call(
+            target, args, kwargs, result, False, operation.is_pure, False, f"{label}: {operation.overload}", loops
+        )
 
     def _launched(self, launch: events.Launch) -> Launch:
         """A step for a kernel, with every address as a place in somebody's memory."""
         if functions_of(launch) is None:
             raise _Unknown
         references: list[tuple[Slot, int]] = []
-        for address in launch.addresses:
-            place = self._place_of(address)
+        for begin in launch.addresses:
+            place = self._place_of(begin)
             if place is None:
                 raise _Unknown
             references.append(place)

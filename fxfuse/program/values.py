@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import fx, nn
 
 from fxfuse import events
+
+if TYPE_CHECKING:
+    from fxfuse.program.loops import Loops
 
 
 class Refused(Exception):
@@ -27,6 +31,8 @@ class Slot:
     strides: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
     nbytes: int = 0
+    alignment: int = 16
+    """Largest power of two, up to 16, that divides its address in every call."""
     escapes: bool = False
     """Whether it lives on after the call."""
     index: int = -1
@@ -75,13 +81,22 @@ class Owner:
     @staticmethod
     def of(slot: Slot, tensor: torch.Tensor) -> Owner:
         storage = tensor.untyped_storage()
-        return Owner(slot, tensor.data_ptr(), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        if slot.kind != "given":  # of those, calls with other addresses than multiples of 16 run no program
+            slot.alignment = math.gcd(16, tensor.storage_offset() * tensor.element_size())
+        return Owner(slot, address(tensor), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins, also one without elements, of which torch says 0."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclass(eq=False)
 class Launch:
     event: events.Launch
     references: list[tuple[Slot, int]]
+    writes: frozenset[Slot] = frozenset()
+    """Of these what it may write into."""
 
 
 @dataclass(eq=False)
@@ -96,6 +111,15 @@ class Call:
     is_method: bool = False
     label: str = ""
     """What it is, for who reads the program."""
+    loops: Loops | None = None
+    """What it computes, if kernels of ours can."""
+
+    @property
+    def name(self) -> str:
+        """Of what is called."""
+        if isinstance(self.target, nn.Module):
+            return type(self.target).__name__
+        return str(getattr(self.target, "__name__", self.target)).removesuffix(".default")
 
     def values(self) -> list[Value]:
         """Those that it gets and makes."""

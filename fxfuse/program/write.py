@@ -76,12 +76,12 @@ def place(slots: Sequence[Slot]) -> int:
 class Writer:
     """The text of a program, and what its names mean."""
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder, steps: Sequence[Launch | Call], device: torch.device) -> None:
         self.names: dict[str, Any] = {"array": array, "reinterpret": reinterpret}
         self.launches = array("Q")
         self.references = array("Q")
         self.params: list[array[int]] = []
-        self.steps = _mark_wanted(recorder.steps, recorder.output)
+        self.steps = _mark_wanted(steps, recorder.output)
         self._device = device
         self._given = recorder.given_count
         self._lines: list[str] = []

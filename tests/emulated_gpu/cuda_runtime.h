@@ -19,6 +19,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -323,6 +324,7 @@ inline uint32_t __float_as_uint(float value) { return bits_as<uint32_t>(value); 
 inline float __int_as_float(int32_t bits) { return bits_as<float>(bits); }
 inline int32_t __float_as_int(float value) { return bits_as<int32_t>(value); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
+[[noreturn]] inline void __trap() { throw std::runtime_error("a kernel stopped"); }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

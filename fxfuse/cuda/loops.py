@@ -1,0 +1,313 @@
+"""The kernel of a program's loops (program/loops.py): CUDA source that depends on their form only, sizes as arguments.
+
+A run of elements that lie side by side in the result is a thread's. Of what it reads some lies side by side, too, some
+is the same for the whole run, and the rest is read element by element: `_Read` says which. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from fxfuse.codegen import function, literal
+from fxfuse.cuda.codegen import CPP_TYPES, functions
+from fxfuse.expression import Call, Const, Expr, Number, Operand, postorder
+from fxfuse.problem import RESULT_DTYPES
+from fxfuse.program.indices import Atom, Element, Index, Quotient, Remainder, Variable, variable
+from fxfuse.program.loops import Inside, Leaf, Loops, Read
+from fxfuse.program.values import Slot
+
+HEADER: Final = "loops.cuh"
+ACCESS: Final = 16  # bytes that one instruction reads or writes
+THREADS: Final = 256
+MAX_TENSORS: Final = 40
+"""That one kernel reads: its arguments are at most 4 KB, and a launch takes 64 addresses (binding.h)."""
+
+_TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
+_RUN, _LANE = "run", "lane"
+
+_TEMPLATE: Final = """\
+#include "{header}"
+#include "math.cuh"
+
+namespace fxfuse {{
+
+using namespace {functions};
+
+struct Body {{
+    using Output = {output};
+    using Number = {number};
+    static constexpr int kVector = {vector}, kThreads = {threads};
+    static constexpr int kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
+
+{function}
+
+    static __device__ __forceinline__ void compute(const LoopsArguments<Body>& p, unsigned rest,
+                                                   Output (&out)[kVector]) {{
+{before}
+#pragma unroll
+        for (int lane = 0; lane < kVector; ++lane) {{
+{within}
+        }}
+    }}
+}};
+
+}}  // namespace fxfuse
+
+#ifndef __CUDACC_RTC__
+extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {{
+    return fxfuse::launch_loops<fxfuse::Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
+}}
+
+extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class LoopsKernel:
+    """Loops as text to compile and arguments of a launch."""
+
+    source: str
+    params: bytes
+    tensors: tuple[Slot, ...]
+    """What it reads, in the order of the addresses that follow the result's."""
+
+
+def kernel(loops: Loops) -> LoopsKernel | None:
+    """The kernel; None if it would read more tensors than fit."""
+    sizes, leaves = _flattened(loops)
+    vector = math.gcd(ACCESS // loops.output.dtype.itemsize, sizes[-1] if sizes else 1)
+    if sizes:
+        last = f"d{len(sizes) - 1}"
+        cut = variable(_RUN, sizes[-1] // vector) * vector + variable(_LANE, vector)
+        leaves = [_substituted(leaf, {last: cut}) for leaf in leaves]
+    text = _Text(vector)
+    runs = math.prod(sizes) // vector
+    text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
+    arguments = [text.leaf(leaf) for leaf in leaves]
+    if len(text.tensors) > MAX_TENSORS:
+        return None
+    output = loops.output.dtype
+    is_float = output in RESULT_DTYPES or not loops.only_moves
+    if is_float:
+        body = function(loops.expression, len(arguments), "static __device__ __forceinline__")
+        text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
+    else:
+        body = ""
+        text.within.append(f"out[lane] = {_moved(loops.expression, arguments)};")
+    source = _TEMPLATE.format(
+        header=HEADER,
+        functions=functions(loops.expression, output if output in RESULT_DTYPES else torch.float32, False),
+        output=_TYPES[output],
+        number="float" if is_float else _TYPES[output],
+        vector=vector,
+        threads=THREADS,
+        numbers=len(text.numbers),
+        divisors=len(text.divisors),
+        tensors=len(text.tensors),
+        function=body,
+        before="\n".join(f"        {line}" for line in text.before),
+        within="\n".join(f"            {line}" for line in text.within),
+    )
+    values = [runs, *text.numbers, *text.divisors]
+    return LoopsKernel(source, struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values)),
+                       tuple(text.tensors))  # fmt: skip
+
+
+def _moved(expression: Expr, arguments: Sequence[str]) -> str:
+    """An expression that only moves, of values that need not be floats."""
+    text: dict[Expr, str] = {}
+    for node in postorder(expression):
+        match node:
+            case Operand(index):
+                text[node] = arguments[index]
+            case Const(value):
+                text[node] = f"static_cast<Number>({_exactly(value)})"
+            case Call(_, (condition, inside, outside)):
+                text[node] = f"({text[condition]} ? {text[inside]} : {text[outside]})"
+    return text[expression]
+
+
+def _exactly(value: Number) -> str:
+    return literal(value) if isinstance(value, bool) or not math.isfinite(value) else repr(value)
+
+
+# ------------------------------------------------------------------------------------------------ dimensions
+
+
+def _substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
+    if isinstance(leaf, Inside):
+        return Inside(leaf.index.substituted(values), leaf.size)
+    where = tuple(Inside(one.index.substituted(values), one.size) for one in leaf.where)
+    return Read(leaf.slot, leaf.dtype, leaf.index.substituted(values), where)
+
+
+def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
+    """Sizes in the order of the result's memory, and the leaves by variables d0, d1, … of these.
+
+    Neighbours become one dimension where no place needs the two digits.
+    """
+    output = loops.output
+    order = [dim for dim in sorted(range(len(output.shape)), key=lambda dim: -output.strides[dim])
+             if output.shape[dim] > 1]  # fmt: skip
+    sizes = [output.shape[dim] for dim in order]
+    leaves = [
+        _substituted(leaf, {f"c{dim}": variable(f"d{at}", output.shape[dim]) for at, dim in enumerate(order)})
+        for leaf in loops.leaves
+    ]
+    for at in reversed(range(len(sizes) - 1)):
+        inner = sizes[at + 1]
+        both = variable(f"d{at}", sizes[at] * inner)
+        later = {f"d{dim}": variable(f"d{dim - 1}", sizes[dim]) for dim in range(at + 2, len(sizes))}
+        merged = [_substituted(leaf, {f"d{at}": both // inner, f"d{at + 1}": both % inner, **later}) for leaf in leaves]
+        if _divisions(merged) <= _divisions(leaves):
+            leaves, sizes = merged, [*sizes[:at], sizes[at] * inner, *sizes[at + 2 :]]
+    return sizes, leaves
+
+
+def _divisions(leaves: Sequence[Leaf]) -> int:
+    found: set[Atom] = set()
+    for leaf in leaves:
+        for index in [leaf.index, *(one.index for one in (leaf.where if isinstance(leaf, Read) else ()))]:
+            found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
+    return len(found)
+
+
+# ------------------------------------------------------------------------------------------------------ text
+
+
+class _Text:
+    """Statements before the loop over a run's elements, and within it; what they take from the arguments."""
+
+    def __init__(self, vector: int) -> None:
+        self.before: list[str] = []
+        self.within: list[str] = []
+        self.numbers: list[int] = []
+        self.divisors: list[int] = []
+        self.tensors: list[Slot] = []
+        self._vector = vector
+        self._names: dict[Atom | Inside | Index, str] = {}
+        self._count = 0
+
+    def coordinates(self, sizes: Sequence[int]) -> None:
+        names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), _RUN]
+        for dim in reversed(range(len(sizes))):
+            if sizes[dim] == 1:
+                continue
+            is_first = all(size == 1 for size in sizes[:dim])
+            value = "rest" if is_first else f"{self._divisor(sizes[dim])}.take(rest)"
+            self.before.append(f"const unsigned {names[dim]} = {value};")
+
+    def leaf(self, leaf: Leaf) -> str:
+        """What the expression takes for a leaf."""
+        if isinstance(leaf, Inside):
+            return self._inside(leaf)
+        conditions = [one for one in map(self._inside, leaf.where) if one != "true"]
+        condition = f"if ({' && '.join(conditions)}) " if conditions else ""
+        kind, name = _TYPES[leaf.dtype], self._name("r")
+        source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
+        lines: list[str] = []
+        begin = leaf.index - variable(_LANE, self._vector)
+        if leaf.index.depends_on(_LANE) and not begin.depends_on(_LANE) and not any(map(self._varies, leaf.where)):
+            place, size = self._index(begin, lines), leaf.dtype.itemsize
+            steps = [*(coefficient for _, coefficient in begin.terms), begin.constant]
+            access = math.gcd(self._vector * size, leaf.slot.alignment, *(step * size for step in steps))
+            self.before.append(f"Adjacent<{kind}, kVector, {access}> {name} = {{}};")
+            self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
+            return f"as_number<Number>({name}.element[lane])"
+        place = self._index(leaf.index, lines)
+        varies = leaf.index.depends_on(_LANE) or any(map(self._varies, leaf.where))
+        text = f"{condition}{{ {' '.join([*lines, f'{name} = as_number<Number>({source}[{place}]);'])} }}"
+        (self.within if varies else self.before).extend([f"Number {name} = {{}};", text])
+        return name
+
+    def _varies(self, condition: Inside) -> bool:
+        """Whether elements of one run differ in it."""
+        return self._by_runs(condition).index.depends_on(_LANE)
+
+    def _by_runs(self, condition: Inside) -> Inside:
+        """The same question of whole runs, where elements of one cannot differ."""
+        rest = condition.index - variable(_LANE, self._vector)
+        steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
+        if rest.depends_on(_LANE) or any(step % self._vector for step in steps):
+            return condition
+        return Inside(rest // self._vector, condition.size // self._vector)
+
+    def _inside(self, condition: Inside) -> str:
+        low, high = condition.index.range
+        if low >= 0 and high < condition.size:
+            return "true"
+        condition = self._by_runs(condition)
+        if condition in self._names:
+            return self._names[condition]
+        lines = self.within if condition.index.depends_on(_LANE) else self.before
+        place, name = self._index(condition.index, lines), self._name("b")
+        lines.append(f"const bool {name} = {place} < {self._number(condition.size)};")
+        self._names[condition] = name
+        return name
+
+    def _index(self, index: Index, lines: list[str]) -> str:
+        """The text of a place, after the statements that it needs."""
+        parts = []
+        for atom, coefficient in index.terms:
+            name = self._atom(atom, lines)
+            parts.append(name if coefficient == 1 else f"{name} * {self._number(coefficient)}")
+        if index.constant:
+            parts.append(self._number(index.constant))
+        return " + ".join(parts) or "0u"
+
+    def _atom(self, atom: Atom, lines: list[str]) -> str:
+        if isinstance(atom, Variable):
+            return atom.name if atom.name != _LANE else "static_cast<unsigned>(lane)"
+        if atom in self._names:
+            return self._names[atom]
+        is_free = not any(isinstance(one, Element) or one == _lane(self._vector) for one in _within(atom))
+        lines = self.before if is_free else lines  # arithmetic may be done where nobody needs it, reading may not
+        match atom:
+            case Quotient(of, by):
+                value = f"{self._divisor(by)}.divide({self._index(of, lines)})"
+            case Remainder(of, by):
+                whole, divisor = self._name("t"), self._divisor(by)
+                lines.append(f"unsigned {whole} = {self._index(of, lines)};")
+                value = f"{divisor}.take({whole})"
+            case Element(memory, at, dtype, size, wraps):
+                kind = f"integer_at<{'true' if wraps else 'false'}, {_TYPES[dtype]}>"
+                place = self._index(at, lines)
+                value = f"{kind}({self._tensor(memory)}, {place}, {self._number(size)})"
+        name = self._name("t")
+        lines.append(f"const unsigned {name} = {value};")
+        if is_free:
+            self._names[atom] = name
+        return name
+
+    def _name(self, letter: str) -> str:
+        self._count += 1
+        return f"{letter}{self._count}"
+
+    def _number(self, value: int) -> str:
+        self.numbers.append(value)
+        return f"p.number[{len(self.numbers) - 1}]"
+
+    def _divisor(self, value: int) -> str:
+        self.divisors.append(value)
+        return f"p.divisor[{len(self.divisors) - 1}]"
+
+    def _tensor(self, slot: Slot) -> str:
+        if slot not in self.tensors:
+            self.tensors.append(slot)
+        return f"p.memory[{self.tensors.index(slot)}]"
+
+
+def _lane(vector: int) -> Variable:
+    return Variable(_LANE, vector)
+
+
+def _within(atom: Atom) -> list[Atom]:
+    """The atom and those that it is made of."""
+    return list(Index(((atom, 1),)).atoms())

@@ -1,0 +1,228 @@
+"""What stands between regions in programs, merged into kernels of ours; the emulated GPU runs them here."""
+
+import copy
+import ctypes
+import itertools
+import random
+import threading
+import types
+
+import emulator
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ON_GPU, Net, assert_as_eager, linear
+
+import fxfuse
+from fxfuse import build, program
+from fxfuse.module import state_of
+from fxfuse.program import merge
+from fxfuse.program.indices import Quotient, Remainder, Variable, variable
+
+EMULATED = pytest.mark.skipif(not emulator.available(), reason="the emulation needs Linux and g++ 12 or newer")
+
+
+@pytest.fixture(params=[pytest.param("emulated", marks=EMULATED), pytest.param("cuda", marks=ON_GPU)])
+def device(request, monkeypatch):
+    """A GPU, or a CPU of which programs' loops are CUDA kernels on the emulated GPU."""
+    if request.param == "cuda":
+        return "cuda"
+    one_at_a_time = threading.Lock()
+
+    def load(source):
+        with one_at_a_time:
+            library = emulator.compiled(source.text)
+        functions = (library.fxfuse_launch, library.fxfuse_error)
+        addresses = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+        return types.MethodType(lambda *_: None, types.SimpleNamespace(functions=addresses))
+
+    monkeypatch.setattr(merge, "build", types.SimpleNamespace(load=load, Source=build.Source))
+    monkeypatch.setattr(program, "MERGING", ("cpu",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return "cpu"
+
+
+def checked(model, device, *shape, dtype=torch.float32, **compared):
+    """The optimised model's program for such inputs, after it gave what eager gives."""
+    model = model.eval().to(device, dtype)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            assert_as_eager(model, fast, torch.randn(*shape).to(device, dtype), **compared)
+    (made,) = state_of(fast).programs.programs or [pytest.fail(state_of(fast).programs.reason)]
+    return made
+
+
+def moved(forward):
+    """A model that moves what a region computes and a library turns over; cumulative sums are no loops of ours."""
+    return Net(lambda m, x: forward((x.relu() * 2).neg().cumsum(-1)))
+
+
+def windows(x):
+    x = F.pad(torch.roll(x, (-2, -2), (1, 2)), (0, 0, 0, 4, 0, 4))
+    return x.view(2, 3, 4, 3, 4, 8).permute(0, 1, 3, 2, 4, 5).contiguous()
+
+
+def back_from_windows(x):
+    x = x.view(2, 2, 2, 4, 4, 8).permute(0, 1, 3, 2, 4, 5).reshape(2, 8, 8, 8)
+    return torch.roll(x, (2, 2), (1, 2))[:, :7, :7].contiguous()
+
+
+def table(x):
+    rows = torch.arange(64, device=x.device).view(8, 8).t().reshape(-1)
+    return x.reshape(-1, 8)[rows].view(8, 8, 8).permute(2, 0, 1).contiguous()
+
+
+MOVES = {
+    "a copy": lambda x: x.permute(3, 1, 0, 2).contiguous(),
+    "windows": windows,
+    "back from windows": back_from_windows,
+    "rolled and flipped": lambda x: x.roll((3, -1), (0, 2)).flip(1, 3).roll(5, 1),
+    "padded on all sides": lambda x: F.pad(x, (1, 2, 3, 0, 0, 1), value=0.5).transpose(1, 3).contiguous(),
+    "cut by padding": lambda x: F.pad(x, (-1, 3, 2, -3)).contiguous(),
+    "concatenated": lambda x: torch.cat([x[..., :3], x.flip(-1), x[..., 5:]], -1),
+    "concatenated along the first": lambda x: torch.cat([x[:1].transpose(1, 2), F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))]),
+    "stacked": lambda x: torch.stack([x, x.roll(1, 0), x.flip(2)], -2),
+    "repeated": lambda x: x.repeat(2, 1, 2, 3, 1)[1:].contiguous(),
+    "expanded": lambda x: x[:, :, :1].expand(2, 8, 5, 8).contiguous(),
+    "chosen by an index": table,
+    "chosen by two": lambda x: x[
+        :, torch.tensor([[1, -2]], device=x.device), torch.tensor([[3], [0], [-1]], device=x.device)
+    ],
+    "selected": lambda x: x.index_select(2, torch.tensor([5, 0, 0], device=x.device)).permute(2, 0, 1, 3).contiguous(),
+    "gathered": lambda x: x.gather(1, torch.arange(8, device=x.device).view(1, 4, 1, 2).expand(2, 4, 8, 2)),
+    "embedded": lambda x: F.embedding(torch.tensor([[3, 1, 4]], device=x.device), x.reshape(16, -1)).flip(0),
+    "scattered": lambda x: torch.slice_scatter(x, x[:, :, :3] * 2, 2, 4, 7),
+    "pixels shuffled": lambda x: F.pixel_shuffle(x, 2).flip(-1),
+    "pixels unshuffled": lambda x: F.pixel_unshuffle(x, 4).contiguous(),
+    "enlarged": lambda x: F.interpolate(x, scale_factor=2, mode="nearest") + 1,
+    "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
+    "in place": lambda x: x.clone().add_(x.transpose(1, 2)).mul_(2),
+    "in place on a part": lambda x: (lambda y: (y[:, :4].copy_(x[:, 4:]), y)[1])(x.clone()),
+    "before and after in place": lambda x: (lambda y: (y.flip(1), y.mul_(2), y.flip(2)))(x.clone()),
+    "used twice": lambda x: (lambda y: (y.exp(), y.roll(1, 1)))(x.permute(0, 2, 1, 3).contiguous()),
+    "another dtype": lambda x: F.pad(x.bfloat16().float() * 3, (1, 0)).half(),
+    "float64": lambda x: torch.cat([x.double().flip(1), x.double()], 2),
+    "integers": lambda x: F.pad((x * 9).long(), (1, 1), value=7).transpose(0, 1).contiguous(),
+    "truth values": lambda x: torch.where(F.pad(x > 1, (1, 0), value=True), F.pad(x, (0, 1)), -1.0),
+    "masks": lambda x: x.masked_fill((x > 2).flip(1), -torch.inf).roll(1, 0),
+    "numbers": lambda x: torch.cat([x.new_zeros(2, 8, 8, 1), x, x.new_full((2, 8, 8, 2), 0.25)], -1),
+    "nobody reads it": lambda x: (x.flip(0), x + 1)[1] * x.roll(1, 1),
+    "a vector": lambda x: x[0, 0, 0].flip(0) * x,
+    "nothing": lambda x: x[:, :0].permute(3, 0, 1, 2).contiguous(),
+    "a number": lambda x: x[0, 0, 0, 0] + x.roll(1, 3),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_results_are_eagers(name, device):
+    made = checked(moved(MOVES[name]), device, 2, 8, 8, 8, exact=False)
+    if name != "nothing":
+        assert made.launches > 1, made.code
+
+
+def test_what_stands_between_library_calls_is_one_kernel(device):
+    model = Net(
+        lambda m, x: (
+            back_from_windows(F.softmax(windows(m.fc((x * 2 + 1).sigmoid()))[:, :2, :2] * 2, -1)) + x[:, :7, :7]
+        ),
+        fc=linear(),
+    )
+    made = checked(model, device, 2, 8, 8, 8, exact=False)
+    assert (made.launches, dict(made.calls)) == (3, {"Linear": 1, "_softmax": 1}), made.code
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(dtype, device):
+    assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}
+
+
+def drawn(seed, shape):
+    """A model of random moves and sums."""
+    generator = random.Random(seed)
+    moves, kept = [], [torch.zeros(shape)]
+
+    def add(source, move):
+        moves.append((source, move))
+        kept.append(move(kept[source]))
+
+    for _ in range(generator.randrange(3, 8)):
+        source = generator.randrange(max(0, len(kept) - 3), len(kept))
+        sizes = kept[source].shape
+        dim, n = generator.randrange(len(sizes)), generator.randrange(1, 4)
+        dims, kept_size = list(range(len(sizes))), max(1, sizes[dim] - n)
+        generator.shuffle(dims)
+        pad = (n, 0, -1, n) if len(sizes) > 1 and sizes[-2] > 1 else (n, 1)
+        parts = next((size for size in (2, 3) if sizes[dim] % size == 0 and len(sizes) < 6), 1)
+        order = torch.arange(sizes[dim]).flip(0)
+        choices = [
+            lambda y, n=n, dim=dim: y.roll(n, dim), lambda y, dim=dim: y.flip(dim), lambda y: y.exp() * 0.5,
+            lambda y, dims=dims: y.permute(dims).contiguous(), lambda y, dims=dims: y.permute(dims),
+            lambda y, pad=pad: F.pad(y, pad), lambda y, dim=dim: y + y.flip(dim), lambda y, dim=dim: y.cumsum(dim),
+            lambda y, n=n, dim=dim: torch.cat([y, y.roll(n, dim)], dim), lambda y: y.flatten(0, -2),
+            lambda y: y.clone().mul_(0.5),
+            lambda y, dim=dim, kept_size=kept_size: y.narrow(dim, 0, kept_size),
+            lambda y, dim=dim, parts=parts: y.unflatten(dim, (parts, -1)),
+            lambda y, dim=dim, order=order: y.index_select(dim, order.to(y.device)),
+        ]  # fmt: skip
+        add(source, generator.choice(choices))
+        if kept[-1].numel() > 20000:
+            add(len(kept) - 1, lambda y: y.flatten()[:500].contiguous())
+
+    def forward(x):
+        values = [(x.relu() * 2).neg()]
+        for source, move in moves:
+            values.append(move(values[source]))
+        return tuple(values[-2:])
+
+    return Net(lambda m, x: forward(x))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_models(seed, device):
+    checked(drawn(seed, (2, 6, 4, 8)), device, 2, 6, 4, 8)
+
+
+def test_indices_are_the_same_numbers_however_they_are_simplified():
+    generator = random.Random(0)
+
+    def value(index, at):
+        total = index.constant
+        for atom, coefficient in index.terms:
+            match atom:
+                case Variable(name, _):
+                    number = at[name]
+                case Quotient(of, by):
+                    number = value(of, at) // by
+                case Remainder(of, by):
+                    number = value(of, at) % by
+            total += coefficient * number
+        return total
+
+    operations = (
+        lambda a, b, n: a + b,
+        lambda a, b, n: a - b,
+        lambda a, b, n: a * n + 1,
+        lambda a, b, n: a // n,
+        lambda a, b, n: a % n,
+    )
+    for _ in range(300):
+        sizes = [generator.choice([1, 2, 3, 4, 6, 8]) for _ in range(3)]
+        every = [dict(zip("abc", at, strict=True)) for at in itertools.product(*map(range, sizes))]
+        indices = [variable(name, size) for name, size in zip("abc", sizes, strict=True)]
+        right = [[at[name] for at in every] for name in "abc"]
+        for _ in range(6):
+            one, two = generator.randrange(len(indices)), generator.randrange(len(indices))
+            operation, number = generator.choice(operations), generator.choice([2, 3, 4, 8, 12])
+            indices.append(operation(indices[one], indices[two], number))
+            right.append([operation(a, b, number) for a, b in zip(right[one], right[two], strict=True)])
+        for index, numbers in zip(indices, right, strict=True):
+            assert [value(index, at) for at in every] == numbers
+            assert index.range[0] <= min(numbers) and max(numbers) <= index.range[1]
+
+
+def test_views_of_views_are_simple_again():
+    x = variable("x", 5376)
+    assert (x // 672) * 672 + (x // 96 % 7) * 96 + x % 96 == x
+    assert (variable("u", 12) * 8 + variable("l", 8)) // 32 == variable("u", 12) // 4
