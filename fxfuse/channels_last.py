@@ -82,12 +82,12 @@ def _forget(numbers: Iterable[int]) -> None:
 
 def plain(values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool) -> bool:
     """Whether all that a value comes of is contiguous and on a GPU: then the value is contiguous in eager."""
+    if torch.compiler.is_compiling():  # a compiler lays out by itself
+        return False
     everything = (*values, *parameters, *others)
     proxy = next((item for item in everything if isinstance(item, fx.Proxy)), None)
     if proxy is not None:  # somebody traces the optimised model
         return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), {})  # type: ignore[return-value]
-    if torch.compiler.is_compiling():  # a compiler lays out by itself
-        return False
     return (
         all(others)
         and all(_is_plain(value) for value in values)

@@ -131,7 +131,7 @@ class Recapture:
 
                 # Dynamo keeps what it compiles by code object, a few results for each, and in the function's globals;
                 # its tables let each keep the other
-                names = {"__name__": __name__, "__builtins__": __builtins__}
+                names = {"__name__": __name__, "__builtins__": __builtins__, "torch": torch}  # which its code may read
                 own = types.FunctionType(forward.__code__.replace(), names, closure=forward.__closure__)
                 weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
                 backend = functools.partial(_fused, self._settings, weakref.ref(self._graphs))

@@ -50,7 +50,8 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
     for number, step in enumerate(steps):
         if number in found:
             kernel, loops = found[number], plan.computed[number]
-            _give_memory(loops)
+            if plan.makes_memory(number):
+                _give_memory(loops)
             event = events.Launch(loaded[kernel.source], kernel.params, ())
             references = [(loops.output.slot, loops.output.offset), *((slot, 0) for slot in kernel.tensors)]
             result.append(Launch(event, references, frozenset({loops.output.slot})))
@@ -62,9 +63,8 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 def _give_memory(loops: Loops) -> None:
     """Makes what torch allocated for a result a piece of the program's own memory."""
     output, slot = loops.output, loops.output.slot
-    if slot.kind == "made":
-        slot.kind, slot.shape, slot.strides = "memory", output.shape, output.strides
-        slot.nbytes = math.prod(output.shape) * output.dtype.itemsize
+    slot.kind, slot.shape, slot.strides = "memory", output.shape, output.strides
+    slot.nbytes = math.prod(output.shape) * output.dtype.itemsize
 
 
 class _Plan:
@@ -85,6 +85,11 @@ class _Plan:
             for slot in _read(step):
                 self._readers.setdefault(slot, []).append(number)
         self._merge()
+
+    def makes_memory(self, number: int) -> bool:
+        """Whether the memory of a step's result begins with it."""
+        slot = self.computed[number].output.slot
+        return slot.kind == "made" and self._writers[slot][0] == number
 
     def _merge(self) -> None:
         open_: dict[Slot, tuple[int, Loops, int]] = {}

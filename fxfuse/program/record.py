@@ -93,7 +93,7 @@ class Operation:
     @property
     def is_view(self) -> bool:
         schema = self.overload._schema
-        if self.overload is torch.ops.aten._unsafe_view.default:  # for autograd only it is none
+        if self.overload is _aten._unsafe_view.default:  # for autograd only it is none
             return True
         return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
 
@@ -132,7 +132,7 @@ class Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            indexed = func is torch.ops.aten.index.Tensor and not _has_masks(args[1])
+            indexed = func is _aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
         result = func(*args, **(kwargs or {}))
         self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
@@ -144,7 +144,11 @@ def _has_masks(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-_ALLOCATING: Final = (torch.ops.aten.empty_strided.default, torch.ops.aten.empty.memory_format)
+_aten: Final = torch.ops.aten
+_ALLOCATING: Final = (
+    _aten.empty_strided.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- recording
