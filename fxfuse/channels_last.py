@@ -1,6 +1,6 @@
 """Which values of a graph are in channels_last, whatever layout the model's inputs have.
 
-GPU libraries and kernels convolve faster there, and most of torch's operators pass the layout on. So each value of the
+Libraries and kernels convolve faster there, and most of torch's operators pass the layout on. So each value of the
 graph is given a layout, eager's own or channels_last, for the least bytes: a conversion where the layout changes costs
 those of the value, a convolution that is left in NCHW a part of those that it reads and writes (a library's converts x
 and the result by itself). The cheapest assignment is a minimal cut of the graph (min_cut.py).
@@ -10,7 +10,7 @@ and the result by itself). The cheapest assignment is a minimal cut of the graph
                                                                └──────────┘
 
 Nobody sees it: what leaves has the strides that eager would give. Those are known where everything that a value comes
-of is contiguous: `plain` asks that at each call, on a GPU, and elsewhere nothing is converted.
+of is contiguous, and somewhere nothing would be gained: `plain` asks that at each call.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _forget(numbers: Iterable[int]) -> None:
 
 
 def plain(values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool) -> bool:
-    """Whether all that a value comes of is contiguous and on a GPU: then the value is contiguous in eager."""
+    """Whether all that a value comes of is contiguous, so that it is, too, and channels_last is faster there."""
     if torch.compiler.is_compiling():  # a compiler lays out by itself
         return False
     everything = (*values, *parameters, *others)
@@ -133,7 +133,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if value.dim() != 4:
         return value.is_contiguous()
-    if not value.is_contiguous() or not _on_gpu(value):
+    if not value.is_contiguous() or not _gains(value):
         return False
     # Where both layouts are the same in memory, strides say which of them torch's operators take it to have.
     both = value.is_contiguous(memory_format=torch.channels_last)
@@ -145,8 +145,14 @@ def _are_contiguous(shapes: tuple[Sequence[int], ...], strides: tuple[tuple[int,
     return all(found == contiguous_strides(shape) for shape, found in zip(shapes, strides, strict=True))
 
 
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
+def _gains(x: torch.Tensor) -> bool:
+    """Whether its device convolves numbers of its dtype faster in channels_last: GPUs do, and oneDNN on a CPU."""
+    if x.is_cuda:
+        return True
+    return x.device.type == "cpu" and x.dtype in _OF_ONEDNN and bool(torch.backends.mkldnn.is_available())
+
+
+_OF_ONEDNN: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # ---------------------------------------------------------------------------------------------- in a graph

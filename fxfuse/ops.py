@@ -215,7 +215,9 @@ def _scaled(row: str, a: Any, b: Any, alpha: Any) -> Expr:
     """a and b * alpha; of two tensors one operation, since the product of its own may have strides of its own."""
     if isinstance(a, Expr) and isinstance(b, Expr) and alpha != 1:
         return call(f"{row}_scaled", a, b, alpha)
-    return call(row, a, b if alpha == 1 else call("mul", b, alpha))
+    if alpha != 1:
+        b = call("mul", b, alpha) if isinstance(b, Expr) else b * alpha
+    return call(row, a, b)
 
 
 def _add(a: Any, b: Any, alpha: Any) -> Expr:

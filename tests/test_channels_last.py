@@ -12,12 +12,16 @@ from torch import nn
 
 import fxfuse
 from fxfuse import channels_last, functional
+from fxfuse.module import state_of
+
+
+GAINS = channels_last._gains
 
 
 @pytest.fixture(autouse=True)
 def as_on_gpu(monkeypatch):
-    """Conversions are made on a GPU; the CPU computes the same."""
-    monkeypatch.setattr(channels_last, "_on_gpu", lambda x: True)
+    """Conversions are made of all dtypes, as on a GPU; the CPU computes the same."""
+    monkeypatch.setattr(channels_last, "_gains", lambda x: True)
 
 
 def convolutions(*channels):
@@ -212,3 +216,14 @@ def test_values_that_are_overwritten_are_left_alone():
     assert borders(fast) == (0, 0)
     with torch.no_grad():
         assert_as_eager(model, fast, randn(2, 3, 9, 10))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_cpu_convolves_in_channels_last_what_onednn_computes(dtype, monkeypatch):
+    monkeypatch.setattr(channels_last, "_gains", GAINS)
+    model = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval().to(dtype)
+    fast = fxfuse.optimize(model)
+    assert_as_eager(model, fast, randn(2, 3, 9, 9, dtype=dtype))
+    copied = [channels_last.bytes_of(conversion.number) for conversion in state_of(fast).layouts.conversions]
+    assert copied and all((size is not None) is (dtype == torch.float32) for size in copied)

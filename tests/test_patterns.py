@@ -57,6 +57,7 @@ ONE_REGION = {
     "b": (Net(swish_chain, fc=linear()), "tanh(clamp(silu(acc) * 0.5, -1.0, 1.0))"),
     "c": (Net(lambda m, x: torch.relu(m.conv(x)) + m.b, conv=conv(), b=ones(8, 1, 1)), "relu(acc) + o0"),
     "d": (Net(gelu_chain, fc=linear(), v=ones(8)), "gelu(tanh(silu(acc + o0)))"),
+    "a number and alpha": (Net(lambda m, x: m.fc(x).add(3, alpha=2).sub(0.5, alpha=4), fc=linear()), "acc + 6 - 2.0"),
     # anchors
     "F.linear": (Net(lambda m, x: F.linear(x, m.w, m.v).relu(), w=ones(8, 8), v=ones(8)), "relu(acc)"),
     "matmul": (Net(lambda m, x: torch.matmul(x, m.w).relu(), w=ones(8, 5)), "relu(acc)"),

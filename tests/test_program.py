@@ -37,6 +37,21 @@ MODELS = {
     "a named tuple": lambda m, x: torch.max((m.fc(x) * 2 + 1).relu(), 1),
     "another dtype": lambda m, x: (m.fc((x * 2 + 1).tanh()).double() * 2 + 1).exp().float().sin() * 3,
     "a fresh tensor": lambda m, x: (x + torch.ones(8) * 2).exp() * 3 - m.fc(x),
+    "operators with many arguments": lambda m, x: (
+        torch.max(x.add(2, alpha=3), 1, True).values
+        + x.var(1, correction=2, keepdim=True)
+        + x[torch.tensor([3, 2, 1, 0])]
+        + torch.add(m.fc(x) * 2 + 1, 1, alpha=2)
+        + F.pad(x[:, 1:], (1, 0), value=0.5)
+        + torch.sort(x, stable=True).values
+        + x.roll((1, 2), (0, 1))
+        + torch.std(x, 0, unbiased=False)
+        + x.sum(1, True, dtype=torch.float64).float()
+        + torch.addcmul(x, x, x, value=0.5)
+        + x.clamp(max=0.5)
+        + x.new_full((1,), 2.0)
+        + x.cumsum(1, dtype=torch.float32)
+    ),
     "no memory of its own": lambda m, x: (x.expand(3, 4, 8) * 2 + 1).exp().sum(0),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -129,7 +130,7 @@ class Operators(TorchDispatchMode):
         return all(operation.is_pure for operation in self.operations)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             indexed = func is _aten.index.Tensor and not _has_masks(args[1])
@@ -448,6 +449,6 @@ def _function_of(overload: Any) -> Any:
         return overload
     for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
         found = getattr(home, name, None)
-        if found is not None:
+        if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # and none in Python
             return found
     return overload

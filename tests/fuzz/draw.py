@@ -122,6 +122,7 @@ POINTWISE: list[Row] = [
         "{x} + {y}",
         "{x} * {y}",
         "torch.add({x}, {y}, alpha=.5)",
+        "torch.add({x}, 2, alpha=.5)",
         "{x}.sub({y})",
         "{x} - 1",
         "1.5 - {x}",
