@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,16 +81,23 @@ def _forget(numbers: Iterable[int]) -> None:
         _copied.pop(number, None)
 
 
-def plain(values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool) -> bool:
-    """Whether all that a value comes of is contiguous, so that it is, too, and channels_last is faster there."""
+def plain(
+    values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool, least: int = 0
+) -> bool:  # fmt: skip
+    """Whether all that a value comes of is contiguous, so that it is, too, and channels_last is faster there.
+
+    On a CPU, where a library brings the weights into that order at every call: if the values have `least` elements.
+    """
     if torch.compiler.is_compiling():  # a compiler lays out by itself
         return False
     everything = (*values, *parameters, *others)
     proxy = next((item for item in everything if isinstance(item, fx.Proxy)), None)
     if proxy is not None:  # somebody traces the optimised model
-        return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), {})  # type: ignore[return-value]
+        kwargs = {"least": least} if least else {}
+        return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), kwargs)  # type: ignore[return-value]
     return (
         all(others)
+        and (least == 0 or _elements(values) >= least)
         and all(_is_plain(value) for value in values)
         and _are_contiguous(tuple(map(_shape, parameters)), tuple(map(_stride, parameters)))
     )
@@ -152,6 +160,12 @@ def _gains(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _OF_ONEDNN and bool(torch.backends.mkldnn.is_available())
 
 
+def _elements(values: Sequence[Any]) -> float:
+    """How many they have; infinitely many on a GPU, where weights are brought into order as fast as all else."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return math.inf if any(tensor.is_cuda for tensor in tensors) else sum(tensor.numel() for tensor in tensors)
+
+
 _OF_ONEDNN: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -199,6 +213,7 @@ class _Known:
             # what comes of permutations is in channels_last in eager already, or in neither layout
             if not any(map(is_never_contiguous, self.origins[node])):
                 self.roles[node] = role
+        self._sizes_are_noted = all(known_elements(node) is not None for node in self.roles)
         for memory in _merged(self.mutations.visible()):
             self._tie(memory, [node for node in graph.nodes if self.mutations.memory(node) & memory])
 
@@ -239,9 +254,29 @@ class _Known:
 
     def price(self, node: fx.Node) -> int:
         """Of a conversion of the value."""
-        elements = known_elements(node)
+        elements = (
+            known_elements(node) if self._sizes_are_noted else None
+        )  # of few nodes they were no measure of others
         channels, pixels = self.sizes[node]
         return max(1, elements if elements is not None else round(_PRICE * channels * pixels))
+
+    def left(self, node: fx.Node) -> int:
+        """What it costs to leave a convolution in NCHW."""
+        first = self.roles[node].inputs[0]
+        read = self.price(first) if first in self.sizes else self.price(node)
+        return round(LEFT * (read + self.price(node)) / 2)
+
+    def rearranged(self, node: fx.Node) -> int:
+        """Elements of a convolution's weight, if channels_last is another order of them."""
+        if node.op == "call_module":
+            weight: Any = getattr(self.root.get_submodule(str(node.target)), "weight", None)
+        else:
+            weight = known_tensor(self.root, node.args[1] if len(node.args) > 1 else node.kwargs.get("weight"))
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 4 or weight.shape[1] * weight[0, 0].numel() in (
+            weight.shape[1], weight[0, 0].numel(),
+        ):  # fmt: skip
+            return 0
+        return weight.numel()
 
     def outside(self, node: fx.Node) -> bool:
         """Whether it is a value that may be a picture, and has eager's layout in any case."""
@@ -272,8 +307,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
         else:
             vertex = value
             if role.is_convolution:
-                read = known.price(role.inputs[0]) if role.inputs[0] in known.sizes else price
-                network.add(SOURCE, value, round(LEFT * (read + price) / 2))
+                network.add(SOURCE, value, known.left(value))
             back = NEVER if role.is_alias or role.several else price  # others would not see it overwritten
             network.add(value, ("back", value), back)
             others = [user for user in value.users if user not in readers and not forgets(known.root, value, user)]
@@ -314,6 +348,7 @@ class _Conversions:
                 self._read_inside(node, value)
         for value in ordered:
             self._read_outside(value)
+        self._put_least(ordered)
         numbers = [conversion.number for conversion in self._found]
         weakref.finalize(self._graph, _forget, numbers).atexit = False
         roles = self._known.roles
@@ -330,6 +365,18 @@ class _Conversions:
         with self._graph.inserting_before(ordered[0]):
             parameters = [self._parameter(path, ordered[0]) for path in dict.fromkeys(paths) if self._is_weight(path)]
             self._flags[frozenset()] = self._graph.call_function(plain, (given, parameters))
+
+    def _put_least(self, ordered: Sequence[fx.Node]) -> None:
+        """Says from how many elements of the arguments on the whole brings more than the weights cost, if those do."""
+        flag, known = self._flags[frozenset()], self._known
+        convolutions = [node for node in ordered if known.roles[node].is_convolution]
+        order = {node.name: node for node in self._order}
+        gain = sum(map(known.left, convolutions)) - sum(known.price(order[item.value]) for item in self._found)
+        weights = sum(map(known.rearranged, convolutions))
+        given: Any = flag.args[0]
+        if weights and given:
+            size = sum(map(known.price, given))
+            flag.kwargs = {"least": math.ceil(weights * size / gain) if gain > 0 else 2**62}
 
     def _parameter(self, path: str, place: fx.Node) -> fx.Node:
         """The parameter, read before `place`; it is read but once, unless a stranger may replace it meanwhile."""

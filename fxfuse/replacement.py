@@ -8,13 +8,14 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from fxfuse import channels_last, functional, plans
 from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
-from fxfuse.patterns.anchors import Source
+from fxfuse.patterns.anchors import Source, noted
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
@@ -88,7 +89,7 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
             library = None if region.library is None else region.library.name
             epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
             regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
-        if not root.training:
+        if not _trains(root, graph):
             layouts = channels_last.assign_layouts(root, graph)
     keep_numbers(graph)
     for node in graph.nodes:
@@ -96,6 +97,14 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
             node._rename("self_1")
     graph.lint()
     return Replaced(graph, tuple(regions), tuple(skipped), layouts)
+
+
+def _trains(root: nn.Module, graph: fx.Graph) -> bool:
+    """Whether calls will want gradients, as far as is known: graphs of Dynamo and torch.export have no mode."""
+    given = [noted(node) for node in graph.nodes if node.op == "placeholder"]
+    if isinstance(root, fx.GraphModule) and any(value is not None for value in given):
+        return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
+    return root.training
 
 
 def is_disabled() -> bool:
@@ -141,11 +150,12 @@ def _replace(
             name=f"{region.nodes[0].name}_fused",
         )
     # not what says how the old node was called (fx.wrap leaves "is_wrapped")
-    fused.meta = {key: value for key, value in output.meta.items() if key in ("stack_trace", "nn_module_stack", "val")}
+    kept = ("stack_trace", "nn_module_stack", "val", "example_value")
+    fused.meta = {key: value for key, value in output.meta.items() if key in kept}
     output.replace_all_uses_with(fused)
     replaced[output] = fused
     attributes = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
-    for node in reversed(nodes):
+    for node in reversed(nodes if region.padding is None else (region.padding, *nodes)):
         graph.erase_node(node)
     for attribute in attributes:
         if not attribute.users:

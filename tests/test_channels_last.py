@@ -12,16 +12,17 @@ from torch import nn
 
 import fxfuse
 from fxfuse import channels_last, functional
+from fxfuse.backend import compiled_graphs
 from fxfuse.module import state_of
 
-
-GAINS = channels_last._gains
+GAINS, ELEMENTS = channels_last._gains, channels_last._elements
 
 
 @pytest.fixture(autouse=True)
 def as_on_gpu(monkeypatch):
     """Conversions are made of all dtypes, as on a GPU; the CPU computes the same."""
     monkeypatch.setattr(channels_last, "_gains", lambda x: True)
+    monkeypatch.setattr(channels_last, "_elements", lambda values: float("inf"))
 
 
 def convolutions(*channels):
@@ -219,11 +220,37 @@ def test_values_that_are_overwritten_are_left_alone():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_cpu_convolves_in_channels_last_what_onednn_computes(dtype, monkeypatch):
+@pytest.mark.parametrize(("dtype", "images", "converted"), [
+    (torch.float32, 20, True), (torch.float64, 20, False), (torch.float32, 1, False),
+])  # fmt: skip
+def test_a_cpu_convolves_in_channels_last_what_onednn_computes_if_images_outweigh_weights(
+    dtype, images, converted, monkeypatch
+):
     monkeypatch.setattr(channels_last, "_gains", GAINS)
-    model = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval().to(dtype)
+    monkeypatch.setattr(channels_last, "_elements", ELEMENTS)
+    model = Net(chain, layers=convolutions(3, 16, 16, 16, 16)).eval().to(dtype)
     fast = fxfuse.optimize(model)
-    assert_as_eager(model, fast, randn(2, 3, 9, 9, dtype=dtype))
+    assert_as_eager(model, fast, randn(images, 3, 9, 9, dtype=dtype))
     copied = [channels_last.bytes_of(conversion.number) for conversion in state_of(fast).layouts.conversions]
-    assert copied and all((size is not None) is (dtype == torch.float32) for size in copied)
+    assert copied and all((size is not None) is converted for size in copied)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_dynamos_graphs_work_in_channels_last_unless_they_train(gradients):
+    torch._dynamo.reset()
+    model, x = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval(), randn(2, 3, 9, 9)
+    before = set(compiled_graphs())
+    compiled = torch.compile(model, backend="fxfuse")
+    with torch.set_grad_enabled(gradients):
+        for _ in range(3):
+            assert_as_eager(model, compiled, x)
+    (graph,) = set(compiled_graphs()) - before
+    assert state_of(graph).layouts.convolutions == (0 if gradients else 4)
+
+
+@torch.no_grad()
+def test_exported_programs_work_in_channels_last():
+    model, x = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval(), randn(2, 3, 9, 9)
+    fast = fxfuse.optimize(torch.export.export(model, (x,)).module())
+    assert_as_eager(model, fast, x)
+    assert state_of(fast).layouts.convolutions == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx, nn
 
 from fxfuse.ops import Rejected
@@ -9,6 +11,7 @@ from fxfuse.patterns.anchors import find_anchor
 from fxfuse.patterns.chain import Chains
 from fxfuse.patterns.gated import join_gated
 from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.padding import with_own_padding
 from fxfuse.patterns.region import Region, Skipped, close, grow
 from fxfuse.patterns.tensors import tensors_of
 
@@ -31,12 +34,13 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
             continue
         if anchor is None:
             continue
+        anchor, padding = with_own_padding(root, node, anchor, mutations)
         growth = grow(root, node, anchor, taken, mutations, tensors)
         closed = close(growth, mutations)
         if isinstance(closed, str):
             skipped[node] = closed
         else:
-            regions.append(closed)
+            regions.append(replace(closed, padding=padding))
             taken.update(closed.nodes)
             skipped.update((refused, reason) for refused, reason in growth.refused.items() if refused not in taken)
     regions = join_gated(root, regions, mutations)

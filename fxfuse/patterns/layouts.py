@@ -63,7 +63,7 @@ _POOLS: Final = frozenset(
 _ADAPTIVE: Final = frozenset({F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d})
 _NORMALISATIONS: Final = frozenset({F.batch_norm, torch.batch_norm, _aten.batch_norm})
 _CATS: Final = frozenset({torch.cat, torch.concat, torch.concatenate, _aten.cat})
-_PADS: Final = frozenset({F.pad, _aten.pad, _aten.constant_pad_nd})
+_PADS: Final = frozenset({F.pad, torch._C._nn.pad, _aten.pad, _aten.constant_pad_nd})
 _MODES: Final = ("nearest", "nearest-exact", "bilinear")
 """In which torch's kernels for a GPU enlarge images in channels_last."""
 _REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})

@@ -42,6 +42,8 @@ class Region:
     """The epilogue as the model has it, if simplifying made another of it: eager's gradients follow from this one."""
     pool: MaxPool | None = None
     """What becomes of the epilogue's result, in the last of `nodes`."""
+    padding: fx.Node | None = None
+    """What padded the anchor's input before the anchor did so itself; nobody else reads it."""
 
     @property
     def output(self) -> fx.Node:
