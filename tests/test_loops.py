@@ -100,6 +100,7 @@ MOVES = {
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
     "in place": lambda x: x.clone().add_(x.transpose(1, 2)).mul_(2),
     "in place on a part": lambda x: (lambda y: (y[:, :4].copy_(x[:, 4:]), y)[1])(x.clone()),
+    "in place from an odd element on": lambda x: (lambda y: (y[1:].add_(x[0, 0, 0, 0]), y)[1])(x.cumsum(0).flatten()),
     "before and after in place": lambda x: (lambda y: (y.flip(1), y.mul_(2), y.flip(2)))(x.clone()),
     "used twice": lambda x: (lambda y: (y.exp(), y.roll(1, 1)))(x.permute(0, 2, 1, 3).contiguous()),
     "another dtype": lambda x: F.pad(x.bfloat16().float() * 3, (1, 0)).half(),

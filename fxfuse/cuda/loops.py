@@ -82,7 +82,8 @@ class LoopsKernel:
 def kernel(loops: Loops) -> LoopsKernel | None:
     """The kernel; None if it would read more tensors than fit."""
     sizes, leaves = _flattened(loops)
-    vector = math.gcd(ACCESS // loops.output.dtype.itemsize, sizes[-1] if sizes else 1)
+    size, begin = loops.output.dtype.itemsize, math.gcd(loops.output.slot.alignment, loops.output.offset)
+    vector = math.gcd(ACCESS // size, max(begin // size, 1), sizes[-1] if sizes else 1)
     if sizes:
         last = f"d{len(sizes) - 1}"
         cut = variable(_RUN, sizes[-1] // vector) * vector + variable(_LANE, vector)

@@ -238,7 +238,7 @@ class Programs:
         """A call for which there is no program: recorded if the one before was of the same kind."""
         if any(tensor is None for tensor in tensors):  # a parameter that is gone
             return forward(*args, **kwargs)
-        if functional._needs_gradient(tensors) or not _are_plain(tensors, constants):
+        if functional._needs_gradient(tensors) or not _are_plain(tensors, constants) or _is_captured(tensors):
             return forward(*args, **kwargs)
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
@@ -269,6 +269,11 @@ class Programs:
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
         return result
+
+
+def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the call becomes a CUDA graph: no kernel can be loaded meanwhile."""
+    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def _nothing() -> None:
