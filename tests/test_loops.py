@@ -135,6 +135,18 @@ def test_what_stands_between_library_calls_is_one_kernel(device):
     assert (made.launches, dict(made.calls)) == (3, {"Linear": 1, "_softmax": 1}), made.code
 
 
+def test_what_a_pass_overwrites_is_read_before(device):
+    """A region's pass may take the memory of what a library computed, if nobody reads that any more."""
+
+    def forward(m, x):
+        product = torch.matmul(x, x.transpose(1, 2))
+        before = product.flip(1)
+        after = (product * 2 + 1).sigmoid().cumsum(0)
+        return torch.cat([after, before.roll(1, 0)])
+
+    checked(Net(forward), device, 3, 4, 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}

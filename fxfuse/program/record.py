@@ -377,10 +377,11 @@ class Recorder:
         except _Unknown:
             self._owners = owners
             return None
-        made = frozenset(owner.slot for key, owner in self._owners.items() if key not in owners)
+        written = {owner.slot for key, owner in self._owners.items() if key not in owners}
+        written.update(made.slot for made in values_in(value))  # perhaps in the place of what it was made of
         for step in steps:
-            if isinstance(step, Launch):  # plans write into what they allocated, or torch for them
-                step.writes = made.intersection(slot for slot, _ in step.references)
+            if isinstance(step, Launch):  # plans write nowhere else
+                step.writes = written.intersection(slot for slot, _ in step.references)
         kept = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
         self._owners = {key: owner for key, owner in self._owners.items() if key in owners or key in kept}
         self.steps += steps

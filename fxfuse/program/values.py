@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -95,7 +96,7 @@ def address(tensor: torch.Tensor) -> int:
 class Launch:
     event: events.Launch
     references: list[tuple[Slot, int]]
-    writes: frozenset[Slot] = frozenset()
+    writes: Set[Slot] = frozenset()
     """Of these what it may write into."""
 
 
