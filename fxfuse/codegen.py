@@ -30,13 +30,20 @@ def literal(value: Number) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
-def statements(expression: Expr) -> list[str]:
+def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> list[str]:
     """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
 
-    Every value is computed once, in single-assignment form; types are float, or bool for comparisons.
+    Every value is computed once, in single-assignment form; types are float, or bool for comparisons, or what `kinds`
+    says of calls and operands: what has a number of type float among its arguments is computed with floats.
     """
     lines: list[str] = []
     text: dict[Expr, str] = {}
+
+    def kind_of(node: Expr) -> str:
+        if kinds is not None and node in kinds:
+            return kinds[node]
+        return "bool" if isinstance(node, Call) and ops.row(node.op).boolean else "float"
+
     for node in postorder(rewrite(expression, _without_unread)):
         match node:
             case Acc():
@@ -47,16 +54,27 @@ def statements(expression: Expr) -> list[str]:
                 text[node] = literal(value)
             case Call(op, args):
                 name = f"v{len(lines)}"
-                temporaries, code = ops.expand_code(ops.row(op), [text[arg] for arg in args], name)
+                with_integers = not any(kind_of(arg) in ("float", "double") for arg in args)
+                values = [_argument(arg, text[arg], kind_of(arg), with_integers) for arg in args]
+                temporaries, code = ops.expand_code(ops.row(op), values, name)
                 if op == "div" and _has_inverse(args[1]):
-                    code = f"divide_by_constant({text[args[0]]}, {text[args[1]]})"
+                    code = f"divide_by_constant({values[0]}, {values[1]})"
                 if code in text.values():  # a row without arithmetic of its own
                     text[node] = code
                     continue
                 lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
-                lines.append(f"const {'bool' if ops.row(op).boolean else 'float'} {name} = {code};")
+                lines.append(f"const {kind_of(node)} {name} = {code};")
                 text[node] = name
-    return [*lines, f"return {text[node]};"]
+    return [*lines, f"return {_argument(node, text[node], kind_of(node), True)};"]
+
+
+def _argument(node: Expr, text: str, kind: str, with_integers: bool) -> str:
+    """An argument of a call, which computes with floats unless all of them are integers or truth values."""
+    if kind != "int64_t":
+        return text
+    if isinstance(node, Const):
+        return f"int64_t{{{node.value}}}" if with_integers else text
+    return text if with_integers else f"static_cast<float>({text})"
 
 
 def _without_unread(node: Expr) -> Expr:
@@ -72,11 +90,15 @@ def _has_inverse(node: Expr) -> bool:
     return isinstance(node, Const) and 2.0**-126 <= abs(float(node.value)) <= 2.0**126
 
 
-def function(expression: Expr, operand_count: int, qualifiers: str) -> str:
-    """`<qualifiers> float expression(float acc, float o0, …)`, indented as a struct's member."""
-    parameters = ", ".join(["float acc", *(f"float o{index}" for index in range(operand_count))])
-    body = "\n".join(f"        {line}" for line in statements(expression))
-    return f"    {qualifiers} float expression({parameters}) {{\n{body}\n    }}"
+def function(
+    expression: Expr, operand_count: int, qualifiers: str, kinds: Mapping[Expr, str] | None = None
+) -> str:  # fmt: skip
+    """`<qualifiers> float expression(float acc, float o0, …)`, a struct's member; types as `statements` has them."""
+    types = {} if kinds is None else {node.index: kind for node, kind in kinds.items() if isinstance(node, Operand)}
+    parameters = ", ".join(["float acc", *(f"{types.get(index, 'float')} o{index}" for index in range(operand_count))])
+    body = "\n".join(f"        {line}" for line in statements(expression, kinds))
+    result = "float" if kinds is None else kinds[expression]
+    return f"    {qualifiers} {result} expression({parameters}) {{\n{body}\n    }}"
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,15 @@ MOVES = {
     "float64": lambda x: torch.cat([x.double().flip(1), x.double()], 2),
     "integers": lambda x: F.pad((x * 9).long(), (1, 1), value=7).transpose(0, 1).contiguous(),
     "truth values": lambda x: torch.where(F.pad(x > 1, (1, 0), value=True), F.pad(x, (0, 1)), -1.0),
+    "a causal mask": lambda x: torch.where(
+        torch.arange(8, device=x.device)[:, None] >= torch.arange(8, device=x.device), x, -torch.inf
+    ),
+    "sums of integers": lambda x: x + ((x * 9).long() * 3 - 1 + torch.arange(2, 10, device=x.device)),
+    "other integers": lambda x: ((x * 9).int() == 3) | ~((x * 9).to(torch.int16) < 2) & (x.bool()).roll(1, 0),
+    "integers that wrap": lambda x: ((x * 9).to(torch.int8) * 40 + 100).roll(1, 0).int(),
+    "numbers of one dtype and another": lambda x: torch.where(x > 1, torch.ones_like(x), x.new_zeros(1)).roll(1, 0) / 3,
+    "integers of truth values": lambda x: F.pad((x > 1).long(), (1, 0)) * 5 + 2,
+    "large integers": lambda x: (x.long() * (2**40 + 1) + 3).roll(1, 0),
     "masks": lambda x: x.masked_fill((x > 2).flip(1), -torch.inf).roll(1, 0),
     "numbers": lambda x: torch.cat([x.new_zeros(2, 8, 8, 1), x, x.new_full((2, 8, 8, 2), 0.25)], -1),
     "in place on what torch made": lambda x: x.cumsum(1).mul_(x.flip(1)).cumsum(2).add_(1),

@@ -14,12 +14,11 @@ from typing import Final
 
 import torch
 
-from fxfuse.codegen import function, literal
+from fxfuse.codegen import function
 from fxfuse.cuda.codegen import CPP_TYPES, functions
-from fxfuse.expression import Call, Const, Expr, Number, Operand, postorder
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Atom, Element, Index, Quotient, Remainder, Variable, variable
-from fxfuse.program.loops import Inside, Leaf, Loops, Read
+from fxfuse.program.loops import Inside, Leaf, Loops, Position, Read
 from fxfuse.program.values import Slot
 
 HEADER: Final = "loops.cuh"
@@ -41,7 +40,6 @@ using namespace {functions};
 
 struct Body {{
     using Output = {output};
-    using Number = {number};
     static constexpr int kVector = {vector}, kThreads = {threads};
     static constexpr int kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
 
@@ -95,18 +93,12 @@ def kernel(loops: Loops) -> LoopsKernel | None:
     if len(text.tensors) > MAX_TENSORS:
         return None
     output = loops.output.dtype
-    is_float = output in RESULT_DTYPES or not loops.only_moves
-    if is_float:
-        body = function(loops.expression, len(arguments), "static __device__ __forceinline__")
-        text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
-    else:
-        body = ""
-        text.within.append(f"out[lane] = {_moved(loops.expression, arguments)};")
+    body = function(loops.expression, len(arguments), "static __device__ __forceinline__", loops.kinds)
+    text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
     source = _TEMPLATE.format(
         header=HEADER,
         functions=functions(loops.expression, output if output in RESULT_DTYPES else torch.float32, False),
         output=_TYPES[output],
-        number="float" if is_float else _TYPES[output],
         vector=vector,
         threads=THREADS,
         numbers=len(text.numbers),
@@ -121,30 +113,14 @@ def kernel(loops: Loops) -> LoopsKernel | None:
                        tuple(text.tensors))  # fmt: skip
 
 
-def _moved(expression: Expr, arguments: Sequence[str]) -> str:
-    """An expression that only moves, of values that need not be floats."""
-    text: dict[Expr, str] = {}
-    for node in postorder(expression):
-        match node:
-            case Operand(index):
-                text[node] = arguments[index]
-            case Const(value):
-                text[node] = f"static_cast<Number>({_exactly(value)})"
-            case Call(_, (condition, inside, outside)):
-                text[node] = f"({text[condition]} ? {text[inside]} : {text[outside]})"
-    return text[expression]
-
-
-def _exactly(value: Number) -> str:
-    return literal(value) if isinstance(value, bool) or not math.isfinite(value) else repr(value)
-
-
 # ------------------------------------------------------------------------------------------------ dimensions
 
 
 def _substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
     if isinstance(leaf, Inside):
         return Inside(leaf.index.substituted(values), leaf.size)
+    if isinstance(leaf, Position):
+        return Position(leaf.index.substituted(values))
     where = tuple(Inside(one.index.substituted(values), one.size) for one in leaf.where)
     return Read(leaf.slot, leaf.dtype, leaf.index.substituted(values), where)
 
@@ -209,6 +185,8 @@ class _Text:
         """What the expression takes for a leaf."""
         if isinstance(leaf, Inside):
             return self._inside(leaf)
+        if isinstance(leaf, Position):
+            return self._position(leaf)
         conditions = [one for one in map(self._inside, leaf.where) if one != "true"]
         condition = f"if ({' && '.join(conditions)}) " if conditions else ""
         kind, name = _TYPES[leaf.dtype], self._name("r")
@@ -221,11 +199,17 @@ class _Text:
             access = math.gcd(self._vector * size, leaf.slot.alignment, *(step * size for step in steps))
             self.before.append(f"Adjacent<{kind}, kVector, {access}> {name} = {{}};")
             self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
-            return f"as_number<Number>({name}.element[lane])"
+            return f"as_number({name}.element[lane])"
         place = self._index(leaf.index, lines)
         varies = leaf.index.depends_on(_LANE) or any(map(self._varies, leaf.where))
-        text = f"{condition}{{ {' '.join([*lines, f'{name} = as_number<Number>({source}[{place}]);'])} }}"
-        (self.within if varies else self.before).extend([f"Number {name} = {{}};", text])
+        text = f"{condition}{{ {' '.join([*lines, f'{name} = {source}[{place}];'])} }}"
+        (self.within if varies else self.before).extend([f"{kind} {name} = {{}};", text])
+        return f"as_number({name})"
+
+    def _position(self, leaf: Position) -> str:
+        lines = self.within if leaf.index.depends_on(_LANE) else self.before
+        place, name = self._index(leaf.index, lines), self._name("i")
+        lines.append(f"const int64_t {name} = static_cast<int>({place});")
         return name
 
     def _varies(self, condition: Inside) -> bool:

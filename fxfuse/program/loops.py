@@ -10,6 +10,7 @@ As in fused regions, kernels compute in float32 and round where eager's result i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,14 @@ class Read:
     """It is read only there; elsewhere nobody asks for it."""
 
 
-Leaf: TypeAlias = Read | Inside
+@dataclass(frozen=True)
+class Position:
+    """An index as a number."""
+
+    index: Index
+
+
+Leaf: TypeAlias = Read | Inside | Position
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,16 @@ class Loops:
     @property
     def only_moves(self) -> bool:
         """Whether each element is one of another tensor's, or a number."""
-        return all(not isinstance(node, CallExpr) or node.op == "where" for node in postorder(self.expression)) and all(
-            isinstance(condition, Operand) and isinstance(self.leaves[condition.index], Inside)
-            for condition in (n.args[0] for n in postorder(self.expression) if isinstance(n, CallExpr))
-        )
+        calls = [node for node in postorder(self.expression) if isinstance(node, CallExpr)]
+        return all(node.op == "where" and self._is_place(node.args[0]) for node in calls)
+
+    def _is_place(self, node: Expr) -> bool:
+        return isinstance(node, Operand) and isinstance(self.leaves[node.index], Inside)
+
+    @functools.cached_property
+    def kinds(self) -> dict[Expr, str]:
+        """The C++ type of every value of the expression but numbers that nobody computes with. Raises Inexact."""
+        return _kinds(self.expression, self.leaves)
 
     def place(self) -> Index:
         """Where an element of the result lies, of its coordinates."""
@@ -156,8 +170,7 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     ):
         return None  # it would read what it has overwritten
     largest = max([math.prod(result.shape), *(read.index.range[1] for read in loops.reads)])
-    is_typed = result.dtype in MOVED if loops.only_moves else _is_computed(loops)
-    return loops if is_typed and largest < LARGEST else None
+    return loops if largest < LARGEST and _is_computed(loops) else None
 
 
 def _is_whole(value: Value) -> bool:
@@ -167,14 +180,63 @@ def _is_whole(value: Value) -> bool:
     return is_dense and value.offset % value.dtype.itemsize == 0 and value.slot.kind != "given"
 
 
+class Inexact(Exception):
+    """A kernel would compute in another type than torch does."""
+
+
+_INTEGER: Final = "int64_t"
+_OF_INTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
+                                 "logical_and", "logical_or", "logical_not"})  # fmt: skip
+"""Rows whose text is right for integers, too, as torch computes with them."""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype in RESULT_DTYPES:
+        return "float"
+    return {torch.bool: "bool", torch.float64: "double"}.get(dtype, _INTEGER)
+
+
+def _kinds(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
+    """float32 stands for all that torch computes in that or in 16 bits, int64 for all integers."""
+    kinds: dict[Expr, str] = {}
+    for node in postorder(expression):
+        match node:
+            case Operand(index):
+                leaf = leaves[index]
+                kinds[node] = _kind(leaf.dtype) if isinstance(leaf, Read) else (
+                    "bool" if isinstance(leaf, Inside) else _INTEGER
+                )  # fmt: skip
+            case Const(value):
+                kinds[node] = {bool: "bool", int: _INTEGER}.get(type(value), "float")
+            case CallExpr(op, args):
+                kinds[node] = _kind_of_call(op, args, kinds)
+    return kinds
+
+
+def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> str:
+    values = args[1:] if op == "where" else args
+    found = {kinds[arg] for arg in values if not isinstance(arg, Const)}
+    every = {kinds[arg] for arg in values}
+    if "double" in found:
+        if op != "where" or found != {"double"}:
+            raise Inexact
+        return "double"
+    if ops.row(op).boolean:
+        return "bool"
+    if op in _OF_INTEGERS and every <= {_INTEGER, "bool"}:
+        if every == {"bool"} and op != "where":  # sums of truth values are none
+            raise Inexact
+        return _INTEGER if _INTEGER in every else "bool"
+    return "float"
+
+
 def _is_computed(loops: Loops) -> bool:
-    """Whether kernels' float32 is as exact as what torch computes with; integers' own arithmetic is not."""
-    dtypes = {read.dtype for read in loops.reads}
-    if not dtypes.issubset(OPERAND_DTYPES):
+    """Whether a kernel computes it in the type that torch has, or a better one; narrower integers are moved only."""
+    try:
+        kind, output = loops.kinds[loops.expression], loops.output.dtype
+    except Inexact:
         return False
-    if loops.output.dtype == torch.bool:
-        return ops.is_boolean(loops.expression) and dtypes <= {*RESULT_DTYPES, torch.bool}
-    return loops.output.dtype in RESULT_DTYPES and not ops.is_boolean(loops.expression)
+    return kind == _kind(output) and (kind != _INTEGER or output == torch.int64 or loops.only_moves)
 
 
 def _pointwise(body: _Body, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Value) -> Expr:
@@ -199,8 +261,13 @@ def _pointwise(body: _Body, overload: Any, args: Sequence[Any], kwargs: Mapping[
 
 def _cast(body: _Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Expr:
     made = body.read(value, at)
-    if value.dtype == dtype:
+    kind = _kind(value.dtype)
+    if value.dtype == dtype or (kind == _INTEGER and dtype == torch.int64):
         return made
+    if kind == _INTEGER and dtype == torch.bool:
+        return CallExpr("ne", (made, Const(0)))
+    if kind == "bool" and dtype == torch.int64:
+        return CallExpr("where", (made, Const(1), Const(0)))
     if dtype not in _CASTS or value.dtype not in OPERAND_DTYPES:
         raise _Unknown
     return CallExpr(_CASTS[dtype], (made,))
@@ -216,17 +283,41 @@ def _overwrite(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
     return _cast(body, given["src"], coordinates(result.shape), result.dtype)
 
 
-def _number(value: Any) -> Const:
-    if not isinstance(value, bool | int | float):
+def _range(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
+    start, step = given.get("start", 0), given.get("step", 1)
+    if _kind(result.dtype) != _INTEGER or type(start) is not int or type(step) is not int:
         raise _Unknown
-    return Const(value)
+    return body.leaf(Position(coordinates(result.shape)[0] * step + start))
+
+
+def _of_truths(row: str) -> _Rule:
+    """What torch computes bit by bit, of truth values."""
+
+    def rule(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
+        values = [given[name] for name in ("self", "other") if name in given]
+        if result.dtype != torch.bool or not all(isinstance(v, Value) and v.dtype == torch.bool for v in values):
+            raise _Unknown
+        at = coordinates(result.shape)
+        return CallExpr(row, tuple(body.read(value, at) for value in values))
+
+    return rule
+
+
+def _number(value: Any, dtype: torch.dtype) -> Const:
+    """A number that torch turns into one of that dtype."""
+    kind = _kind(dtype)
+    if not isinstance(value, bool | int | float) or (kind == _INTEGER and not float(value).is_integer()):
+        raise _Unknown
+    if kind == "double" and math.isfinite(value) and value != int(value):  # a literal is a float
+        raise _Unknown
+    return Const({"bool": bool, _INTEGER: int}.get(kind, float)(value))
 
 
 def _fill(name: str | None, number: float = 0) -> _Rule:
     def rule(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
         if given.get("self") is result:
             raise _Unknown  # in place: what it overwrites may be read elsewhere
-        return _number(number if name is None else given[name])
+        return _number(number if name is None else given[name], result.dtype)
 
     return rule
 
@@ -267,7 +358,7 @@ def _padding(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
         own[dim] = at[dim] - before
         if before > 0 or after > 0:
             where.append(Inside(own[dim], x.shape[dim]))
-    return body.choose(where, body.read(x, own, tuple(where)), _number(given.get("value", 0)))
+    return body.choose(where, body.read(x, own, tuple(where)), _number(given.get("value", 0), result.dtype))
 
 
 def _roll(body: _Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -387,6 +478,10 @@ _RULES: Final[Mapping[Any, _Rule]] = {
     _aten.ones_like: _fill(None, 1),
     _aten.new_ones: _fill(None, 1),
     _aten.scalar_tensor: _fill("s"),
+    _aten.arange: _range,
+    _aten.bitwise_and: _of_truths("logical_and"),
+    _aten.bitwise_or: _of_truths("logical_or"),
+    _aten.bitwise_not: _of_truths("logical_not"),
     _aten.cat: _concatenation,
     _aten.stack: _stack,
     _aten.constant_pad_nd: _padding,
@@ -429,6 +524,8 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops]) -> Loops:
         for position, inner in enumerate(producer.leaves):
             if isinstance(inner, Inside):
                 moved[position] = body.leaf(Inside(inner.index.substituted(values), inner.size))
+            elif isinstance(inner, Position):
+                moved[position] = body.leaf(Position(inner.index.substituted(values)))
             else:
                 where = tuple(Inside(one.index.substituted(values), one.size) for one in inner.where)
                 both = tuple(dict.fromkeys((*leaf.where, *where)))

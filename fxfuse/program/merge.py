@@ -19,7 +19,7 @@ from fxfuse import build, events
 from fxfuse.cuda import loops as kernels
 from fxfuse.expression import postorder
 from fxfuse.program.indices import Element
-from fxfuse.program.loops import Inside, Loops, inlined
+from fxfuse.program.loops import Inexact, Inside, Loops, inlined
 from fxfuse.program.values import Call, Launch, Slot, values_in
 
 logger = logging.getLogger("fxfuse")
@@ -167,7 +167,11 @@ class _Plan:
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
-        return whole
+        try:
+            is_alike = whole.kinds[whole.expression] == loops.kinds[loops.expression]
+        except Inexact:
+            return None
+        return whole if is_alike else None
 
 
 def _questions(loops: Loops) -> list[Any]:

@@ -43,28 +43,26 @@ struct Adjacent {
     }
 };
 
+// An element as expressions have it: floats, integers of 64 bits, truth values; float64 is only moved.
 template <class T>
-constexpr bool kIsFloat = false;
-template <>
-constexpr bool kIsFloat<float> = true;
+__device__ __forceinline__ float as_number(const T& element) {
+    return to_float(element);
+}
+__device__ __forceinline__ int64_t as_number(const uint8_t& element) { return element; }
+__device__ __forceinline__ int64_t as_number(const int8_t& element) { return element; }
+__device__ __forceinline__ int64_t as_number(const int16_t& element) { return element; }
+__device__ __forceinline__ int64_t as_number(const int32_t& element) { return element; }
+__device__ __forceinline__ int64_t as_number(const int64_t& element) { return element; }
+__device__ __forceinline__ bool as_number(const bool& element) { return element; }
+__device__ __forceinline__ double as_number(const double& element) { return element; }
 
-// An element as the expression has it: a float, or as it lies there if it is only moved.
-template <class Number, class T>
-__device__ __forceinline__ Number as_number(const T& element) {
-    if constexpr (kIsFloat<Number>) {
-        return to_float(element);
-    } else {
-        return element;
-    }
+// A number as it lies in memory.
+template <class T, class Number>
+__device__ __forceinline__ void set(T& element, Number number) {
+    element = static_cast<T>(number);
 }
-template <class T>
-__device__ __forceinline__ void set(T& element, float number) {
-    element = from_float<T>(number);
-}
-template <>
-__device__ __forceinline__ void set(bool& element, float number) {
-    element = number != 0.0f;
-}
+__device__ __forceinline__ void set(Float16& element, float number) { element = from_float<Float16>(number); }
+__device__ __forceinline__ void set(BFloat16& element, float number) { element = from_float<BFloat16>(number); }
 
 // The integer at `at`, one of 0 to size - 1. Others are errors, as torch has it; if kWraps, negative ones count from the end.
 template <bool kWraps, class T>
