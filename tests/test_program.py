@@ -67,6 +67,15 @@ def test_results_are_eagers(name):
     assert len(programs(fast)) == 1, state_of(fast).programs.reason
 
 
+@pytest.mark.parametrize("name", ["in place", "two chains between layers", "parts", "a chain"])
+def test_an_empty_batch(name):
+    model = Net(MODELS[name], fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(0, 8))
+
+
 def recorded(model, x):
     """The optimised model with a program for such calls."""
     fast = fxfuse.optimize(model)

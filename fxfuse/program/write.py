@@ -166,7 +166,7 @@ class Writer:
             "table = t.buffer_info()[0]",
             "stream = context()",
         ]
-        if self.arena_size:
+        if self.arena_size or self._typed:  # what lies there may have no elements
             head += [f"arena = empty(({self.arena_size},), (1,), uint8)", f"t[{self._arena_index}] = arena.data_ptr()"]
         head += [f"arena_{dtype} = arena.view({dtype})" for dtype in sorted(self._typed)]
         return "\n".join(["def program(given, addresses):", *(f"    {line}" for line in head), *self._lines]) + "\n"
