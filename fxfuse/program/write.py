@@ -178,15 +178,20 @@ class Writer:
         first = len(self.launches) // 4
         for step in self._pending:
             for slot, _ in step.references:
-                if slot.kind == "memory" and slot.escapes and slot not in self._taken:
-                    self._taken.add(slot)
-                    shape = f"{slot.shape}, {slot.strides}, {self._dtype(slot.dtype)}"
-                    self._line(f"{slot.name} = empty({shape})")
-                    self._line(f"t[{slot.index}] = {slot.name}.data_ptr()")
+                self._take(slot)
             self._pack(step)
         self._line(f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {len(self.launches) // 4})")
         self._pending.clear()
         self._drop(number)
+
+    def _take(self, slot: Slot) -> None:
+        """Takes memory for what outlives the program, before it is used first."""
+        if slot.kind != "memory" or not slot.escapes or slot in self._taken:
+            return
+        self._taken.add(slot)
+        self._line(f"{slot.name} = empty({slot.shape}, {slot.strides}, {self._dtype(slot.dtype)})")
+        if slot.index >= 0:
+            self._line(f"t[{slot.index}] = {slot.name}.data_ptr()")
 
     def _pack(self, step: Launch) -> None:
         functions = functions_of(step.event)
@@ -274,6 +279,7 @@ class Writer:
         if value in self._written:
             return value.name
         self._written.add(value)
+        self._take(slot)
         size = value.dtype.itemsize
         if slot.kind == "memory" and not slot.escapes:
             dtype = self._dtype(value.dtype)
