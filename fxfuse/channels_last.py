@@ -90,11 +90,10 @@ def plain(
     """
     if torch.compiler.is_compiling():  # a compiler lays out by itself
         return False
-    everything = (*values, *parameters, *others)
-    proxy = next((item for item in everything if isinstance(item, fx.Proxy)), None)
+    proxy = _proxy_among((*values, *parameters, *others))
     if proxy is not None:  # somebody traces the optimised model
         kwargs = {"least": least} if least else {}
-        return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), kwargs)  # type: ignore[return-value]
+        return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), kwargs)  # type: ignore[no-any-return]
     return (
         all(others)
         and (least == 0 or _elements(values) >= least)
@@ -105,7 +104,7 @@ def plain(
 
 def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
     """x in channels_last if that is wanted, else x."""
-    proxy = next((item for item in (x, wanted) if isinstance(item, fx.Proxy)), None)
+    proxy = _proxy_among((x, wanted))
     if proxy is not None:
         return proxy.tracer.create_proxy("call_function", to_channels_last, (x, wanted, number), {})
     if not wanted or not isinstance(x, torch.Tensor) or x.dim() != 4:
@@ -119,7 +118,7 @@ def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
 
 def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> Any:
     """y with the strides that it has in eager, if it was `converted` and does not stay so."""
-    proxy = next((item for item in (y, converted, stays) if isinstance(item, fx.Proxy)), None)
+    proxy = _proxy_among((y, converted, stays))
     if proxy is not None:
         return proxy.tracer.create_proxy("call_function", as_before, (y, converted, number, stays), {})
     if not converted or stays or not isinstance(y, torch.Tensor):
@@ -131,6 +130,14 @@ def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> 
         return y.as_strided(y.shape, strides)
     _copied[number] = y.numel() * y.element_size()
     return y.contiguous()
+
+
+def _proxy_among(values: Sequence[Any]) -> Any:
+    """The first fx.Proxy, or None; in words that Dynamo of torch 2.6 reads."""
+    for value in values:
+        if isinstance(value, fx.Proxy):
+            return value
+    return None
 
 
 _shape: Final[Any] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]

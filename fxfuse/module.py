@@ -20,13 +20,13 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx, nn
 
-from fxfuse import channels_last, plans
+from fxfuse import channels_last, plans, recapture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
 from fxfuse.program import Programs
-from fxfuse.recapture import Recapture, is_capturing
+from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
 from fxfuse.state import Attributes, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
@@ -425,7 +425,8 @@ def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[...
     def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         if before_forward or after_forward or backward or before_backward:
             return root.forward(*args, **kwargs)
-        if torch.compiler.is_compiling() and is_capturing():
+        # by its module: Dynamo of torch 2.3 writes what it said over a global name of this one
+        if torch.compiler.is_compiling() and recapture.is_capturing():
             return root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -546,10 +547,10 @@ def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        recapture = state_of(self).recapture
-        if recapture is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+        whole = state_of(self).recapture
+        if whole is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
             return forward(self, *args, **kwargs)
-        return recapture.call(functools.partial(forward, self), args, kwargs)
+        return whole.call(functools.partial(forward, self), args, kwargs)
 
     return _with_own_code(recaptured)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Net, Net2, assert_as_eager, linear, randn
-from torch import nn
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 import fxfuse
 from fxfuse import program
@@ -65,6 +66,22 @@ def test_results_are_eagers(name):
             torch.manual_seed(seed)
             assert_as_eager(model, fast, torch.randn(4, 8))
     assert len(programs(fast)) == 1, state_of(fast).programs.reason
+
+
+def test_results_that_a_graphs_code_puts_together():
+    model = Net(lambda m, x: {"a": (m.fc(x) * 2).relu(), "b": [x.sigmoid() * 2 + 1]}, fc=linear())
+    graph = fx.symbolic_trace(model)
+    spec = pytree.tree_flatten(model(randn(2, 8)))[1]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    graph.graph.set_codegen(
+        fx.graph._PyTreeCodeGen(fx.graph._PyTreeInfo(["x"], pytree.tree_flatten(((0,), {}))[1], spec))
+    )
+    graph.recompile()
+    fast = fxfuse.optimize(graph)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, randn(3, 8))
 
 
 TRANSPOSED = {

@@ -30,7 +30,7 @@ from fxfuse.locks import free_in_children
 from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
 from fxfuse.program.values import PLAIN, Call, Launch, Refused
-from fxfuse.program.write import Writer, reinterpret
+from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
 
@@ -166,8 +166,10 @@ class Programs:
         self._names = [str(node.target) for node in self._nodes]
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
         try:
-            if _guards is None or reinterpret is None:
+            if _guards is None:
                 raise Refused("this version of torch lacks what programs are made with")
+            if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
+                raise Refused("its code takes arguments apart, and puts results together")
             if not any(node.target in KINDS for node in graph.nodes):
                 raise Refused("nothing is fused")
             check_graph(root, graph)

@@ -15,8 +15,13 @@ from fxfuse.program.values import DICTS, LISTS, Call, Launch, Slot, Value, funct
 ALIGNMENT: Final = 512
 """Bytes between values in the arena: as torch's allocator aligns them."""
 
-reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
-"""reinterpret(tensor, shape, strides, offset): a tensor in the same memory; None where torch has no such function."""
+
+def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _strided)
+"""reinterpret(tensor, shape, strides, offset): a tensor in the same memory, offset elements further on."""
 
 
 def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
