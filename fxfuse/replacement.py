@@ -103,7 +103,8 @@ def _trains(root: nn.Module, graph: fx.Graph) -> bool:
     """Whether calls will want gradients, as far as is known: graphs of Dynamo and torch.export have no mode."""
     given = [noted(node) for node in graph.nodes if node.op == "placeholder"]
     if isinstance(root, fx.GraphModule) and any(value is not None for value in given):
-        return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
+        tensors = [*given, *root.parameters()]  # which Dynamo makes arguments since torch 2.5
+        return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in tensors)
     return root.training
 
 

@@ -66,7 +66,7 @@ class Report:
     regions: tuple[RegionReport, ...]
     skipped: tuple[SkippedReport, ...]
     channels_last: tuple[str, ...] = ()
-    """How many convolutions run in channels_last on a GPU although the model's tensors are contiguous, and each
+    """How many convolutions run in channels_last although the model's tensors are contiguous, and each
     conversion with the bytes it copies."""
     cuda_graphs: tuple[str, ...] = ()
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
@@ -166,8 +166,7 @@ def _layouts_report(layouts: Layouts, prefix: str) -> Iterator[str]:
         return
     count = len(layouts.conversions)
     yield (
-        f"{layouts.convolutions} convolutions run in channels_last on a GPU, "
-        f"with {count} conversion{'' if count == 1 else 's'}"
+        f"{layouts.convolutions} convolutions run in channels_last, with {count} conversion{'' if count == 1 else 's'}"
     )
     for item in layouts.conversions:
         copied = bytes_of(item.number)

@@ -238,14 +238,19 @@ def test_a_cpu_convolves_in_channels_last_what_onednn_computes_if_images_outweig
 @pytest.mark.parametrize("gradients", [False, True])
 def test_dynamos_graphs_work_in_channels_last_unless_they_train(gradients):
     torch._dynamo.reset()
-    model, x = Net(chain, layers=convolutions(3, 8, 8, 8, 8)).eval(), randn(2, 3, 9, 9)
+    model, x = (
+        nn.Sequential(*(nn.Sequential(layer, batch_norm(), nn.ReLU()) for layer in convolutions(3, 8, 8, 8, 8))),
+        randn(2, 3, 9, 9),
+    )
+    model.eval()
     before = set(compiled_graphs())
     compiled = torch.compile(model, backend="fxfuse")
     with torch.set_grad_enabled(gradients):
         for _ in range(3):
             assert_as_eager(model, compiled, x)
     (graph,) = set(compiled_graphs()) - before
-    assert state_of(graph).layouts.convolutions == (0 if gradients else 4)
+    layouts = state_of(graph).layouts
+    assert (layouts.convolutions, len(layouts.conversions)) == ((0, 0) if gradients else (4, 2))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
     if target in _CONVOLUTIONS:
         return _of_convolution(root, node)
     if target is functional.pointwise:
-        return Role(_pictures(node), grows=_pooled(node))
+        return Role(_pictures(node), grows=_pooled(node)) if _pictures(node) else None
     return _of_spelling(root, node) or _of_library(node, target)
 
 
@@ -114,14 +114,22 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
 def _of_spelling(root: nn.Module, node: fx.Node) -> Role | None:
     """Of a pointwise operation."""
     found = spelling(root, node)
-    if found is None or found.row.name in _ROWS_OF_STRIDES or not node.all_input_nodes:
+    if found is None or found.row.name in _ROWS_OF_STRIDES or not _pictures(node):
         return None
     return Role(_pictures(node), is_alias=found.row.name in _ROWS_OF_ALIASES and not found.in_place)
 
 
 def _pictures(node: fx.Node) -> tuple[fx.Node, ...]:
     """What a pointwise operation reads that may have either layout: no parameters."""
-    return tuple(arg for arg in node.all_input_nodes if arg.op != "get_attr")
+    return tuple(filter(_may_be_picture, node.all_input_nodes))
+
+
+def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
+    """Whether it may be a value in either layout, as far as is known; Dynamo's parameters are arguments."""
+    if not isinstance(arg, fx.Node) or arg.op == "get_attr":
+        return False
+    value = noted(arg)
+    return not isinstance(value, torch.Tensor) or value.dim() == 4
 
 
 def _of_convolution(root: nn.Module, node: fx.Node) -> Role | None:
@@ -130,7 +138,7 @@ def _of_convolution(root: nn.Module, node: fx.Node) -> Role | None:
     if not isinstance(x, fx.Node):
         return None
     fused = node.target is functional.conv2d
-    operands = [arg for arg in node.args[3] if isinstance(arg, fx.Node)] if fused else []  # type: ignore[union-attr]
+    operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
     stride = _argument(node, 5 if fused else 3, "stride")
     transposed = "transpose" in getattr(node.target, "__name__", "")
     grows = _area(stride) if transposed else 1 / _area(stride)
