@@ -538,8 +538,12 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
 
 
 def _suits_dynamo(root: nn.Module) -> bool:
-    """Not a model with generators of its own: Dynamo takes what Python's draw while it captures for constants."""
-    return not Attributes(root.modules()).hold_generators()
+    """Not a model with generators of its own: Dynamo takes what Python's draw while it captures for constants. Before
+    torch 2.6 it also forgets what a forward does to other objects."""
+    return _DYNAMO_KEEPS_OBJECTS and not Attributes(root.modules()).hold_generators()
+
+
+_DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
 
 def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
