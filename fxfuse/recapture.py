@@ -102,6 +102,8 @@ class Recapture:
             # what a graph cannot hold it will not hold the next time; other arguments may be others
             self._failures = FAILURES if isinstance(error, torch._dynamo.exc.Unsupported) else self._failures + 1
             self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are nobody's
+                self._graphs.clear()
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
             return python(*args, **kwargs)  # nothing has run: graphs are whole
         self._failures = 0

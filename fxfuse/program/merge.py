@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -44,7 +45,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
         return list(steps)
     architecture = torch.cuda.get_device_capability(device)
     sources = {kernel.source: build.Source(kernel.source, architecture, "loops") for kernel in found.values()}
-    with ThreadPoolExecutor(max(len(sources), 1)) as pool:
+    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):
@@ -163,7 +164,8 @@ class _Plan:
             if source is output.slot or any(first < writer < number for writer in self._writers.get(source, ())):
                 return None
         whole = inlined(loops, {slot: producer})
-        if len(whole.leaves) > MOST_LEAVES or sum(1 for _ in postorder(whole.expression)) > MOST_NODES:
+        is_large = len(whole.leaves) > MOST_LEAVES or sum(1 for _ in postorder(whole.expression)) > MOST_NODES
+        if is_large or len(_sources(whole)) > kernels.MAX_TENSORS:
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
