@@ -369,6 +369,7 @@ def test_networks_are_converted_once(network):
 
 
 def test_what_is_known_of_conversions_goes_with_the_graph():
+    gc.collect()  # graphs of earlier tests
     before = dict(channels_last._copied)
     fast = fxfuse.optimize(UNet().eval())
     with torch.no_grad():
