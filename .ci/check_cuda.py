@@ -34,7 +34,8 @@ from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
 from fxfuse.layout import Layout, contiguous_strides
 from fxfuse.pooling import MaxPool
-from fxfuse.program.loops import inlined, loops_of
+from fxfuse.program.loops import inlined
+from fxfuse.program.operators import loops_of
 from fxfuse.program.values import Slot, Value
 
 HOPPER = "90a"

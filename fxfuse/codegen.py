@@ -91,14 +91,15 @@ def _has_inverse(node: Expr) -> bool:
 
 
 def function(
-    expression: Expr, operand_count: int, qualifiers: str, kinds: Mapping[Expr, str] | None = None
+    expression: Expr, operand_count: int, qualifiers: str, kinds: Mapping[Expr, str] | None = None,
+    name: str = "expression",
 ) -> str:  # fmt: skip
-    """`<qualifiers> float expression(float acc, float o0, …)`, a struct's member; types as `statements` has them."""
+    """`<qualifiers> float <name>(float acc, float o0, …)`, a struct's member; types as `statements` has them."""
     types = {} if kinds is None else {node.index: kind for node, kind in kinds.items() if isinstance(node, Operand)}
     parameters = ", ".join(["float acc", *(f"{types.get(index, 'float')} o{index}" for index in range(operand_count))])
     body = "\n".join(f"        {line}" for line in statements(expression, kinds))
     result = "float" if kinds is None else kinds[expression]
-    return f"    {qualifiers} {result} expression({parameters}) {{\n{body}\n    }}"
+    return f"    {qualifiers} {result} {name}({parameters}) {{\n{body}\n    }}"
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,15 @@ def known_plan(
     )
 
 
+def problem_of(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> Problem:  # fmt: skip
+    """What such a call poses."""
+    key = _key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands)
+    return _problem(region, key, x, weight, bias, operands)
+
+
 def run(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],

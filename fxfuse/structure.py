@@ -20,7 +20,7 @@ from fxfuse.patterns.anchors import has_hooks
 Unwrap: TypeAlias = Callable[[nn.Module], nn.Module]
 """The module that stands behind a fused one; any other module as it is."""
 
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_GRAPH_MODULES: Final = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) | {
     "_in_spec",
     "_out_spec",
@@ -84,7 +84,7 @@ def structure_of(root: nn.Module, is_apart: Callable[[nn.Module], bool]) -> Stru
     tables = [module._modules for module in found.values() if module._modules]
     return Structure(
         {path: _described(module) for path, module in found.items()},
-        [getattr(module, name) for module in unhooked for name in _HOOKS]
+        [getattr(module, name) for module in unhooked for name in HOOKS]
         + [module._modules for module in found.values() if not module._modules],
         tables,
         list(map(dict, tables)),

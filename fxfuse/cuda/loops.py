@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,12 +16,25 @@ import torch
 
 from fxfuse.codegen import function
 from fxfuse.cuda.codegen import CPP_TYPES, functions
+from fxfuse.expression import Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Atom, Element, Index, Quotient, Remainder, Variable, variable
-from fxfuse.program.loops import Inside, Leaf, Loops, Position, Read
-from fxfuse.program.values import Slot
+from fxfuse.program.loops import (
+    Inside,
+    Leaf,
+    Loops,
+    Position,
+    Read,
+    Reduced,
+    all_leaves,
+    indices_of,
+    kinds_of,
+    memory_order,
+    rows_of,
+    substituted,
+)
+from fxfuse.program.values import Slot, Value
 
-HEADER: Final = "loops.cuh"
 ACCESS: Final = 16  # bytes that one instruction reads or writes
 THREADS: Final = 256
 MAX_TENSORS: Final = 40
@@ -29,9 +42,13 @@ MAX_TENSORS: Final = 40
 
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
 _RUN, _LANE = "run", "lane"
+_ROW, _ALONG = "row", "along"
+WARP: Final = 32
+LONGEST_OF_A_WARP: Final = 512
+"""Runs of a row that one warp has; a block has longer ones."""
 
 _TEMPLATE: Final = """\
-#include "{header}"
+#include "{header}.cuh"
 #include "math.cuh"
 
 namespace fxfuse {{
@@ -40,8 +57,22 @@ using namespace {functions};
 
 struct Body {{
     using Output = {output};
-    static constexpr int kVector = {vector}, kThreads = {threads};
-    static constexpr int kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
+    static constexpr int kThreads = {threads}, kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
+{body}
+}};
+
+}}  // namespace fxfuse
+
+#ifndef __CUDACC_RTC__
+extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {{
+    return fxfuse::launch_{header}<fxfuse::Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
+}}
+
+extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
+#endif
+"""
+_RUNS: Final = """\
+    static constexpr int kVector = {vector};
 
 {function}
 
@@ -52,19 +83,16 @@ struct Body {{
         for (int lane = 0; lane < kVector; ++lane) {{
 {within}
         }}
-    }}
-}};
+    }}"""
+_ROWS: Final = """\
+    static constexpr int kLanes = {lanes};
 
-}}  // namespace fxfuse
+{functions}
 
-#ifndef __CUDACC_RTC__
-extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {{
-    return fxfuse::launch_loops<fxfuse::Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
-}}
-
-extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
-#endif
-"""
+    static __device__ __forceinline__ void compute(const LoopsArguments<Body>& p, unsigned row, unsigned thread,
+                                                   bool exists, Output* out) {{
+{loops}
+    }}"""
 
 
 @dataclass(frozen=True)
@@ -79,50 +107,135 @@ class LoopsKernel:
 
 def kernel(loops: Loops) -> LoopsKernel | None:
     """The kernel; None if it would read more tensors than fit."""
-    sizes, leaves = _flattened(loops)
-    size, begin = loops.output.dtype.itemsize, math.gcd(loops.output.slot.alignment, loops.output.offset)
-    vector = math.gcd(ACCESS // size, max(begin // size, 1), sizes[-1] if sizes else 1)
-    if sizes:
-        last = f"d{len(sizes) - 1}"
-        cut = variable(_RUN, sizes[-1] // vector) * vector + variable(_LANE, vector)
-        leaves = [_substituted(leaf, {last: cut}) for leaf in leaves]
-    text = _Text(vector)
-    runs = math.prod(sizes) // vector
-    text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
-    arguments = [text.leaf(leaf) for leaf in leaves]
+    text = _Text()
+    body, count = _rows(loops, text) if loops.reductions else _runs(loops, text)
     if len(text.tensors) > MAX_TENSORS:
         return None
     output = loops.output.dtype
-    body = function(loops.expression, len(arguments), "static __device__ __forceinline__", loops.kinds)
-    text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
+    casts = [row.expression for row in loops.reductions if _casts(row.expression)]
     source = _TEMPLATE.format(
-        header=HEADER,
-        functions=functions(loops.expression, output if output in RESULT_DTYPES else torch.float32, False),
+        header="rows" if loops.reductions else "loops",
+        functions=functions(
+            casts[0] if casts else loops.expression, output if output in RESULT_DTYPES else torch.float32, False
+        ),
         output=_TYPES[output],
-        vector=vector,
         threads=THREADS,
         numbers=len(text.numbers),
         divisors=len(text.divisors),
         tensors=len(text.tensors),
-        function=body,
-        before="\n".join(f"        {line}" for line in text.before),
-        within="\n".join(f"            {line}" for line in text.within),
+        body=body,
     )
-    values = [runs, *text.numbers, *text.divisors]
+    values = [count, *text.numbers, *text.divisors]
     return LoopsKernel(source, struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values)),
                        tuple(text.tensors))  # fmt: skip
 
 
+def _casts(expression: Expr) -> bool:
+    """Whether it is computed in several dtypes."""
+    return functions(expression, torch.bfloat16, False) == functions(expression, torch.float32, False)
+
+
+def _vector(output: Value, length: int) -> int:
+    """How many elements of a result, `length` of which lie side by side, are written at once."""
+    size, begin = output.dtype.itemsize, math.gcd(output.slot.alignment, output.offset)
+    return math.gcd(ACCESS // size, max(begin // size, 1), length)
+
+
+def _cut(name: str, length: int, vector: int) -> dict[str, Index]:
+    """The variable of a loop over `length` elements as runs of `vector` elements."""
+    return {name: variable(_RUN, length // vector) * vector + variable(_LANE, vector)}
+
+
+def _indented(lines: Sequence[str], by: int) -> str:
+    return "\n".join(f"{' ' * by}{line}" for line in lines)
+
+
+_QUALIFIERS: Final = "static __device__ __forceinline__"
+
+
+def _runs(loops: Loops, text: _Text) -> tuple[str, int]:
+    """The body of a kernel in which each thread has a run of elements, and how many runs there are."""
+    sizes, leaves = _flattened(loops)
+    vector = _vector(loops.output, sizes[-1] if sizes else 1)
+    text.begin(vector)
+    if sizes:
+        leaves = [substituted(leaf, _cut(f"d{len(sizes) - 1}", sizes[-1], vector)) for leaf in leaves]
+    text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
+    arguments = [text.leaf(leaf) for leaf in leaves]
+    text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
+    body = _RUNS.format(
+        vector=vector,
+        function=function(loops.expression, len(arguments), _QUALIFIERS, loops.kinds),
+        before=_indented(text.before, 8),
+        within=_indented(text.within, 12),
+    )
+    return body, math.prod(sizes) // vector
+
+
+def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
+    """The body of a kernel in which some threads have a row, and how many rows there are."""
+    cut, output = rows_of(loops), loops.output
+    assert cut is not None, "merge.py and operators.py make no others"
+    rows, length = (math.prod(output.shape[dim] for dim in dims) for dims in cut)
+    values = {**_digits(variable(_ROW, rows), cut[0], output), **_digits(variable(_ALONG, length), cut[1], output)}
+    leaves = [substituted(leaf, values) for leaf in loops.leaves]
+    functions_, loops_, longest = [], [], 1
+    for number, row in enumerate(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced))):
+        widest = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
+        vector = math.gcd(ACCESS // widest, row.over.size)
+        text.begin(vector)
+        at = _cut(row.over.name, row.over.size, vector)
+        arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
+        kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{number}"
+        kinds = kinds_of(row.expression, row.leaves)
+        functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{number}"))
+        text.within.append(f"{total} = {kind}::of({total}, part{number}({', '.join(arguments)}));")
+        runs = text.number(row.over.size // vector)
+        loops_ += [
+            f"float {total} = {kind}::nothing();",
+            *_loop(runs, vector, text),
+            f"{total} = across<{kind}, kLanes, kThreads, {number}>({total});",
+        ]
+        text.rows[row] = total
+        longest = max(longest, row.over.size // vector)
+    vector = _vector(output, length)
+    text.begin(vector)
+    arguments = ["0.0f", *(text.leaf(substituted(leaf, _cut(_ALONG, length, vector))) for leaf in leaves)]
+    functions_.append(function(loops.expression, len(leaves), _QUALIFIERS, loops.kinds))
+    text.before.insert(0, f"Adjacent<Output, {vector}, {ACCESS}> result;")
+    text.within.append(f"set(result.element[lane], expression({', '.join(arguments)}));")
+    place = f"static_cast<int64_t>(row) * {text.number(length)} + static_cast<int64_t>(run) * {vector}"
+    loops_ += [
+        "if (!exists) return;",
+        *_loop(text.number(length // vector), vector, text, f"result.store(out + {place});"),
+    ]
+    lanes = THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
+    return _ROWS.format(lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8)), rows
+
+
+def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
+    """The coordinates of an element, of its number among those of the dimensions."""
+    values = {}
+    for dim in reversed(dims):
+        values[f"c{dim}"], index = index % output.shape[dim], index // output.shape[dim]
+    return values
+
+
+def _loop(runs: str, vector: int, text: _Text, after: str | None = None) -> list[str]:
+    """The loop of a row's threads over its runs."""
+    return [
+        f"for (unsigned run = thread; run < {runs}; run += kLanes) {{",
+        *(f"    {line}" for line in text.before),
+        "#pragma unroll",
+        f"    for (int lane = 0; lane < {vector}; ++lane) {{",
+        *(f"        {line}" for line in text.within),
+        "    }",
+        *([] if after is None else [f"    {after}"]),
+        "}",
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ dimensions
-
-
-def _substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
-    if isinstance(leaf, Inside):
-        return Inside(leaf.index.substituted(values), leaf.size)
-    if isinstance(leaf, Position):
-        return Position(leaf.index.substituted(values))
-    where = tuple(Inside(one.index.substituted(values), one.size) for one in leaf.where)
-    return Read(leaf.slot, leaf.dtype, leaf.index.substituted(values), where)
 
 
 def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
@@ -131,18 +244,17 @@ def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
     Neighbours become one dimension where no place needs the two digits.
     """
     output = loops.output
-    order = [dim for dim in sorted(range(len(output.shape)), key=lambda dim: -output.strides[dim])
-             if output.shape[dim] > 1]  # fmt: skip
+    order = memory_order(output)
     sizes = [output.shape[dim] for dim in order]
     leaves = [
-        _substituted(leaf, {f"c{dim}": variable(f"d{at}", output.shape[dim]) for at, dim in enumerate(order)})
+        substituted(leaf, {f"c{dim}": variable(f"d{at}", output.shape[dim]) for at, dim in enumerate(order)})
         for leaf in loops.leaves
     ]
     for at in reversed(range(len(sizes) - 1)):
         inner = sizes[at + 1]
         both = variable(f"d{at}", sizes[at] * inner)
         later = {f"d{dim}": variable(f"d{dim - 1}", sizes[dim]) for dim in range(at + 2, len(sizes))}
-        merged = [_substituted(leaf, {f"d{at}": both // inner, f"d{at + 1}": both % inner, **later}) for leaf in leaves]
+        merged = [substituted(leaf, {f"d{at}": both // inner, f"d{at + 1}": both % inner, **later}) for leaf in leaves]
         if _divisions(merged) <= _divisions(leaves):
             leaves, sizes = merged, [*sizes[:at], sizes[at] * inner, *sizes[at + 2 :]]
     return sizes, leaves
@@ -150,9 +262,8 @@ def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
 
 def _divisions(leaves: Sequence[Leaf]) -> int:
     found: set[Atom] = set()
-    for leaf in leaves:
-        for index in [leaf.index, *(one.index for one in (leaf.where if isinstance(leaf, Read) else ()))]:
-            found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
+    for index in indices_of(leaves):
+        found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
     return len(found)
 
 
@@ -162,15 +273,21 @@ def _divisions(leaves: Sequence[Leaf]) -> int:
 class _Text:
     """Statements before the loop over a run's elements, and within it; what they take from the arguments."""
 
-    def __init__(self, vector: int) -> None:
-        self.before: list[str] = []
-        self.within: list[str] = []
+    def __init__(self, vector: int = 1) -> None:
         self.numbers: list[int] = []
         self.divisors: list[int] = []
         self.tensors: list[Slot] = []
+        self.rows: dict[Reduced, str] = {}
+        """Variables with what rows come to."""
+        self._count = 0
+        self.begin(vector)
+
+    def begin(self, vector: int) -> None:
+        """Begins another loop, over runs of so many elements."""
+        self.before: list[str] = []
+        self.within: list[str] = []
         self._vector = vector
         self._names: dict[Atom | Inside | Index, str] = {}
-        self._count = 0
 
     def coordinates(self, sizes: Sequence[int]) -> None:
         names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), _RUN]
@@ -187,6 +304,8 @@ class _Text:
             return self._inside(leaf)
         if isinstance(leaf, Position):
             return self._position(leaf)
+        if isinstance(leaf, Reduced):
+            return self.rows[leaf]
         conditions = [one for one in map(self._inside, leaf.where) if one != "true"]
         condition = f"if ({' && '.join(conditions)}) " if conditions else ""
         kind, name = _TYPES[leaf.dtype], self._name("r")
@@ -197,7 +316,7 @@ class _Text:
             place, size = self._index(begin, lines), leaf.dtype.itemsize
             steps = [*(coefficient for _, coefficient in begin.terms), begin.constant]
             access = math.gcd(self._vector * size, leaf.slot.alignment, *(step * size for step in steps))
-            self.before.append(f"Adjacent<{kind}, kVector, {access}> {name} = {{}};")
+            self.before.append(f"Adjacent<{kind}, {self._vector}, {access}> {name} = {{}};")
             self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
             return f"as_number({name}.element[lane])"
         place = self._index(leaf.index, lines)
@@ -233,7 +352,7 @@ class _Text:
             return self._names[condition]
         lines = self.within if condition.index.depends_on(_LANE) else self.before
         place, name = self._index(condition.index, lines), self._name("b")
-        lines.append(f"const bool {name} = {place} < {self._number(condition.size)};")
+        lines.append(f"const bool {name} = {place} < {self.number(condition.size)};")
         self._names[condition] = name
         return name
 
@@ -242,9 +361,9 @@ class _Text:
         parts = []
         for atom, coefficient in index.terms:
             name = self._atom(atom, lines)
-            parts.append(name if coefficient == 1 else f"{name} * {self._number(coefficient)}")
+            parts.append(name if coefficient == 1 else f"{name} * {self.number(coefficient)}")
         if index.constant:
-            parts.append(self._number(index.constant))
+            parts.append(self.number(index.constant))
         return " + ".join(parts) or "0u"
 
     def _atom(self, atom: Atom, lines: list[str]) -> str:
@@ -264,7 +383,7 @@ class _Text:
             case Element(memory, at, dtype, size, wraps):
                 kind = f"integer_at<{'true' if wraps else 'false'}, {_TYPES[dtype]}>"
                 place = self._index(at, lines)
-                value = f"{kind}({self._tensor(memory)}, {place}, {self._number(size)})"
+                value = f"{kind}({self._tensor(memory)}, {place}, {self.number(size)})"
         name = self._name("t")
         lines.append(f"const unsigned {name} = {value};")
         if is_free:
@@ -275,7 +394,7 @@ class _Text:
         self._count += 1
         return f"{letter}{self._count}"
 
-    def _number(self, value: int) -> str:
+    def number(self, value: int) -> str:
         self.numbers.append(value)
         return f"p.number[{len(self.numbers) - 1}]"
 

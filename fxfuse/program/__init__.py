@@ -27,6 +27,7 @@ from fxfuse import build, functional, plans
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.locks import free_in_children
+from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
 from fxfuse.program.values import PLAIN, Call, Launch, Refused
@@ -165,24 +166,26 @@ class Programs:
         self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
         self._names = [str(node.target) for node in self._nodes]
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
+        modules: list[nn.Module] = []
+        self._is_fused = any(node.target in KINDS for node in graph.nodes)
         try:
             if _guards is None:
                 raise Refused("this version of torch lacks what programs are made with")
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
-            if not any(node.target in KINDS for node in graph.nodes):
-                raise Refused("nothing is fused")
             check_graph(root, graph)
             for node in graph.nodes:
                 if node.op == "get_attr":
                     self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
-                if node.op == "call_module":  # of these nothing is read here, but they decide what the call is
+                if node.op == "call_module":
                     module = root.get_submodule(str(node.target))
+                    modules.append(module)
                     for name, _ in (*module.named_parameters(), *module.named_buffers()):
                         path = f"{node.target}.{name}"
                         self._attributes.setdefault(path, _table_of(root, path))
         except Refused as refused:
             self.reason = str(refused)
+        self._leaves = Leaves(modules)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
@@ -191,6 +194,8 @@ class Programs:
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
         if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
+            return forward(*args, **kwargs)
+        if not self._leaves.are_as_before():
             return forward(*args, **kwargs)
         if kwargs or len(args) != len(self._names):
             bound = self._bound(args, kwargs)
@@ -240,6 +245,9 @@ class Programs:
         """A call for which there is no program: recorded if the one before was of the same kind."""
         if any(tensor is None for tensor in tensors):  # a parameter that is gone
             return forward(*args, **kwargs)
+        if not self._is_fused and not any(tensor.device.type in MERGING for tensor in tensors):
+            self.reason = "nothing is fused"
+            return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not _are_plain(tensors, constants) or _is_captured(tensors):
             return forward(*args, **kwargs)
         self._misses += 1
@@ -253,7 +261,7 @@ class Programs:
         given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
-        recorder = Recorder(self._root, self._graph, given, tensors)
+        recorder = Recorder(self._root, self._graph, self._leaves, given, tensors)
         result = recorder.run()
         if recorder.reason is not None:
             self._tries += 1

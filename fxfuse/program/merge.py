@@ -18,10 +18,18 @@ import torch
 
 from fxfuse import build, events
 from fxfuse.cuda import loops as kernels
-from fxfuse.expression import postorder
 from fxfuse.program.indices import Element
-from fxfuse.program.loops import Inexact, Inside, Loops, inlined
-from fxfuse.program.values import Call, Launch, Slot, values_in
+from fxfuse.program.loops import (
+    Inexact,
+    Inside,
+    Loops,
+    all_leaves,
+    indices_of,
+    inlined,
+    reads_rows_along,
+    work_of,
+)
+from fxfuse.program.values import Call, Launch, Slot, Value, values_in
 
 logger = logging.getLogger("fxfuse")
 
@@ -90,42 +98,49 @@ class _Plan:
     def makes_memory(self, number: int) -> bool:
         """Whether the memory of a step's result begins with it."""
         slot = self.computed[number].output.slot
-        return slot.kind == "made" and self._writers[slot][0] == number
+        return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
 
     def _merge(self) -> None:
-        open_: dict[Slot, tuple[int, Loops, int]] = {}
-        """Results that may be computed where they are read: step, loops, and the first step that they stand for."""
-        waiting: dict[Slot, int] = {}
+        latest: dict[Slot, int] = {}
+        """The steps whose results lie there now, and may be computed where they are read."""
+        waiting: dict[int, int] = {}
+        """By number of such a step: how many others still read its result."""
+        since: dict[int, int] = {}
+        """By number of step: the first of those that it stands for."""
         for number, step in enumerate(self._steps):
-            loops = step.loops if isinstance(step, Call) else None
-            if loops is None:
-                continue
-            since = number
-            for slot in dict.fromkeys(read.slot for read in loops.reads):
-                if slot not in open_:
+            loops = step.loops if self._is_loops(number) else None
+            since[number] = number
+            for slot in () if loops is None else dict.fromkeys(read.slot for read in loops.reads):
+                if slot not in latest:
                     continue
-                _, producer, first = open_[slot]
-                whole = self._with(loops, producer, number, first)
+                producer = latest[slot]
+                whole = self._with(loops, self.computed[producer], number, since[producer])
                 if whole is not None:
-                    loops, since = whole, min(since, first)
-                    waiting[slot] -= 1
-            self.computed[number] = loops
-            slot = loops.output.slot
-            if self._may_be_absent(number, loops):
-                open_[slot] = number, loops, since
-                waiting[slot] = len(self._readers.get(slot, ()))
-        for slot, (number, _, _) in open_.items():
-            if waiting[slot] == 0:
+                    loops, since[number] = whole, min(since[number], since[producer])
+                    waiting[producer] -= 1
+            for slot in _written(step):
+                latest.pop(slot, None)
+            if loops is not None:
+                self.computed[number] = loops
+                if self._may_be_absent(number):
+                    latest[loops.output.slot] = number
+                    waiting[number] = len(self._readers_of(number))
+        for number, count in waiting.items():
+            if count == 0:
                 del self.computed[number]
                 self.absent.add(number)
         self._drop_unread()
+        for number, loops in list(self.computed.items()):
+            step = self._steps[number]
+            if isinstance(step, Launch) and loops is step.loops:  # nothing was put into it: its kernel was chosen
+                del self.computed[number]
 
     def _drop_unread(self) -> None:
         """Results that no step reads any more."""
         needed = set(self._leaving)
         for number in reversed(range(len(self._steps))):
             loops = self.computed.get(number)
-            if loops is not None and loops.output.slot.kind == "made" and loops.output.slot not in needed:
+            if loops is not None and loops.output.slot not in needed:
                 del self.computed[number]
                 self.absent.add(number)
             elif loops is not None:
@@ -133,39 +148,76 @@ class _Plan:
             elif number not in self.absent:
                 needed |= _read(self._steps[number])
 
-    def _may_be_absent(self, number: int, loops: Loops) -> bool:
-        slot = loops.output.slot
-        readers = self._readers.get(slot, ())
+    def _may_be_absent(self, number: int) -> bool:
+        """Whether what a step writes may be computed where it is read, until the next step overwrites it."""
+        loops = self.computed[number]
+        slot, following = loops.output.slot, self._overwritten_by(number)
+        readers = self._readers_of(number)
         return (
-            slot.kind == "made"
-            and slot not in self._leaving
-            and self._writers[slot] == [number]
-            and all(self._is_loops(reader) for reader in readers)
-            and (loops.only_moves or self._leaves_that_read(slot) == 1)
+            slot.kind != "given"
+            and slot not in _sources(loops)  # what it would have overwritten is there in one case only
+            and self._is_whole(number)
+            and (slot not in self._leaving if following is None else self._is_whole(following))
+            and all(map(self._is_loops, readers))
+            and (loops.only_moves or self._is_read_once(slot, readers))
         )
 
-    def _is_loops(self, number: int) -> bool:
-        step = self._steps[number]
-        return isinstance(step, Call) and step.loops is not None
+    def _overwritten_by(self, number: int) -> int | None:
+        loops = self._steps[number].loops
+        assert loops is not None
+        return next((writer for writer in self._writers[loops.output.slot] if writer > number), None)
 
-    def _leaves_that_read(self, slot: Slot) -> int:
-        steps = (self._steps[number] for number in self._readers.get(slot, ()))
-        return sum(read.slot is slot for step in steps if isinstance(step, Call) and step.loops is not None
-                   for read in step.loops.reads)  # fmt: skip
+    def _readers_of(self, number: int) -> list[int]:
+        """The steps that read what this one writes, the one that overwrites it among them."""
+        loops, following = self._steps[number].loops, self._overwritten_by(number)
+        assert loops is not None
+        last = len(self._steps) if following is None else following
+        return [reader for reader in self._readers.get(loops.output.slot, ()) if number < reader <= last]
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether loops fill all of the memory that they write into."""
+        if not self._is_loops(number):
+            return False
+        loops = self._steps[number].loops
+        assert loops is not None
+        first = self._steps[self._writers[loops.output.slot][0]].loops
+        return first is not None and _span(loops.output) == _span(first.output)
+
+    def _is_loops(self, number: int) -> bool:
+        """Whether loops compute all of a step that anybody reads."""
+        step = self._steps[number]
+        if step.loops is None:
+            return False
+        made = set(step.writes) if isinstance(step, Launch) else {value.slot for value in values_in(step.result)}
+        others = made - {step.loops.output.slot}
+        return not any(slot in self._leaving or slot in self._readers for slot in others)
+
+    def _is_read_once(self, slot: Slot, readers: Sequence[int]) -> bool:
+        """Also by one step that reads a row more than once, which then is in caches."""
+        if len(readers) != 1:
+            return False
+        loops = self._steps[readers[0]].loops
+        assert loops is not None, "all readers are loops"
+        return bool(loops.reductions) or sum(read.slot is slot for read in loops.reads) == 1
 
     def _with(self, loops: Loops, producer: Loops, number: int, first: int) -> Loops | None:
         """`loops` with one producer put into it; None where that would not pay, or not be the same."""
         slot, output = producer.output.slot, loops.output
         if any(read.dtype != producer.output.dtype for read in loops.reads if read.slot is slot):
             return None
-        if not producer.only_moves and math.prod(output.shape) > 2 * math.prod(producer.output.shape):
+        reduces = bool(loops.reductions or producer.reductions)
+        if not (reduces or producer.only_moves) and math.prod(output.shape) > 2 * math.prod(producer.output.shape):
             return None  # computed again for each of many
+        if producer.reductions and any(read.where for read in loops.reads if read.slot is slot):
+            return None  # there may be no such row
         for source in _sources(producer):
             if source is output.slot or any(first < writer < number for writer in self._writers.get(source, ())):
                 return None
         whole = inlined(loops, {slot: producer})
-        is_large = len(whole.leaves) > MOST_LEAVES or sum(1 for _ in postorder(whole.expression)) > MOST_NODES
-        if is_large or len(_sources(whole)) > kernels.MAX_TENSORS:
+        leaves, nodes = whole.size
+        if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > kernels.MAX_TENSORS:
+            return None
+        if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not reads_rows_along(whole)):
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
@@ -176,19 +228,22 @@ class _Plan:
         return whole if is_alike else None
 
 
+def _span(value: Value) -> tuple[int, int]:
+    """Where in its slot a value begins and how long it is, in bytes."""
+    return value.offset, math.prod(value.shape) * value.dtype.itemsize
+
+
 def _questions(loops: Loops) -> list[Any]:
     """What conditions depend on."""
-    conditions = [leaf for leaf in loops.leaves if isinstance(leaf, Inside)]
+    conditions = [leaf for leaf in all_leaves(loops.leaves) if isinstance(leaf, Inside)]
     conditions += [one for read in loops.reads for one in read.where]
     return [atom for one in conditions for atom in one.index.atoms()]
 
 
 def _sources(loops: Loops) -> set[Slot]:
     """The memory that they read, indices included."""
-    indices = [leaf.index for leaf in loops.leaves]
-    indices += [one.index for read in loops.reads for one in read.where]
-    chosen = {atom.memory for index in indices for atom in index.atoms() if isinstance(atom, Element)}
-    return {read.slot for read in loops.reads} | chosen
+    atoms = (atom for index in indices_of(loops.leaves) for atom in index.atoms())
+    return {read.slot for read in loops.reads} | {atom.memory for atom in atoms if isinstance(atom, Element)}
 
 
 def _written(step: Launch | Call) -> set[Slot]:
@@ -197,16 +252,18 @@ def _written(step: Launch | Call) -> set[Slot]:
     if step.is_view:
         return set()
     made = {value.slot for value in values_in(step.result)}
+    if step.loops is not None:
+        return made
     arguments = {value.slot for value in values_in((step.args, step.kwargs))}
     return made - arguments if step.is_pure else made | arguments
 
 
 def _read(step: Launch | Call) -> set[Slot]:
     """Memory that a step needs; views are made where they are needed."""
+    if step.loops is not None:
+        return _sources(step.loops)
     if isinstance(step, Launch):
         return {slot for slot, _ in step.references}
     if step.is_view:
         return set()
-    if step.loops is not None:
-        return _sources(step.loops)
     return {value.slot for value in values_in((step.args, step.kwargs))}

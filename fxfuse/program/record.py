@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxfuse import events, functional, plans
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.problem import ANCHORS
-from fxfuse.program.loops import loops_of
+from fxfuse.program.leaves import Leaves
+from fxfuse.program.operators import loops_of, loops_of_pass
 from fxfuse.program.values import (
     Call,
     Launch,
@@ -159,10 +160,12 @@ class Recorder:
     """Runs a graph node by node, and notes how it could be run again."""
 
     def __init__(
-        self, root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any], tensors: Sequence[torch.Tensor]
-    ) -> None:
+        self, root: nn.Module, graph: fx.Graph, leaves: Leaves, given: Mapping[fx.Node, Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
         """
         Args:
+            leaves: of which every call asks whether they are what they were.
             given: what placeholders and attributes are.
             tensors: those that every call looks up, in that order: `given` ones, and parameters of modules.
         """
@@ -173,7 +176,7 @@ class Recorder:
         self.ties: list[tuple[int, int]] = []
         """Positions of those that are the same tensor."""
         self.given_slots: dict[int, Slot] = {}
-        self._root, self._graph, self._given = root, graph, given
+        self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
         self._owners: dict[int, Owner] = {}
         """By storage; of arguments that share one none, since which one a view is of cannot be told."""
         self._alive: dict[int, int] = {}
@@ -277,7 +280,8 @@ class Recorder:
             return result, None
         if seen.depends_on_values:
             raise Refused(f"what '{node}' is depends on tensors' values", result)
-        if seen.computing and node.op != "call_module" and not seen.attends:  # what modules do they may do otherwise
+        may_change = node.op == "call_module" and target not in self._leaves  # what it does in another call
+        if seen.computing and not may_change and not seen.attends:
             value = self._taken_apart(seen, (), tensors_in((args, kwargs)), values_in(symbols), result, str(node))
             if value is not None:
                 return result, value
@@ -331,7 +335,8 @@ class Recorder:
         options = tuple(map(functional._hashable, values))
         said = (kwargs.get("strict", False), kwargs.get("region", 0), kwargs.get("fp32", "exact"))
         pool = tuple(kwargs.get("pool", ()))
-        plan = plans.known_plan(kind, epilogue, options, *said, pool, x, weight, bias, operands)
+        posed = (kind, epilogue, options, *said, pool, x, weight, bias, operands)
+        plan = plans.known_plan(*posed)
         if plan is None or plan.provisional:
             raise Refused(NOT_YET, functional.function(kind)(*args, **kwargs))
         with events.recorded() as seen:
@@ -348,6 +353,8 @@ class Recorder:
             given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
             value = step.result = self._result_of(step, result, given)
             self.steps.append(step)
+        elif kind == "pointwise" and not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
+            self.steps[-1].loops = loops_of_pass(plans.problem_of(*posed), inputs[0], inputs[3], value)
         return result, value
 
     def _taken_apart(

@@ -98,6 +98,8 @@ class Launch:
     references: list[tuple[Slot, int]]
     writes: Set[Slot] = frozenset()
     """Of these what it may write into."""
+    loops: Loops | None = None
+    """What it computes, if kernels of loops can, too."""
 
 
 @dataclass(eq=False)

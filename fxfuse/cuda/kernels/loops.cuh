@@ -15,10 +15,22 @@ namespace fxfuse {
 
 template <class Body>
 struct LoopsArguments {
-    unsigned runs;
+    unsigned count;  // of runs, or of rows
     unsigned number[Body::kNumbers + 1];
     FastDivisor divisor[Body::kDivisors + 1];
     const void* memory[Body::kTensors + 1];
+
+#ifndef __CUDACC_RTC__
+    static LoopsArguments make(const void* params, const uint64_t* pointers) {
+        const auto* values = static_cast<const uint32_t*>(params);
+        LoopsArguments arguments;
+        arguments.count = *values++;
+        for (int i = 0; i < Body::kNumbers; ++i) arguments.number[i] = *values++;
+        for (int i = 0; i < Body::kDivisors; ++i) arguments.divisor[i] = FastDivisor(*values++);
+        for (int i = 0; i < Body::kTensors; ++i) arguments.memory[i] = reinterpret_cast<const void*>(pointers[i + 1]);
+        return arguments;
+    }
+#endif  // __CUDACC_RTC__
 };
 
 // What lies at `source`, by instructions of kAccess bytes, of which the address is a multiple.
@@ -78,7 +90,7 @@ __global__ void __launch_bounds__(Body::kThreads)
     loops_kernel(const __grid_constant__ LoopsArguments<Body> arguments, typename Body::Output* out) {
     FXFUSE_DEVICE_PASS({
         const unsigned run = blockIdx.x * Body::kThreads + threadIdx.x;
-        if (run < arguments.runs) {
+        if (run < arguments.count) {
             Adjacent<typename Body::Output, Body::kVector, 16> result;
             Body::compute(arguments, run, result.element);
             result.store(out + static_cast<int64_t>(run) * Body::kVector);
@@ -90,13 +102,8 @@ __global__ void __launch_bounds__(Body::kThreads)
 // params: runs, numbers, divisors. pointers: the result's, then those of the tensors that are read.
 template <class Body>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
-    const auto* values = static_cast<const uint32_t*>(params);
-    LoopsArguments<Body> arguments;
-    arguments.runs = *values++;
-    for (int i = 0; i < Body::kNumbers; ++i) arguments.number[i] = *values++;
-    for (int i = 0; i < Body::kDivisors; ++i) arguments.divisor[i] = FastDivisor(*values++);
-    for (int i = 0; i < Body::kTensors; ++i) arguments.memory[i] = reinterpret_cast<const void*>(pointers[i + 1]);
-    const unsigned blocks = (arguments.runs + Body::kThreads - 1) / Body::kThreads;
+    const auto arguments = LoopsArguments<Body>::make(params, pointers);
+    const unsigned blocks = (arguments.count + Body::kThreads - 1) / Body::kThreads;
     loops_kernel<Body><<<blocks, Body::kThreads, 0, stream>>>(
         arguments, reinterpret_cast<typename Body::Output*>(pointers[0]));
     return cudaGetLastError();

@@ -1,0 +1,366 @@
+"""What torch's operators compute, as loops (loops.py): pointwise ones, those that move elements, and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from fxfuse import ops
+from fxfuse.errors import UnsupportedError
+from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
+from fxfuse.layout import is_overlapping
+from fxfuse.problem import OPERAND_DTYPES, Problem, channel_operands, settle
+from fxfuse.program.indices import Index, element
+from fxfuse.program.loops import (
+    INTEGER,
+    LARGEST,
+    Body,
+    Inexact,
+    Inside,
+    Loops,
+    Position,
+    Rule,
+    Unknown,
+    coordinates,
+    kind_of,
+    place_of,
+    reads_rows_along,
+)
+from fxfuse.program.reductions import REDUCTIONS
+from fxfuse.program.values import Value
+
+_INDICES: Final = (torch.int64, torch.int32)
+_CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
+    """What the operator computes; None if loops do not.
+
+    Args:
+        args, kwargs: its arguments, tensors as values.
+        result: the value of its result, which may be that of an argument that it overwrites.
+    """
+    if isinstance(result, tuple) and result:  # merge.py sees to it that nobody reads the others
+        result = result[0]
+    if not isinstance(result, Value) or math.prod(result.shape) == 0 or not _is_whole(result):
+        return None
+    names = [argument.name for argument in overload._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    body, packet = Body(), overload.overloadpacket
+    try:
+        rule = _RULES.get(packet)
+        made = _pointwise(body, overload, args, kwargs, result) if rule is None else rule(body, given, result)
+        loops = body.loops(result, made)
+    except (Unknown, ops.Rejected, KeyError):
+        return None
+    return loops if _is_possible(loops) else None
+
+
+def loops_of_pass(problem: Problem, x: Value, operands: Sequence[Value], result: Value) -> Loops | None:
+    """What a fused region without an anchor computes; None if loops do not."""
+    try:
+        expression, _ = settle(problem, problem.x.empty())
+        along_channels = channel_operands(expression)
+        body, at = Body(), coordinates(result.shape)
+
+        def leaf(node: Expr) -> Expr:
+            match node:
+                case Acc():
+                    return body.read(x, at)
+                case Operand(index):
+                    return body.read(operands[index], [at[1]] if index in along_channels else at)
+            return node
+
+        loops = body.loops(result, rewrite(expression, leaf))
+    except (Unknown, UnsupportedError):
+        return None
+    return loops if _is_whole(result) and _is_possible(loops) else None
+
+
+def _is_possible(loops: Loops) -> bool:
+    """Whether a kernel computes it as torch does."""
+    output, place = loops.output, loops.place()
+    if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
+        return False  # it would read what it has overwritten
+    largest = max([math.prod(output.shape), *(read.index.range[1] for read in loops.reads)])
+    return largest < LARGEST and _is_computed(loops) and reads_rows_along(loops)
+
+
+def _is_whole(value: Value) -> bool:
+    """Whether a result fills its memory, so that elements can be counted as they lie."""
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
+    is_dense = span + 1 == math.prod(value.shape) and not is_overlapping(value.shape, value.strides)
+    return is_dense and value.offset % value.dtype.itemsize == 0 and value.slot.kind != "given"
+
+
+def _is_computed(loops: Loops) -> bool:
+    """Whether a kernel computes it in the type that torch has, or a better one; narrower integers are moved only."""
+    try:
+        kind, output = loops.kinds[loops.expression], loops.output.dtype
+    except Inexact:
+        return False
+    return kind == kind_of(output) and (kind != INTEGER or output == torch.int64 or loops.only_moves)
+
+
+def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Value) -> Expr:
+    spelling = ops.find_function(overload)
+    schema = overload._schema
+    if spelling is None or overload._overloadname.endswith("out") or len(schema.returns) != 1:
+        raise Unknown
+    if schema.is_mutable and not (spelling.in_place and args[0] is result):
+        raise Unknown
+    at = coordinates(result.shape)
+
+    def argument(item: Any) -> Any:
+        return body.read(item, at) if isinstance(item, Value) else item
+
+    bound = ops.bind(spelling.row, [*map(argument, args)], {name: argument(item) for name, item in kwargs.items()})
+    made = spelling.row.build(*bound)
+    rows = [ops.row(node.op) for node in postorder(made) if isinstance(node, Call)]
+    if any(row.channel_args or row.in_place_of or row.name in ("type_as", *_CASTS.values()) for row in rows):
+        raise Unknown
+    return made
+
+
+def _cast(body: Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Expr:
+    made = body.read(value, at)
+    kind = kind_of(value.dtype)
+    if value.dtype == dtype or (kind == INTEGER and dtype == torch.int64):
+        return made
+    if kind == INTEGER and dtype == torch.bool:
+        return Call("ne", (made, Const(0)))
+    if kind == "bool" and dtype == torch.int64:
+        return Call("where", (made, Const(1), Const(0)))
+    if dtype not in _CASTS or value.dtype not in OPERAND_DTYPES:
+        raise Unknown
+    return Call(_CASTS[dtype], (made,))
+
+
+def _copy(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    return _cast(body, given["self"], coordinates(result.shape), result.dtype)
+
+
+def _overwrite(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    if given["self"] is not result:
+        raise Unknown
+    return _cast(body, given["src"], coordinates(result.shape), result.dtype)
+
+
+def _range(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    start, step = given.get("start", 0), given.get("step", 1)
+    if kind_of(result.dtype) != INTEGER or type(start) is not int or type(step) is not int:
+        raise Unknown
+    return body.leaf(Position(coordinates(result.shape)[0] * step + start))
+
+
+def _of_truths(row: str) -> Rule:
+    """What torch computes bit by bit, of truth values."""
+
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        values = [given[name] for name in ("self", "other") if name in given]
+        if result.dtype != torch.bool or not all(isinstance(v, Value) and v.dtype == torch.bool for v in values):
+            raise Unknown
+        at = coordinates(result.shape)
+        return Call(row, tuple(body.read(value, at) for value in values))
+
+    return rule
+
+
+def _number(value: Any, dtype: torch.dtype) -> Const:
+    """A number that torch turns into one of that dtype."""
+    kind = kind_of(dtype)
+    if not isinstance(value, bool | int | float) or (kind == INTEGER and not float(value).is_integer()):
+        raise Unknown
+    if kind == "double" and math.isfinite(value) and value != int(value):  # a literal is a float
+        raise Unknown
+    return Const({"bool": bool, INTEGER: int}.get(kind, float)(value))
+
+
+def _fill(name: str | None, number: float = 0) -> Rule:
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        if given.get("self") is result:
+            raise Unknown  # in place: what it overwrites may be read elsewhere
+        return _number(number if name is None else given[name], result.dtype)
+
+    return rule
+
+
+def _concatenation(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    tensors = [tensor for tensor in given["tensors"] if tensor.shape != (0,)]
+    return _beside(body, tensors, given.get("dim", 0) % len(result.shape), result, None)
+
+
+def _stack(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    dim = given.get("dim", 0) % len(result.shape)
+    return _beside(body, given["tensors"], dim, result, 1)
+
+
+def _beside(body: Body, tensors: Sequence[Value], dim: int, result: Value, stacked: int | None) -> Expr:
+    """Tensors one after the other along a dimension; those that are stacked have none there."""
+    at, begin, parts = coordinates(result.shape), 0, []
+    for tensor in tensors:
+        if tensor.dtype != result.dtype:
+            raise Unknown
+        size = tensor.shape[dim] if stacked is None else stacked
+        here = Inside(at[dim] - begin, size)
+        own = [*at[:dim], *([at[dim] - begin] if stacked is None else []), *at[dim + 1 :]]
+        if size:
+            parts.append((here, body.read(tensor, own, (here,) if len(tensors) > 1 else ())))
+        begin += size
+    *first, (_, made) = parts
+    for here, part in reversed(first):
+        made = body.choose([here], part, made)
+    return made
+
+
+def _padding(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, pad, at = given["self"], given["pad"], coordinates(result.shape)
+    where, own = [], list(at)
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = len(at) - 1 - number
+        own[dim] = at[dim] - before
+        if before > 0 or after > 0:
+            where.append(Inside(own[dim], x.shape[dim]))
+    return body.choose(where, body.read(x, own, tuple(where)), _number(given.get("value", 0), result.dtype))
+
+
+def _roll(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    at, dims = coordinates(result.shape), given.get("dims") or ()
+    if not dims:
+        raise Unknown
+    for dim, shift in zip(dims, given["shifts"], strict=True):
+        size = result.shape[dim]
+        at[dim % len(at)] = (at[dim] + (-shift % size)) % size
+    return body.read(given["self"], at)
+
+
+def _flip(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    at = coordinates(result.shape)
+    for dim in {dim % len(at) for dim in given["dims"]}:
+        at[dim] = at[dim] * -1 + (result.shape[dim] - 1)
+    return body.read(given["self"], at)
+
+
+def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at = given["self"], coordinates(result.shape)
+    own = at[len(at) - len(x.shape) :]
+    return body.read(x, [one % size for one, size in zip(own, x.shape, strict=True)])
+
+
+def _chosen(index: Any, at: Sequence[Index], size: int, wraps: bool) -> Index:
+    """The integer in an index tensor."""
+    if not isinstance(index, Value) or index.dtype not in _INDICES or index.offset % index.dtype.itemsize:
+        raise Unknown
+    own = at[len(at) - len(index.shape) :]
+    own = [Index() if length == 1 else one for one, length in zip(own, index.shape, strict=True)]
+    return element(index.slot, place_of(index, own), index.dtype, size, wraps)
+
+
+def _index_select(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at = given["self"], coordinates(result.shape)
+    dim = given["dim"] % len(at)
+    at[dim] = _chosen(given["index"], [at[dim]], x.shape[dim], False)
+    return body.read(x, at)
+
+
+def _embedding(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    weight, at = given["weight"], coordinates(result.shape)
+    return body.read(weight, [_chosen(given["indices"], at[:-1], weight.shape[0], False), at[-1]])
+
+
+def _gather(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at = given["self"], coordinates(result.shape)
+    dim = given["dim"] % len(at)
+    at[dim] = _chosen(given["index"], list(at), x.shape[dim], False)
+    return body.read(x, at)
+
+
+def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, indices, at = given["self"], given["indices"], coordinates(result.shape)
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if not dims or dims != list(range(dims[0], dims[-1] + 1)):  # apart, what they choose comes first
+        raise Unknown
+    if not all(isinstance(indices[dim], Value) for dim in dims):
+        raise Unknown
+    count = max(len(indices[dim].shape) for dim in dims)
+    chosen = at[dims[0] : dims[0] + count]
+    own = [_chosen(indices[dim], chosen, x.shape[dim], True) for dim in dims]
+    return body.read(x, [*at[: dims[0]], *own, *at[dims[0] + count :]])
+
+
+def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, source, at = given["self"], given["src"], coordinates(result.shape)
+    dim, start, size = given.get("dim", 0) % len(at), given.get("start") or 0, result.shape[given.get("dim", 0)]
+    if given.get("step", 1) != 1:
+        raise Unknown
+    start = min(max(start + size if start < 0 else start, 0), size)
+    here = Inside(at[dim] - start, source.shape[dim])
+    own = [*at[:dim], at[dim] - start, *at[dim + 1 :]]
+    return body.choose([here], body.read(source, own, (here,)), body.read(x, at))
+
+
+def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
+    scales = [given.get("scales_h"), given.get("scales_w")]
+    scales = list(given["scale_factors"]) if given.get("scale_factors") else scales
+    for dim, scale in zip((2, 3), scales, strict=True):
+        times, left = divmod(result.shape[dim], x.shape[dim])
+        if left or scale not in (None, times):
+            raise Unknown
+        at[dim] = at[dim] // times
+    return body.read(x, at)
+
+
+def _pixel_shuffle(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, factor = given["self"], given["upscale_factor"]
+    *batch, channel, row, column = coordinates(result.shape)
+    channel = channel * (factor * factor) + (row % factor) * factor + column % factor
+    return body.read(x, [*batch, channel, row // factor, column // factor])
+
+
+def _pixel_unshuffle(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, factor = given["self"], given["downscale_factor"]
+    *batch, channel, row, column = coordinates(result.shape)
+    row = row * factor + (channel // factor) % factor
+    return body.read(x, [*batch, channel // (factor * factor), row, column * factor + channel % factor])
+
+
+_aten = torch.ops.aten
+_RULES: Final[Mapping[Any, Rule]] = {
+    _aten.clone: _copy,
+    _aten._to_copy: _copy,
+    _aten.copy_: _overwrite,
+    _aten.full: _fill("fill_value"),
+    _aten.full_like: _fill("fill_value"),
+    _aten.new_full: _fill("fill_value"),
+    _aten.zeros: _fill(None),
+    _aten.zeros_like: _fill(None),
+    _aten.new_zeros: _fill(None),
+    _aten.ones: _fill(None, 1),
+    _aten.ones_like: _fill(None, 1),
+    _aten.new_ones: _fill(None, 1),
+    _aten.scalar_tensor: _fill("s"),
+    _aten.arange: _range,
+    _aten.bitwise_and: _of_truths("logical_and"),
+    _aten.bitwise_or: _of_truths("logical_or"),
+    _aten.bitwise_not: _of_truths("logical_not"),
+    _aten.cat: _concatenation,
+    _aten.stack: _stack,
+    _aten.constant_pad_nd: _padding,
+    _aten.roll: _roll,
+    _aten.flip: _flip,
+    _aten.repeat: _repeat,
+    _aten.index_select: _index_select,
+    _aten.embedding: _embedding,
+    _aten.gather: _gather,
+    _aten.index: _index,
+    _aten.slice_scatter: _slice_scatter,
+    _aten.upsample_nearest2d: _nearest,
+    _aten.pixel_shuffle: _pixel_shuffle,
+    _aten.pixel_unshuffle: _pixel_unshuffle,
+    **REDUCTIONS,
+}
+"""Operators that are not pointwise; all others are looked for in the table of those that are."""

@@ -1,0 +1,215 @@
+"""Rules for operators that add up rows or look for their greatest: softmax, means, sums, norms and normalisations.
+
+As torch does, in float32. Deviations are added up in a second pass, so that nothing cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from fxfuse.expression import Call, Const, Expr
+from fxfuse.problem import RESULT_DTYPES
+from fxfuse.program.indices import Index, variable
+from fxfuse.program.loops import Body, Rule, Unknown, coordinates, row_variable
+from fxfuse.program.values import Value
+
+LONGEST: Final = 2**15
+"""Elements of a row, which one block of threads adds up."""
+
+Place = Callable[[Index], list[Index]]
+"""The coordinates in a tensor of the element of a row that a variable says."""
+
+
+class _Row:
+    """A row of a tensor for each element of a result."""
+
+    def __init__(self, x: Any, size: int, place: Place) -> None:
+        if not isinstance(x, Value) or x.dtype not in RESULT_DTYPES or not 1 < size <= LONGEST:
+            raise Unknown
+        self.size = size
+        self._x, self._place = x, place
+
+    def element(self, body: Body, at: Index) -> Expr:
+        return body.read(self._x, self._place(at))
+
+    def reduced(self, body: Body, op: str, made: Callable[[Body, Expr], Expr], height: int = 0) -> Expr:
+        """Of what `made` makes of each element; `height`: how many such numbers, one within the other, that takes."""
+        over = row_variable(height, self.size)
+        return body.reduce(op, over, lambda inner: made(inner, self.element(inner, variable(over.name, over.size))))
+
+    def greatest(self, body: Body) -> Expr:
+        return self.reduced(body, "max", lambda _, x: x)
+
+    def mean(self, body: Body) -> Expr:
+        return _over(self.reduced(body, "sum", lambda _, x: x), self.size)
+
+    def squares(self, body: Body) -> Expr:
+        return self.reduced(body, "sum", lambda _, x: Call("mul", (x, x)))
+
+    def deviations(self, body: Body) -> Expr:
+        """The sum of the squares of what is left without the mean."""
+
+        def square(inner: Body, x: Expr) -> Expr:
+            left = Call("sub", (x, self.mean(inner)))
+            return Call("mul", (left, left))
+
+        return self.reduced(body, "sum", square, 1)
+
+    def normalised(self, body: Body, x: Expr, eps: float) -> Expr:
+        variance = _over(self.deviations(body), self.size)
+        return Call("mul", (Call("sub", (x, self.mean(body))), _inverse_root(variance, eps)))
+
+
+def _over(total: Expr, count: float) -> Expr:
+    return Call("div", (total, Const(float(count))))
+
+
+def _inverse_root(x: Expr, eps: float) -> Expr:
+    return Call("rsqrt", (Call("add", (x, Const(float(eps)))),))
+
+
+def _row_along(x: Any, dims: Any, at: Sequence[Index]) -> _Row:
+    """The row of x along `dims` (None: all), where the other coordinates are `at`."""
+    if not isinstance(x, Value) or not x.shape:
+        raise Unknown
+    rank = len(x.shape)
+    chosen = sorted({dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))})
+    sizes = [x.shape[dim] for dim in chosen]
+
+    def place(along: Index) -> list[Index]:
+        coordinates = list(at)
+        for dim, size in zip(reversed(chosen), reversed(sizes), strict=True):
+            coordinates[dim] = along % size
+            along = along // size
+        return coordinates
+
+    return _Row(x, math.prod(sizes), place)
+
+
+def _kept(x: Any, given: Mapping[str, Any], result: Value) -> list[Index]:
+    """Coordinates in x of what a reduction's result has left, with zeros along what is gone."""
+    if not isinstance(x, Value) or given.get("dtype") not in (None, result.dtype):
+        raise Unknown
+    at = coordinates(result.shape)
+    if len(result.shape) == len(x.shape):
+        return at
+    dims = given.get("dim")
+    gone = {dim % len(x.shape) for dim in ([dims] if isinstance(dims, int) else dims or range(len(x.shape)))}
+    rest = iter(at)
+    return [Index() if dim in gone else next(rest) for dim in range(len(x.shape))]
+
+
+def _reduction(made: Callable[[_Row, Body, Mapping[str, Any]], Expr]) -> Rule:
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        row = _row_along(given["self"], given.get("dim"), _kept(given["self"], given, result))
+        return made(row, body, given)
+
+    return rule
+
+
+def _variance(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
+    left = row.size - (1 if given.get("correction") is None else given["correction"])
+    if left <= 0:
+        raise Unknown
+    return _over(row.deviations(body), left)
+
+
+def _norm(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
+    if given.get("ord", 2) != 2:
+        raise Unknown
+    return Call("sqrt", (row.squares(body),))
+
+
+def _softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    exponent, total = _exponents(body, given, result)
+    return Call("div", (Call("exp", (exponent,)), total))
+
+
+def _log_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    exponent, total = _exponents(body, given, result)
+    return Call("sub", (exponent, Call("log", (total,))))
+
+
+def _exponents(body: Body, given: Mapping[str, Any], result: Value) -> tuple[Expr, Expr]:
+    """An element without the greatest of its row, and the sum of the exponentials of all."""
+    at = coordinates(result.shape)
+    row = _row_along(given["self"], given["dim"], at)
+    total = row.reduced(
+        body, "sum", lambda inner, x: Call("exp", (Call("sub", (x, row.greatest(inner))),)), 1
+    )  # fmt: skip
+    return Call("sub", (body.read(given["self"], at), row.greatest(body))), total
+
+
+def _affine(body: Body, made: Expr, given: Mapping[str, Any], at: Sequence[Index]) -> Expr:
+    """With weight and bias, if there are any, at their coordinates."""
+    for name, row in (("weight", "mul"), ("bias", "add")):
+        if given.get(name) is not None:
+            made = Call(row, (made, body.read(given[name], at)))
+    return made
+
+
+def _layer_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at, rank = given["input"], coordinates(result.shape), len(given["normalized_shape"])
+    row = _row_along(x, [-1 - dim for dim in range(rank)], at)
+    return _affine(body, row.normalised(body, body.read(x, at), given["eps"]), given, at[len(at) - rank :])
+
+
+def _rms_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at, rank = given["input"], coordinates(result.shape), len(given["normalized_shape"])
+    row = _row_along(x, [-1 - dim for dim in range(rank)], at)
+    eps = torch.finfo(x.dtype).eps if given.get("eps") is None else given["eps"]
+    made = Call("mul", (body.read(x, at), _inverse_root(_over(row.squares(body), row.size), eps)))
+    return _affine(body, made, given, at[len(at) - rank :])
+
+
+def _group_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at, groups = given["input"], coordinates(result.shape), given["group"]
+    if not isinstance(x, Value) or x.shape != result.shape:
+        raise Unknown
+    channels = x.shape[1] // groups
+
+    def place(along: Index) -> list[Index]:
+        found = []
+        for size in reversed(x.shape[2:]):
+            found.append(along % size)
+            along = along // size
+        return [at[0], (at[1] // channels) * channels + along, *reversed(found)]
+
+    row = _Row(x, channels * math.prod(x.shape[2:]), place)
+    return _affine(body, row.normalised(body, body.read(x, at), given["eps"]), given, [at[1]])
+
+
+def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """With a batch's own statistics, which nobody keeps: how weights are standardised."""
+    x, at = given["input"], coordinates(result.shape)
+    trains = given.get("training", given.get("train", True))
+    if not trains or given.get("running_mean") is not None or not isinstance(x, Value):
+        raise Unknown
+    row = _row_along(x, [dim for dim in range(len(x.shape)) if dim != 1], at)
+    return _affine(body, row.normalised(body, body.read(x, at), given["eps"]), given, [at[1]])
+
+
+_aten = torch.ops.aten
+REDUCTIONS: Final[Mapping[Any, Rule]] = {
+    getattr(_aten, name): rule
+    for name, rule in {
+        "_softmax": _softmax,
+        "_log_softmax": _log_softmax,
+        "mean": _reduction(lambda row, body, _: row.mean(body)),
+        "sum": _reduction(lambda row, body, _: row.reduced(body, "sum", lambda _, x: x)),
+        "amax": _reduction(lambda row, body, _: row.greatest(body)),
+        "var": _reduction(_variance),
+        "linalg_vector_norm": _reduction(_norm),
+        "native_layer_norm": _layer_norm,
+        "_fused_rms_norm": _rms_norm,
+        "native_group_norm": _group_norm,
+        "native_batch_norm": _batch_norm,
+        "_native_batch_norm_legit": _batch_norm,
+        "_native_batch_norm_legit_functional": _batch_norm,
+    }.items()
+    if hasattr(_aten, name)
+}  # fmt: skip
