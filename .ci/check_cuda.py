@@ -165,7 +165,8 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
 
 
 def between_regions(output: torch.dtype) -> Iterator[str]:
-    """What stands between library calls: windows of a rolled and padded image, and a sum of chosen rows and a mask."""
+    """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
+    softmax, and standardised weights."""
     aten = torch.ops.aten
 
     def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
@@ -188,6 +189,14 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         ),
     ):
         assert first is not None
+        if first.output is summed:  # one warp for each of its rows; a block for each of the weights'
+            softmax = loops_of(aten._softmax.default, (summed, -1, False), {}, value("softmax", *summed.shape))
+            weights = (value("weights", 1, 512, 4608), value("gain", 512), None, None, None, True, 0.0, 1e-6)
+            standardised = loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608))
+            assert softmax is not None and standardised is not None
+            for made in (loops.kernel(inlined(softmax, {summed.slot: first})), loops.kernel(standardised)):
+                assert made is not None
+                yield made.source
         made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
         assert made is not None
         yield made.source

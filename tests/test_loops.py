@@ -168,6 +168,29 @@ def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_numbers_and_indices_on_a_cpu(device):
+    """What torch takes from a CPU at every call is no kernel's to read."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.order = torch.tensor(2.0), torch.tensor([3, 1, 1, 0])
+
+        def forward(self, x):
+            y = (x.relu() * self.scale).neg().cumsum(0)
+            return y.index_select(0, self.order.to(x.device)).flip(1) * self.scale + torch.tensor([0.5]).to(x.device)
+
+    model = Scaled()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for number in range(6):
+            for each in (model, fast):
+                each.scale.fill_(number)
+            assert_as_eager(model, fast, torch.randn(4, 8, device=device))
+    assert state_of(fast).programs.programs, state_of(fast).programs.reason
+
+
 def drawn(seed, shape):
     """A model of random moves and sums."""
     generator = random.Random(seed)

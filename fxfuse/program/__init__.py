@@ -30,7 +30,7 @@ from fxfuse.locks import free_in_children
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Refused
+from fxfuse.program.values import PLAIN, Call, Launch, Refused, device_of
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -54,7 +54,8 @@ class Program:
 
     def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> None:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
-        device = next(tensor.device for tensor in tensors)
+        device = device_of(tensors)
+        assert device is not None, "others are not recorded"
         writer = Writer(recorder, _merged(recorder, device), device)
         self.code = writer.code
         self.arena_size = writer.arena_size
@@ -300,9 +301,8 @@ _CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
 
 
 def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
-    devices = {tensor.device for tensor in tensors}
     return (
-        len(devices) == 1
+        device_of(tensors) is not None
         and PLAIN.issuperset(map(type, tensors))
         and all(
             tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)

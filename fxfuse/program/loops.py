@@ -176,6 +176,8 @@ class Body:
         """value[at]; fewer dimensions, and those of size 1, broadcast."""
         if not isinstance(value, Value) or value.dtype not in MOVED or value.offset % value.dtype.itemsize:
             raise Unknown
+        if value.slot.is_apart:
+            raise Unknown
         own = at[len(at) - len(value.shape) :]
         own = [Index() if size == 1 else one for one, size in zip(own, value.shape, strict=True)]
         return self.leaf(Read(value.slot, value.dtype, place_of(value, own), where))

@@ -108,23 +108,23 @@ class _Plan:
         since: dict[int, int] = {}
         """By number of step: the first of those that it stands for."""
         for number, step in enumerate(self._steps):
-            loops = step.loops if self._is_loops(number) else None
-            since[number] = number
-            for slot in () if loops is None else dict.fromkeys(read.slot for read in loops.reads):
-                if slot not in latest:
-                    continue
-                producer = latest[slot]
-                whole = self._with(loops, self.computed[producer], number, since[producer])
-                if whole is not None:
-                    loops, since[number] = whole, min(since[number], since[producer])
-                    waiting[producer] -= 1
+            loops = step.loops
+            if loops is not None and self._is_loops(number):
+                since[number] = number
+                for slot in dict.fromkeys(read.slot for read in loops.reads):
+                    producer = latest.get(slot)
+                    if producer is None:
+                        continue
+                    whole = self._with(loops, self.computed[producer], number, since[producer])
+                    if whole is not None:
+                        loops, since[number] = whole, min(since[number], since[producer])
+                        waiting[producer] -= 1
+                self.computed[number] = loops
             for slot in _written(step):
                 latest.pop(slot, None)
-            if loops is not None:
-                self.computed[number] = loops
-                if self._may_be_absent(number):
-                    latest[loops.output.slot] = number
-                    waiting[number] = len(self._readers_of(number))
+            if number in self.computed and self._may_be_absent(number):
+                latest[self.computed[number].output.slot] = number
+                waiting[number] = len(self._readers_of(number))
         for number, count in waiting.items():
             if count == 0:
                 del self.computed[number]

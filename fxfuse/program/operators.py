@@ -93,7 +93,9 @@ def _is_whole(value: Value) -> bool:
     """Whether a result fills its memory, so that elements can be counted as they lie."""
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
     is_dense = span + 1 == math.prod(value.shape) and not is_overlapping(value.shape, value.strides)
-    return is_dense and value.offset % value.dtype.itemsize == 0 and value.slot.kind != "given"
+    return (
+        is_dense and value.offset % value.dtype.itemsize == 0 and value.slot.kind != "given" and not value.slot.is_apart
+    )
 
 
 def _is_computed(loops: Loops) -> bool:
@@ -253,6 +255,8 @@ def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _chosen(index: Any, at: Sequence[Index], size: int, wraps: bool) -> Index:
     """The integer in an index tensor."""
     if not isinstance(index, Value) or index.dtype not in _INDICES or index.offset % index.dtype.itemsize:
+        raise Unknown
+    if index.slot.is_apart:
         raise Unknown
     own = at[len(at) - len(index.shape) :]
     own = [Index() if length == 1 else one for one, length in zip(own, index.shape, strict=True)]

@@ -26,6 +26,7 @@ from fxfuse.program.values import (
     Value,
     address,
     as_plain,
+    device_of,
     extent,
     functions_of,
     is_plain,
@@ -177,6 +178,7 @@ class Recorder:
         """Positions of those that are the same tensor."""
         self.given_slots: dict[int, Slot] = {}
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
+        self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
         """By storage; of arguments that share one none, since which one a view is of cannot be told."""
         self._alive: dict[int, int] = {}
@@ -186,7 +188,9 @@ class Recorder:
             if id(tensor) in self.given_slots:
                 self.ties.append((self.given_slots[id(tensor)].index, number))
                 continue
-            slot = self.given_slots[id(tensor)] = Slot("given", f"g{number}", dtype=tensor.dtype, index=number)
+            slot = self._slot("given", f"g{number}", tensor)
+            slot.index = number
+            self.given_slots[id(tensor)] = slot
             key, owner = tensor.untyped_storage()._cdata, Owner.of(slot, tensor)
             if self._owners.setdefault(key, owner) is not owner:
                 shared.add(key)
@@ -262,6 +266,9 @@ class Recorder:
                 if self._alive[key] == 0 and key in self._owners and self._owners[key].slot.kind != "given":
                     del self._owners[key]
 
+    def _slot(self, kind: str, name: str, tensor: torch.Tensor) -> Slot:
+        return Slot(kind, name, dtype=tensor.dtype, is_apart=tensor.device != self._device)
+
     def _name(self) -> str:
         self._count += 1
         return f"v{self._count}"
@@ -322,7 +329,7 @@ class Recorder:
             key, name = tensor.untyped_storage()._cdata, self._name()
             if key not in self._owners:
                 call.is_view = False  # of memory that nobody else knows of
-                self._owners[key] = Owner.of(Slot("made", name, dtype=tensor.dtype), tensor)
+                self._owners[key] = Owner.of(self._slot("made", name, tensor), tensor)
                 return self._value(tensor, name)
             return self._value(tensor, name, call)
 
@@ -347,7 +354,9 @@ class Recorder:
             raise Refused("what a region is depends on tensors' values", result)
         real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
         label = f"{node}: {plan.kernel or 'torch'}"
-        value = self._taken_apart(operators, seen.memory, tensors_in(real), values_in(inputs), result, label)
+        value = None
+        if not any(item.slot.is_apart for item in values_in(inputs)):  # of which a kernel's arguments hold the number
+            value = self._taken_apart(operators, seen.memory, tensors_in(real), values_in(inputs), result, label)
         if value is None:
             step = Call(plan.run, inputs, {}, None, False, False, False, label)
             given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
@@ -395,6 +404,8 @@ class Recorder:
         return value
 
     def _own_memory(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self._device:
+            raise _Unknown
         slot = Slot("memory", self._name(), tuple(tensor.shape), tensor.stride(), tensor.dtype, extent(tensor))
         self._owners.setdefault(tensor.untyped_storage()._cdata, Owner.of(slot, tensor))
 
@@ -419,7 +430,7 @@ class Recorder:
                 if not is_plain(tensor):
                     raise _Unknown
                 name = self._name()
-                self._owners[key] = Owner.of(Slot("made", name, dtype=tensor.dtype), tensor)
+                self._owners[key] = Owner.of(self._slot("made", name, tensor), tensor)
                 known[id(tensor)] = self._value(tensor, name)
             return self._known(tensor, known)
 

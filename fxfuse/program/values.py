@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -40,6 +40,8 @@ class Slot:
     """In the table of addresses; -1 in the arena."""
     offset: int = 0
     """In the arena."""
+    is_apart: bool = False
+    """Whether it lies on a CPU beside a program for a GPU: only torch reads it."""
     first: int = -1
     last: int = -1
     """The steps that use it first and last."""
@@ -85,6 +87,14 @@ class Owner:
         if slot.kind != "given":  # of those, calls with other addresses than multiples of 16 run no program
             slot.alignment = math.gcd(16, tensor.storage_offset() * tensor.element_size())
         return Owner(slot, address(tensor), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device on which they lie, but for some on a CPU; None if there are several."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        devices.discard(torch.device("cpu"))
+    return next(iter(devices)) if len(devices) == 1 else None
 
 
 def address(tensor: torch.Tensor) -> int:
