@@ -177,6 +177,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     table, rows, chosen = value("table", 169, 3), value("rows", 49, 49, dtype=torch.int64), value("chosen", 49, 49, 3)
     products, summed = value("products", 512, 3, 49, 49), value("summed", 512, 3, 49, 49)
     mask = replace(chosen, shape=(1, 3, 49, 49), strides=(7203, 1, 147, 3))
+    weights = (value("weights", 1, 512, 4608), value("gain", 512), None, None, None, True, 0.0, 1e-6)
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
         (
@@ -187,16 +188,13 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             loops_of(aten.index.Tensor, (table, [rows]), {}, chosen),
             loops_of(aten.add.Tensor, (products, mask), {}, summed),
         ),
+        (
+            loops_of(aten.add.Tensor, (products, mask), {}, summed),
+            loops_of(aten._softmax.default, (summed, -1, False), {}, value("softmax", *summed.shape)),
+        ),
+        (loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608)), None),
     ):
         assert first is not None
-        if first.output is summed:  # one warp for each of its rows; a block for each of the weights'
-            softmax = loops_of(aten._softmax.default, (summed, -1, False), {}, value("softmax", *summed.shape))
-            weights = (value("weights", 1, 512, 4608), value("gain", 512), None, None, None, True, 0.0, 1e-6)
-            standardised = loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608))
-            assert softmax is not None and standardised is not None
-            for made in (loops.kernel(inlined(softmax, {summed.slot: first})), loops.kernel(standardised)):
-                assert made is not None
-                yield made.source
         made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
         assert made is not None
         yield made.source
