@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import types
@@ -111,7 +112,7 @@ class Recapture:
 
     def _hooks(self) -> list[int]:
         """Every hook that there is, by its number, which none other has had."""
-        return [number for table in self._tables for number in table]
+        return list(itertools.chain.from_iterable(filter(None, self._tables)))
 
     def _compiled(self) -> Callable[..., Any]:
         with self._lock:

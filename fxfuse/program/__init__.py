@@ -52,7 +52,7 @@ _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor o
 class Program:
     """What runs one kind of call."""
 
-    def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> None:
+    def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> None:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
@@ -70,21 +70,21 @@ class Program:
         """Whether the call can be made again after some of it has run."""
         exec(compile(self.code, "<fxfuse program>", "exec"), names)
         self.run: Callable[[Sequence[torch.Tensor], list[int]], Any] = names["program"]
-        self._constants = tuple(constants)
+        self._constants = constants
         self._switches = _switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
         self._count, self._ties = len(tensors), recorder.ties
         self._guard = _guard_of(tensors)
 
-    def fits(self, tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
+    def fits(self, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
         """Whether the call is of this kind; no gradient is due in one that is."""
         return (
             len(tensors) == self._count
             and self._guard(tensors)
             and all(tensors[first] is tensors[second] for first, second in self._ties)
             and not (self._differentiable and torch.is_grad_enabled())
-            and _are_alike(self._constants, constants)
+            and self._constants == constants
             and self._switches == _switches(self._device)
         )
 
@@ -135,15 +135,25 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
     return lambda tensors: check(*[tensors[position] for position in positions])
 
 
+class _Arguments:
+    """Which of a call's arguments are tensors, where each is of a certain type."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self._kinds = kinds
+        self._tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, torch.Tensor)]
+        self._others = [place for place, kind in enumerate(kinds) if not issubclass(kind, torch.Tensor)]
+
+    def tensors(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [arguments[place] for place in self._tensors] if self._others else list(arguments)
+
+    def constants(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """What else a program depends on: the types first, so that values are compared with those of their type."""
+        return self._kinds, *[_constant(arguments[place]) for place in self._others]
+
+
 def _constant(argument: Any) -> Any:
-    """What a program depends on of an argument: its value, or that it is a tensor. 0.0 and -0.0 are two numbers."""
-    if isinstance(argument, torch.Tensor):
-        return ...
+    """A value to compare: 0.0 and -0.0 are two numbers."""
     return argument.hex().encode() if type(argument) is float else argument
-
-
-def _are_alike(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    return len(before) == len(now) and all(type(a) is type(b) and a == b for a, b in zip(before, now, strict=True))
 
 
 def _switches(device: torch.device) -> tuple[Any, ...]:
@@ -161,11 +171,12 @@ class Programs:
         """Why there are none."""
         self.programs: list[Program] = []
         self._root, self._graph = root, graph
-        self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], tuple[Any, ...]] | None = None
+        self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], int, tuple[Any, ...]] | None = None
         self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
         self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
         self._names = [str(node.target) for node in self._nodes]
+        self._arguments: dict[tuple[type, ...], _Arguments] = {}
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
         modules: list[nn.Module] = []
         self._is_fused = any(node.target in KINDS for node in graph.nodes)
@@ -209,11 +220,14 @@ class Programs:
             attributes = [table[name] for table, name in self._attributes.values()]
         except KeyError:  # it is gone, which the graph's code has words for
             return forward(*args, **kwargs)
-        tensors = [*(arg for arg in args_bound if isinstance(arg, torch.Tensor)), *attributes]
-        constants = [_constant(arg) for arg in args_bound]
+        kinds = tuple(map(type, args_bound))
+        arguments = self._arguments.get(kinds)
+        if arguments is None:
+            arguments = self._arguments[kinds] = _Arguments(kinds)
+        tensors, constants = [*arguments.tensors(args_bound), *attributes], arguments.constants(args_bound)
         for program in self.programs:
             if program.fits(tensors, constants):
-                addresses = [tensor.data_ptr() for tensor in tensors]
+                addresses = list(map(torch.Tensor.data_ptr, tensors))
                 if plans._unaligned(addresses):
                     break
                 try:
@@ -241,7 +255,7 @@ class Programs:
 
     def _unknown(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Sequence[Any],
-        attributes: Sequence[Any], tensors: Sequence[torch.Tensor], constants: Sequence[Any],
+        attributes: Sequence[Any], tensors: Sequence[torch.Tensor], constants: tuple[Any, ...],
     ) -> Any:  # fmt: skip
         """A call for which there is no program: recorded if the one before was of the same kind."""
         if any(tensor is None for tensor in tensors):  # a parameter that is gone
@@ -256,8 +270,8 @@ class Programs:
             return forward(*args, **kwargs)
         before = self._seen
         self._seen = None
-        if before is None or not (_are_alike(before[1], (len(tensors), *constants)) and before[0](tensors)):
-            self._seen = _guard_of(tensors), (len(tensors), *constants)
+        if before is None or before[1:] != (len(tensors), constants) or not before[0](tensors):
+            self._seen = _guard_of(tensors), len(tensors), constants
             return forward(*args, **kwargs)
         given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
         values = dict(zip(self._attributes, attributes, strict=True))
@@ -300,7 +314,7 @@ def prepare() -> None:
 _CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
 
 
-def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> bool:
+def _are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
     return (
         device_of(tensors) is not None
         and PLAIN.issuperset(map(type, tensors))
@@ -308,7 +322,7 @@ def _are_plain(tensors: Sequence[torch.Tensor], constants: Sequence[Any]) -> boo
             tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
             for tensor in tensors
         )
-        and all(value is None or value is ... or isinstance(value, _CONSTANTS) for value in constants)
+        and all(value is None or isinstance(value, _CONSTANTS) for value in constants[1:])
     )
 
 
