@@ -28,8 +28,11 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
+from fxfuse import build
 from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
+from fxfuse.guard import Guard
 from fxfuse.state import Draws, unchanged
 
 logger = logging.getLogger("fxfuse")
@@ -288,7 +291,6 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 _END: Final = object()
-_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 class _State:
@@ -314,9 +316,8 @@ class _State:
         self._hooked = any(self._hooks)
         self._members = [*itertools.chain.from_iterable(self._tables), *lent, _END]
         self._places = self._read_places()
-        self._same: dict[tuple[bool, bool], Callable[..., bool]] = {}
-        """For the thread's modes on which dispatch keys depend: torch's comparison of all tensors with what they
-        were."""
+        self._guards: dict[tuple[bool, bool], Guard] = {}
+        """For the thread's modes on which dispatch keys depend: all tensors as they were."""
         self._unfit = self._why_unfit(module)
 
     # read at every call, of hundreds of tensors and modules: loops in C
@@ -337,20 +338,20 @@ class _State:
     def _has_places(self) -> bool:
         """Whether all tensors lie where they did, as they did.
 
-        Once that was found, torch compares all but addresses in one call, in half the time. It sees more than matters
-        here (requires_grad, the thread's dispatch keys): where it says no, everything is read.
+        Once that was found, one call into C compares them. It sees more than matters here (requires_grad, the thread's
+        dispatch keys): where it says no, everything is read.
         """
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
-        same = self._same.get(modes)
-        if same is not None and same(*self._tensors):
-            return bool(list(map(torch.Tensor.data_ptr, self._tensors)) == self._places[0])
+        guard = self._guards.get(modes)
+        if guard is not None:
+            addresses = guard.addresses[:]
+            if guard.holds(self._tensors, addresses):
+                return addresses == guard.addresses
         if self._read_places() != self._places:
             return False
-        if self._are_plain and self._tensors and _guards is not None:
-            sizes, strides = [list(item.shape) for item in self._tensors], list(map(list, self._places[1]))
-            self._same[modes] = _guards(
-                *self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-            ).check  # None instead of them would mean "any"
+        if self._are_plain and self._tensors:
+            with contextlib.suppress(FxfuseError, build.NotBuilt):  # everything is read then
+                self._guards[modes] = Guard(self._tensors)
         return True
 
     def _why_unfit(self, module: nn.Module) -> str | None:

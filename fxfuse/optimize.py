@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,12 +10,11 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from fxfuse import plans
+from fxfuse import plans, program
 from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.capture import capture
 from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.module import FusedModule, is_fused, state_of, with_fused_children
-from fxfuse.program import prepare
 from fxfuse.replacement import Settings
 from fxfuse.state import called_unchanged
 
@@ -117,9 +117,10 @@ def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
     recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
     if recapture is not None:
         recapture.hurry()
-    if any(state_of(item).programs is not None for item in fast.modules() if isinstance(item, FusedModule)):
-        prepare()
-    with plans.preparing():
+    with plans.preparing() as drafts:
+        if any(state_of(item).programs is not None for item in fast.modules() if isinstance(item, FusedModule)):
+            for source in program.SOURCES:
+                drafts.beside(functools.partial(program.prepare, source))
         called_unchanged(fast, args, kwargs or {})
 
 

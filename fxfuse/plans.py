@@ -409,6 +409,11 @@ class Drafts:
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
         self._drafts: dict[Key, Future[Draft]] = {}
         self._calls: dict[Future[Draft], list[_FirstCall]] = {}
+        self._others: list[Future[None]] = []
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Begins to do something else that calls will need."""
+        self._others.append(self._pool.submit(work))
 
     def note(self, call: _FirstCall) -> None:
         """Begins to compile what may run `call`, unless another has posed the same problem."""
@@ -422,12 +427,17 @@ class Drafts:
         return all(draft.done() for draft in self._calls)
 
     def decide(self) -> None:
-        """Makes the plans, each as soon as its kernels are compiled: one after another, since it measures."""
+        """Makes the plans, each as soon as its kernels are compiled: one after another, since it measures.
+
+        Waits for what is done beside.
+        """
         for draft in as_completed(self._calls):
             plan = draft.result()()
             with _lock:
                 for call in self._calls[draft]:
                     _keep(_plans.setdefault(call.region, {}), call.key, call.problem, plan, call.strides)
+        for other in self._others:
+            other.result()
 
     def close(self) -> None:
         """Drops what has not begun. Of the rest nobody waits for what it leaves in the kernel cache."""

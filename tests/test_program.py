@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import fxfuse
 from fxfuse import program
+from fxfuse.guard import Guard
 from fxfuse.module import state_of
 from fxfuse.program import values, write
 
@@ -94,6 +95,84 @@ def test_memory_that_torch_fills(name, rows):
     with torch.no_grad():
         for _ in range(4):
             assert_as_eager(model, fast, torch.randn(rows, 8))
+
+
+GUARDED = {
+    "another dtype": lambda t: t.data.double(),
+    "other sizes": lambda t: t.data[:4],
+    "other strides": lambda t: t.data.t(),
+    "negated": lambda t: torch._neg_view(t.data),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_the_guard_sees_what_data_is_set_to(name):
+    tensors = [torch.randn(8, 8), nn.Parameter(torch.randn(8, 8)), torch.randn(3)]
+    guard = Guard(tensors)
+    addresses = guard.addresses[:]
+    assert guard.holds(tensors, addresses)
+    assert list(addresses[:3]) == [tensor.data_ptr() for tensor in tensors]
+    assert addresses[3] == tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()
+    before = tensors[1].data
+    tensors[1].data = GUARDED[name](tensors[1])
+    assert not guard.holds(tensors, addresses)
+    tensors[1].data = before.clone()
+    assert guard.holds(tensors, addresses) and addresses[1] == tensors[1].data_ptr() != before.data_ptr()
+
+
+class Labelled(torch.Tensor):
+    pass
+
+
+def test_the_guard_sees_modes_and_other_objects():
+    tensors = [torch.randn(8, 8), nn.Parameter(torch.randn(8, 8))]
+    guard = Guard(tensors)
+    addresses = guard.addresses[:]
+    with torch.inference_mode():
+        assert not guard.holds(tensors, addresses)
+    with torch.autocast("cpu"):
+        assert not guard.holds(tensors, addresses)
+    tensors[1].requires_grad_(False)
+    assert not guard.holds(tensors, addresses)
+    tensors[1].requires_grad_()
+    for other in (
+        None,
+        3,
+        "x",
+        tensors[0].to_sparse(),
+        torch.randn(8, 8).as_subclass(Labelled),
+        torch.randn(8, 8, device="meta"),
+    ):
+        assert not guard.holds([tensors[0], other], addresses)
+        assert not guard.holds([other, tensors[1]], addresses) or type(other) is torch.Tensor
+    assert not guard.holds(tensors[:1], addresses)
+    assert guard.holds([torch.randn(8, 8), nn.Parameter(torch.randn(8, 8))], addresses)
+
+
+def leaf_modules():
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.ReLU(), nn.Linear(8, 8, bias=False), nn.LogSoftmax(-1))
+
+
+LEAF_CHANGES = {
+    "an attribute": lambda m: setattr(m[1], "dim", 0),
+    "a hook": lambda m: m[1].register_forward_hook(lambda module, args, result: result + 1),
+    "another forward": lambda m: setattr(m[1], "forward", lambda x: x * 2),
+    "a bias": lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(8))),
+    "no bias": lambda m: setattr(m[0], "bias", None),
+    "another class": lambda m: setattr(m[1], "__class__", nn.LogSoftmax),
+    "weights": lambda m: setattr(m[3], "weight", nn.Parameter(torch.ones(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", LEAF_CHANGES)
+def test_modules_that_are_taken_apart_may_change(name):
+    model = Net(lambda m, x: m.all((x.relu() * 2).neg()), all=leaf_modules())
+    fast = recorded(copy.deepcopy(model), torch.randn(4, 8))
+    for each in (model.all, fast.get_submodule("all")):
+        LEAF_CHANGES[name](each)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(4, 8))
 
 
 def recorded(model, x):

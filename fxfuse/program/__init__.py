@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -23,9 +24,10 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import build, functional, plans
+from fxfuse import build, functional, guard
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
+from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import merged
@@ -45,14 +47,17 @@ PATIENCE: Final = 16
 MERGING: Final = ("cuda",)
 """Types of devices for which what stands between regions is merged; torch's CPU kernels use vectors, ours would not."""
 
-_guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+ALIGNMENT: Final = 16
+"""Bytes of which the address of each tensor is a multiple; calls with others run the graph's own code."""
 _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
+SOURCES: Final = (_EXECUTOR, guard.SOURCE)
+"""What all programs need."""
 
 
 class Program:
     """What runs one kind of call."""
 
-    def __init__(self, recorder: Recorder, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> None:
+    def __init__(self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> None:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
@@ -69,24 +74,33 @@ class Program:
         self.repeats = not any(_changes_what_is_given(step) for step in writer.steps)
         """Whether the call can be made again after some of it has run."""
         exec(compile(self.code, "<fxfuse program>", "exec"), names)
-        self.run: Callable[[Sequence[torch.Tensor], list[int]], Any] = names["program"]
+        self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]
+        """run(tensors, table), of which the table of addresses is this call's own."""
         self._constants = constants
         self._switches = _switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
         self._count, self._ties = len(tensors), recorder.ties
-        self._guard = _guard_of(tensors)
+        self._distinct = self._count - len(recorder.ties)
+        self._guard = Guard(tensors)
+        self._blank = array("Q", bytes(8 * writer.table_size))
 
-    def fits(self, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
-        """Whether the call is of this kind; no gradient is due in one that is."""
-        return (
-            len(tensors) == self._count
-            and self._guard(tensors)
+    def table(self, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> array[int] | None:
+        """Where the tensors lie, if the call is of this kind; no gradient is due in one that is. Else None."""
+        if (self._differentiable and torch.is_grad_enabled()) or self._constants != constants:
+            return None
+        table = self._blank[:]
+        is_alike = (
+            self._guard.holds(tensors, table)
+            and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # what is written must be no other
             and all(tensors[first] is tensors[second] for first, second in self._ties)
-            and not (self._differentiable and torch.is_grad_enabled())
-            and self._constants == constants
             and self._switches == _switches(self._device)
         )
+        return table if is_alike else None
+
+    def is_aligned(self, table: array[int]) -> bool:
+        """Whether all tensors lie where kernels of this program may read them."""
+        return not table[self._count] & (ALIGNMENT - 1)
 
 
 def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]:
@@ -113,26 +127,6 @@ def _launching(launch: Callable[..., None]) -> Callable[..., None]:
 def _changes_what_is_given(step: Launch | Call) -> bool:
     """Whether a call may write into an argument or a parameter. Kernels write into memory that is a call's own."""
     return isinstance(step, Call) and not step.is_pure and any(value.slot.kind == "given" for value in step.values())
-
-
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """guard(tensors): type, dtype, device, sizes, strides, requires_grad and dispatch keys are what they are now.
-
-    Of as many tensors, of which those that are the same now are looked at once: torch's guards refuse to look twice.
-    """
-    once = {id(tensor): tensor for tensor in tensors}
-    sizes, strides = (
-        [list(tensor.shape) for tensor in once.values()],
-        [list(tensor.stride()) for tensor in once.values()],
-    )
-    check: Callable[..., bool] = _guards(*once.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    if len(once) == len(tensors):
-        return lambda tensors: check(*tensors)
-    first: dict[int, int] = {}
-    for position, tensor in enumerate(tensors):
-        first.setdefault(id(tensor), position)
-    positions = tuple(first.values())
-    return lambda tensors: check(*[tensors[position] for position in positions])
 
 
 class _Arguments:
@@ -171,7 +165,7 @@ class Programs:
         """Why there are none."""
         self.programs: list[Program] = []
         self._root, self._graph = root, graph
-        self._seen: tuple[Callable[[Sequence[torch.Tensor]], bool], int, tuple[Any, ...]] | None = None
+        self._seen: tuple[list[Any], tuple[Any, ...]] | None = None
         self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
         self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -181,8 +175,6 @@ class Programs:
         modules: list[nn.Module] = []
         self._is_fused = any(node.target in KINDS for node in graph.nodes)
         try:
-            if _guards is None:
-                raise Refused("this version of torch lacks what programs are made with")
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
             check_graph(root, graph)
@@ -226,12 +218,12 @@ class Programs:
             arguments = self._arguments[kinds] = _Arguments(kinds)
         tensors, constants = [*arguments.tensors(args_bound), *attributes], arguments.constants(args_bound)
         for program in self.programs:
-            if program.fits(tensors, constants):
-                addresses = list(map(torch.Tensor.data_ptr, tensors))
-                if plans._unaligned(addresses):
+            table = program.table(tensors, constants)
+            if table is not None:
+                if not program.is_aligned(table):
                     break
                 try:
-                    return program.run(tensors, addresses)
+                    return program.run(tensors, table)
                 except LaunchError:
                     self.programs = [other for other in self.programs if other is not program]
                     if not program.repeats:
@@ -255,7 +247,7 @@ class Programs:
 
     def _unknown(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Sequence[Any],
-        attributes: Sequence[Any], tensors: Sequence[torch.Tensor], constants: tuple[Any, ...],
+        attributes: Sequence[Any], tensors: list[torch.Tensor], constants: tuple[Any, ...],
     ) -> Any:  # fmt: skip
         """A call for which there is no program: recorded if the one before was of the same kind."""
         if any(tensor is None for tensor in tensors):  # a parameter that is gone
@@ -270,8 +262,9 @@ class Programs:
             return forward(*args, **kwargs)
         before = self._seen
         self._seen = None
-        if before is None or before[1:] != (len(tensors), constants) or not before[0](tensors):
-            self._seen = _guard_of(tensors), len(tensors), constants
+        seen = list(map(_described, tensors)), constants
+        if before != seen:
+            self._seen = seen
             return forward(*args, **kwargs)
         given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
         values = dict(zip(self._attributes, attributes, strict=True))
@@ -296,6 +289,11 @@ class Programs:
         return result
 
 
+def _described(tensor: torch.Tensor) -> Any:
+    """What must be the same in two calls in a row. Whatever else matters a program's own guard sees."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
 def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the call becomes a CUDA graph: no kernel can be loaded meanwhile."""
     return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
@@ -305,10 +303,10 @@ def _nothing() -> None:
     return None
 
 
-def prepare() -> None:
-    """Compiles what all programs need, if there is a compiler. Where there is none, programs say so."""
+def prepare(source: build.Source) -> None:
+    """Compiles one of what all programs need, if there is a compiler. Where there is none, programs say so."""
     with contextlib.suppress(FxfuseError):
-        build.load(_EXECUTOR)
+        build.load(source)
 
 
 _CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)

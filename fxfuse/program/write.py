@@ -82,7 +82,7 @@ class Writer:
     """The text of a program, and what its names mean."""
 
     def __init__(self, recorder: Recorder, steps: Sequence[Launch | Call], device: torch.device) -> None:
-        self.names: dict[str, Any] = {"array": array, "reinterpret": reinterpret}
+        self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
         self.references = array("Q")
         self.params: list[array[int]] = []
@@ -118,7 +118,8 @@ class Writer:
         self._arena_index = self._given  # behind the given ones
         for index, slot in enumerate(table, start=self._given + 1):
             slot.index = index
-        self._table_size = self._given + 1 + len(table)
+        self.table_size = self._given + 1 + len(table)
+        """Addresses: those of the given tensors, the arena's, and those of what torch makes and the caller gets."""
 
     def _uses(self, output: Any) -> dict[str, int]:
         """The last step at which each variable must be there."""
@@ -163,18 +164,15 @@ class Writer:
             functools.partial(torch._C._cuda_getCurrentRawStream, index) if on_gpu else torch.get_num_threads
         )
         self.names["empty"], self.names["uint8"] = _allocator(self._device), torch.uint8
-        self.names["zeros"] = bytes(8 * (self._table_size - self._given))
         head = [
             *(f"g{i} = given[{i}]" for i in sorted(self._read)),
-            "t = array('Q', addresses)",
-            "t.frombytes(zeros)",
             "table = t.buffer_info()[0]",
             "stream = context()",
         ]
         if self.arena_size or self._typed:  # what lies there may have no elements
             head += [f"arena = empty(({self.arena_size},), (1,), uint8)", f"t[{self._arena_index}] = arena.data_ptr()"]
         head += [f"arena_{dtype} = arena.view({dtype})" for dtype in sorted(self._typed)]
-        return "\n".join(["def program(given, addresses):", *(f"    {line}" for line in head), *self._lines]) + "\n"
+        return "\n".join(["def program(given, t):", *(f"    {line}" for line in head), *self._lines]) + "\n"
 
     def _flush(self, number: int) -> None:
         """One call for the launches that are waiting; memory that outlives the program is taken before."""

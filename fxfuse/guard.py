@@ -1,0 +1,60 @@
+"""Whether a call's tensors are what they were, and where they lie, in one call into C (guard.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from typing import Final
+
+import torch
+from torch import nn
+
+from fxfuse import build
+from fxfuse.errors import UnsupportedError
+
+SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of programs")
+
+
+class Guard:
+    """Type, dtype, device, sizes, strides, requires_grad and dispatch keys of tensors, and the thread's keys."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        """As they are now. Raises ToolchainError, BuildError, UnsupportedError if that cannot be asked."""
+        self._offset, self._call = _offset(), build.load(SOURCE)
+        self._words = array("Q", bytes(8 * (2 + sum(4 + 2 * tensor.dim() for tensor in tensors))))
+        self._place = self._words.buffer_info()[0]
+        self._count = len(tensors)
+        self.addresses = array("Q", bytes(8 * (len(tensors) + 1)))
+        try:
+            self._call(b"", id(tensors), self._offset, self._place, 1, self.addresses.buffer_info()[0])
+        except RuntimeError as error:
+            raise UnsupportedError(str(error)) from None
+
+    def holds(self, tensors: list[torch.Tensor], addresses: array[int]) -> bool:
+        """Whether tensors are what those were. If so, `addresses` begin with theirs, followed by the bits of all."""
+        if len(tensors) != self._count:
+            return False
+        try:
+            self._call(b"", id(tensors), self._offset, self._place, 0, addresses.buffer_info()[0])
+        except RuntimeError:
+            return False
+        return True
+
+
+@functools.cache
+def _offset() -> int:
+    """Where in the Python object of a tensor the pointer to its C++ object is."""
+    word = ctypes.sizeof(ctypes.c_void_p)
+    found = [
+        {at for at in range(word, torch.Tensor.__basicsize__, word) if _word_at(id(tensor) + at) == tensor._cdata}
+        for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(2)))
+    ]
+    places = found[0] & found[1]
+    if len(places) != 1:
+        raise UnsupportedError("this version of torch keeps its tensors elsewhere")
+    return places.pop()
+
+
+def _word_at(address: int) -> int | None:
+    return ctypes.c_void_p.from_address(address).value
