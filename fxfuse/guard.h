@@ -33,12 +33,14 @@ struct Words {
     }
 };
 
+inline uint64_t bits(c10::DispatchKeySet keys) { return keys.raw_repr(); }  // not const in older torch
+
 inline void describe(PyObject* object, uint64_t offset, Words& words, uint64_t* address) {
     words.next(reinterpret_cast<uint64_t>(Py_TYPE(object)));
     if (!words.alike) return;  // no tensor perhaps
     const auto* tensor = *reinterpret_cast<c10::TensorImpl* const*>(reinterpret_cast<const char*>(object) + offset);
     const auto device = tensor->device();
-    words.next(tensor->key_set().raw_repr());
+    words.next(bits(tensor->key_set()));
     words.next(static_cast<uint64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
                static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 8 |
                static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16 |
@@ -64,8 +66,8 @@ extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t co
     int code = 0;
     try {
         const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-        words.next(keys.included_.raw_repr());
-        words.next(keys.excluded_.raw_repr());
+        words.next(bits(keys.included_));
+        words.next(bits(keys.excluded_));
         const Py_ssize_t count = PyList_GET_SIZE(list);
         for (Py_ssize_t i = 0; i < count && words.alike; ++i) {
             describe(PyList_GET_ITEM(list, i), arguments[0], words, addresses + i);
