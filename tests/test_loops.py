@@ -163,6 +163,28 @@ def test_what_a_pass_overwrites_is_read_before(device):
     checked(Net(forward), device, 3, 4, 5)
 
 
+RESHAPED = {
+    "transposed": lambda y: (y.t_(), y.flip(0) + 1)[1],
+    "transposed, by what it returns": lambda y: (y.t_().flip(0), y * 2)[0],
+    "one dimension more": lambda y: (y.unsqueeze_(1), y.flip(0) * 2)[1],
+    "one dimension less": lambda y: (y.unsqueeze_(0).squeeze_(0), y.roll(1, 0))[1],
+    "exchanged": lambda y: (y.transpose_(0, 1), torch.cat([y, y]))[1],
+    "other strides": lambda y: (y.as_strided_((8, 4), (1, 8)), F.softmax(y, -1))[1],
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+@pytest.mark.parametrize("made", [lambda x: x.cumsum(0), lambda x: x.flip(0) + 1], ids=["by torch", "by loops"])
+def test_shapes_that_change_in_place(name, made, device):
+    """Nothing is recorded: each view of the tensor would have to know."""
+    model = Net(lambda m, x: RESHAPED[name](made((x.relu() * 2).neg()))).eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(4, 8).to(device))
+    assert "in place" in state_of(fast).programs.reason
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}

@@ -279,6 +279,8 @@ class Recorder:
         target: Any = node.target
         if node.op == "call_module":
             target = self._root.get_submodule(str(target))
+        given = tensors_in((args, kwargs))
+        before = list(map(_metadata, given))
         if node.op == "call_method":
             result, seen = self._observed(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
         else:
@@ -287,9 +289,11 @@ class Recorder:
             return result, None
         if seen.depends_on_values:
             raise Refused(f"what '{node}' is depends on tensors' values", result)
+        if list(map(_metadata, given)) != before:
+            raise Refused(f"'{node}' changes the shape or the strides of a tensor in place", result)
         may_change = node.op == "call_module" and target not in self._leaves  # what it does in another call
         if seen.computing and not may_change and not seen.attends:
-            value = self._taken_apart(seen, (), tensors_in((args, kwargs)), values_in(symbols), result, str(node))
+            value = self._taken_apart(seen, (), given, values_in(symbols), result, str(node))
             if value is not None:
                 return result, value
         is_method = node.op == "call_method"
@@ -372,8 +376,10 @@ class Recorder:
     ) -> Any:  # fmt: skip
         """Steps for each operator and kernel that made `result`, and its values.
 
-        None, and no step, if one reads what nobody knows of.
+        None, and no step, if one reads what nobody knows of, or if a tensor got another shape on the way.
         """
+        if any(torch.Tag.inplace_view in operation.overload.tags for operation in seen.operations):
+            return None
         owners = dict(self._owners)
         known = dict(zip(map(id, tensors), values, strict=True))
         steps: list[Launch | Call] = []
@@ -452,6 +458,11 @@ class Recorder:
                 raise _Unknown
             references.append(place)
         return Launch(launch, references)
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """How it lies in its memory."""
+    return (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_plain(tensor) else None
 
 
 class _Unknown(Exception):

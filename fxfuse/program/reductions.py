@@ -112,6 +112,8 @@ def _reduction(made: Callable[[_Row, Body, Mapping[str, Any]], Expr]) -> Rule:
 
 
 def _variance(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
+    if "unbiased" in given:
+        raise Unknown
     left = row.size - (1 if given.get("correction") is None else given["correction"])
     if left <= 0:
         raise Unknown
@@ -190,7 +192,8 @@ def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     if not trains or given.get("running_mean") is not None or not isinstance(x, Value):
         raise Unknown
     row = _row_along(x, [dim for dim in range(len(x.shape)) if dim != 1], at)
-    return _affine(body, row.normalised(body, body.read(x, at), given["eps"]), given, [at[1]])
+    eps = given["epsilon"] if "epsilon" in given else given["eps"]
+    return _affine(body, row.normalised(body, body.read(x, at), eps), given, [at[1]])
 
 
 _aten = torch.ops.aten
@@ -208,6 +211,7 @@ REDUCTIONS: Final[Mapping[Any, Rule]] = {
         "_fused_rms_norm": _rms_norm,
         "native_group_norm": _group_norm,
         "native_batch_norm": _batch_norm,
+        "cudnn_batch_norm": _batch_norm,
         "_native_batch_norm_legit": _batch_norm,
         "_native_batch_norm_legit_functional": _batch_norm,
     }.items()
