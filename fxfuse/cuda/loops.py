@@ -209,6 +209,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         "if (!exists) return;",
         *_loop(text.number(length // vector), vector, text, f"result.store(out + {place});"),
     ]
+    longest = max(longest, length // vector)
     lanes = THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
     return _ROWS.format(lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8)), rows
 

@@ -375,8 +375,15 @@ def work_of(loops: Loops) -> int:
     )
 
 
-def reads_rows_along(loops: Loops) -> bool:
-    """Whether elements of a row lie side by side, but for tensors that are small beside all that is read."""
+def rows_pay(loops: Loops) -> bool:
+    """Whether a kernel whose threads share rows keeps a GPU busy, by reading what lies side by side."""
+    cut = rows_of(loops)
+    if not loops.reductions or cut is None:
+        return not loops.reductions
+    rows, length = (math.prod(loops.output.shape[dim] for dim in dims) for dims in cut)
+    longest = max(row.over.size for row in loops.reductions)
+    if length > 2 * longest or (rows < FEW_ROWS and longest > LONG_ROW):
+        return False  # too few threads for so many elements
     for row in loops.reductions:
         along = variable(row.over.name, row.over.size)
         for leaf in row.leaves:
@@ -387,6 +394,8 @@ def reads_rows_along(loops: Loops) -> bool:
     return True
 
 
+FEW_ROWS: Final = 32
+LONG_ROW: Final = 4096
 SMALL: Final = 16
 """What part of the elements of all rows a tensor has at most, that stays in caches whatever the order."""
 

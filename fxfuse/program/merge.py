@@ -26,7 +26,7 @@ from fxfuse.program.loops import (
     all_leaves,
     indices_of,
     inlined,
-    reads_rows_along,
+    rows_pay,
     work_of,
 )
 from fxfuse.program.values import Call, Launch, Slot, Value, values_in
@@ -217,7 +217,7 @@ class _Plan:
         leaves, nodes = whole.size
         if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > kernels.MAX_TENSORS:
             return None
-        if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not reads_rows_along(whole)):
+        if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one

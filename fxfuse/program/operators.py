@@ -27,7 +27,7 @@ from fxfuse.program.loops import (
     coordinates,
     kind_of,
     place_of,
-    reads_rows_along,
+    rows_pay,
 )
 from fxfuse.program.reductions import REDUCTIONS
 from fxfuse.program.values import Value
@@ -86,7 +86,7 @@ def _is_possible(loops: Loops) -> bool:
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
         return False  # it would read what it has overwritten
     largest = max([math.prod(output.shape), *(read.index.range[1] for read in loops.reads)])
-    return largest < LARGEST and _is_computed(loops) and reads_rows_along(loops)
+    return largest < LARGEST and _is_computed(loops) and rows_pay(loops)
 
 
 def _is_whole(value: Value) -> bool:
