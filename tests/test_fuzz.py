@@ -25,7 +25,7 @@ FOUND_WITHIN = {
     "a broken alias": (50, "aliasing"),
     "a shared result": (50, "aliasing"),
     "a mode not noticed": (50, None),
-    "strides not restored": (300, "strides"),
+    "strides not restored": (400, "strides"),
 }
 """By planted fault, models of seeds from 0 on, and what tells it if nothing else can. What is found must be absent
 without the fault."""

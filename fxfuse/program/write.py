@@ -58,7 +58,7 @@ def place(slots: Sequence[Slot]) -> int:
     """Gives each slot an offset in the arena, such that none overlaps another that lives at the same time.
 
     Largest first, each at the lowest offset that is free: within some per cent of the least in practice. Returns the
-    arena's size in bytes.
+    arena's size in bytes, a multiple of every dtype's.
     """
     placed: list[Slot] = []
     size = 0
@@ -75,7 +75,7 @@ def place(slots: Sequence[Slot]) -> int:
         slot.offset = offset
         size = max(size, offset + slot.nbytes)
         placed.append(slot)
-    return size
+    return -(-size // 16) * 16
 
 
 class Writer:
