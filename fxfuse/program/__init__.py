@@ -250,7 +250,7 @@ class Programs:
         attributes: Sequence[Any], tensors: list[torch.Tensor], constants: tuple[Any, ...],
     ) -> Any:  # fmt: skip
         """A call for which there is no program: recorded if the one before was of the same kind."""
-        if any(tensor is None for tensor in tensors):  # a parameter that is gone
+        if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
         if not self._is_fused and not any(tensor.device.type in MERGING for tensor in tensors):
             self.reason = "nothing is fused"
@@ -315,7 +315,6 @@ _CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
 def _are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
     return (
         device_of(tensors) is not None
-        and PLAIN.issuperset(map(type, tensors))
         and all(
             tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
             for tensor in tensors
