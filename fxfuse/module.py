@@ -11,6 +11,7 @@ import functools
 import inspect
 import linecache
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from fxfuse import channels_last, plans, recapture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
+from fxfuse.locks import free_in_children
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture
@@ -68,6 +70,10 @@ class FusedState:
     """What the graph was traced through, and was like then."""
     outdated: int = 0
     """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
+    changes: int = 0
+    """How many attributes have been set."""
+    lock: Any = field(default_factory=lambda: free_in_children(threading.RLock()))
+    """Of threads that find the graph outdated, one derives another; the rest wait."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
     programs: Programs | None = None
@@ -118,8 +124,8 @@ class FusedModule(fx.GraphModule):
         state = state_of(self)
         if state.forget is not None:
             state.forget()
-        state.captured, state.variants, state.modes = captured, {}, _modes(captured)
-        state.structure, state.outdated = _structure(captured), 0
+        state.captured, state.variants = captured, {}
+        state.modes, state.structure = _modes(captured), _structure(captured)
         if captured.untraced and state.recapture is None and not is_disabled() and _suits_dynamo(captured.root):
             state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
@@ -187,9 +193,22 @@ class FusedModule(fx.GraphModule):
     def _retrace(self) -> None:
         """Traces the captured model as it is now, for the same arguments, and derives the graph from that."""
         state = state_of(self)
-        before = state.captured
-        captured = trace(before.root, is_fused, state.settings.strict, before.given, before.constants)
-        self._derive(with_fused_children(captured, state.settings))
+
+        def traced() -> Captured:
+            before = state.captured
+            captured = trace(before.root, is_fused, state.settings.strict, before.given, before.constants)
+            return with_fused_children(captured, state.settings)
+
+        self._renew(traced)
+
+    def _renew(self, captured: Callable[[], Captured]) -> None:
+        """Derives the graph anew; other threads' calls wait until it is there."""
+        state = state_of(self)
+        with state.lock:
+            changes, state.outdated = state.changes, state.outdated or 1
+            self._derive(captured())
+            if state.changes == changes:  # else another thread has set an attribute
+                state.outdated = 0
 
     @property
     def __class__(self) -> type:
@@ -212,12 +231,12 @@ class FusedModule(fx.GraphModule):
             root = _root_of(self)
             before = vars(root)[name]
             is_known = value is before or (is_same(value, before) and not callable(value))
+            setattr(root, name, value)
             if not (is_known or isinstance(value, torch.Tensor)):  # tensors are read anew
                 state = state_of(self)
-                state.outdated = 2
+                state.changes, state.outdated = state.changes + 1, 2
                 if state.replays is not None:
                     state.replays = state.replays.fresh()
-            setattr(root, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -453,20 +472,35 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
-        if any(module.training is not mode for module, mode in state.modes):
-            self._derive(state.captured)
+        if _has_other_modes(state):
+            with state.lock:
+                if _is_outdated(state):
+                    self._retrace()
+                elif _has_other_modes(state):
+                    self._renew(lambda: state.captured)
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return forward(self, *args, **kwargs)
         if state.outdated == 2:  # perhaps it is set before every call, and a trace is no call's work
             state.outdated = 1
             return state.captured.root.forward(*args, **kwargs)
-        if state.outdated or not state.structure.is_as_traced(_root_of):
-            self._retrace()
+        if _is_outdated(state):
+            with state.lock:
+                if _is_outdated(state):
+                    self._retrace()
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return _with_own_code(watching)
+
+
+def _has_other_modes(state: FusedState) -> bool:
+    return any(module.training is not mode for module, mode in state.modes)
+
+
+def _is_outdated(state: FusedState) -> bool:
+    """Whether the captured graph is of another model than there is now, but for its mode."""
+    return bool(state.outdated) or not state.structure.is_as_traced(_root_of)
 
 
 # Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator

@@ -90,7 +90,15 @@ class Recapture:
             return python(*args, **kwargs)
         if self._calls < CALLS_BEFORE:
             self._calls += 1
-            return python(*args, **kwargs)
+            if self._calls < CALLS_BEFORE:
+                return python(*args, **kwargs)
+            before = self._literals()
+            result = python(*args, **kwargs)
+            now = self._literals()
+            changed = next((name for (module, name), value in before.items() if now.get((module, name)) != value), None)
+            if changed is not None:  # Dynamo captures anew for each value, and does not count calls that raise
+                self._failures, self.reason = FAILURES, f"its forward sets '{changed}'"
+            return result
         if self._run is not None and self._hooks() != self._hooks_then:  # which Dynamo does not guard
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
@@ -109,6 +117,17 @@ class Recapture:
             return python(*args, **kwargs)  # nothing has run: graphs are whole
         self._failures = 0
         return result
+
+    def _literals(self) -> dict[tuple[nn.Module, str], Any]:
+        """Attributes that are numbers, truth values or text."""
+        root = self._root()
+        assert root is not None  # its module calls this
+        return {
+            (module, name): value
+            for module in root.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str)
+        }
 
     def _hooks(self) -> list[int]:
         """Every hook that there is, by its number, which none other has had."""

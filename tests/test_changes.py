@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
 import fxfuse
+from fxfuse import module as fused_module
 from fxfuse.module import FusedModule
 
 X = randn(5, 8)
@@ -372,3 +374,52 @@ def test_hooks_on_children_of_what_dynamo_captured():
         handle.remove()
     for _ in range(5):
         assert_as_eager(model, fast, x)
+
+
+class Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flag, self.drop, self.fc = True, nn.Dropout(0.5), linear()
+
+    def forward(self, x):
+        y = self.drop(self.fc(x)).relu()
+        return y * 2 if self.flag else y + 1
+
+
+def test_a_thread_does_not_use_a_graph_that_another_replaces(monkeypatch):
+    model = Flagged().eval()
+    fast, x = fxfuse.optimize(model), torch.randn(4, 8)
+    replaced, begun, go_on = fused_module.with_regions_replaced, threading.Event(), threading.Event()
+
+    def waiting(*args):
+        begun.set()
+        assert go_on.wait(20)
+        return replaced(*args)
+
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(fast(x))) for _ in range(2)]
+    fast(x)
+    model.flag = fast.flag = False
+    fast(x)  # in Python; the next call traces
+    monkeypatch.setattr(fused_module, "with_regions_replaced", waiting)
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    threads[1].join(0.3)
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(results) == 2
+    for result in results:
+        torch.testing.assert_close(result, model(x))
+
+
+def test_a_mode_and_an_attribute_at_once():
+    model = Flagged().train()
+    fast, x = fxfuse.optimize(model), torch.randn(4, 8)
+    fast(x)
+    for each in (model, fast):
+        each.flag = False
+        each.drop.eval()
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), model(x))
