@@ -625,7 +625,8 @@ def test_attributes_that_a_forward_sets(name, inside):
         for _ in range(3):
             torch.testing.assert_close(fast(X), model(X))
     assert stateful.calls == inner.calls and len(stateful.history) == len(inner.history)
-    assert any("Net.forward: it sets the attribute" in item.reason for item in fxfuse.explain(fast).skipped)
+    text = " ".join(str(fxfuse.explain(fast)).replace("│", " ").split())  # as it was before a table broke its lines
+    assert "Net.forward: it sets the attribute" in text
     assert ("tanh(acc)" in epilogues(fast)) is inside
     with pytest.raises(fxfuse.CaptureError, match="it sets the attribute"):
         fxfuse.optimize(model, strict=True)
