@@ -396,8 +396,9 @@ def _compare(want: Seen, have: Seen, again: _Again, step: int) -> Finding | None
             return Finding(kind, step, f"eager has {sorted(ones)}, fxfuse {sorted(others)}")
         for name, one in ones.items():
             text = _difference(
-                one, others[name], again, lambda seen, kind=kind, name=name: getattr(seen, kind).get(name)
-            )
+                one, others[name], again, lambda seen, kind=kind, name=name: getattr(seen, kind).get(name),
+                is_sum=kind == "gradients",
+            )  # fmt: skip
             if text:
                 return Finding(kind, step, f"{name}: {text}")
     # where values decide how many numbers are drawn (RReLU), rounding does
@@ -414,10 +415,13 @@ def _said(error: BaseException | None) -> str:
     return "nothing raised" if error is None else f"{type(error).__name__}: {error}"[:1500]
 
 
-def _difference(want: Any, have: Any, again: _Again, of: Callable[[Seen], Any], from_dimension: int = 0) -> str | None:
+def _difference(
+    want: Any, have: Any, again: _Again, of: Callable[[Seen], Any], from_dimension: int = 0, is_sum: bool = False,
+) -> str | None:  # fmt: skip
     """In words, the kind first; `of` finds the same tensor in what is seen of another run.
 
-    Strides are compared from that dimension on.
+    Strides are compared from that dimension on. Those of a sum of gradients, along dimensions of size 1, are of the one
+    that backward came to first.
     """
     if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
         if isinstance(want, torch.Tensor) or isinstance(have, torch.Tensor) or want != have:
@@ -428,7 +432,11 @@ def _difference(want: Any, have: Any, again: _Again, of: Callable[[Seen], Any], 
             return f"{kind}: {getattr(have, kind)} instead of {getattr(want, kind)}"
     if type(want) is not type(have):
         return f"type: {type(have).__name__} instead of {type(want).__name__}"
-    if want.stride()[from_dimension:] != have.stride()[from_dimension:]:
+    strides = [
+        [stride for size, stride in zip(seen.shape, seen.stride(), strict=True) if size > 1 or not is_sum]
+        for seen in (want, have)
+    ]
+    if strides[0][from_dimension:] != strides[1][from_dimension:]:
         return f"strides: {have.stride()} instead of {want.stride()}"
     one, other = want.detach(), have.detach()
     if not (one.is_floating_point() or one.is_complex()):
