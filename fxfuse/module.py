@@ -289,6 +289,11 @@ class FusedModule(fx.GraphModule):
         state = state_of(self)
         return _rebuild, (state.captured.root, state.settings, _extras(self), state.replays is not None)
 
+    def __reduce_package__(self, exporter: Any) -> tuple[Callable[..., FusedModule], tuple[Any, ...]]:
+        """For torch.package, as __reduce__: fx's own would store this graph, and everything the module knows."""
+        _, arguments = self.__reduce__()
+        return _rebuild_from_package, arguments
+
 
 def drop_source_with(forward: Callable[..., Any]) -> None:
     """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
@@ -379,6 +384,10 @@ def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any], cuda_g
     fused = FusedModule(with_fused_children(captured, settings), settings, cuda_graphs)
     fused.__dict__.update(extras)
     return fused
+
+
+def _rebuild_from_package(importer: Any, *arguments: Any) -> FusedModule:
+    return _rebuild(*arguments)
 
 
 def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:

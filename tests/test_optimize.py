@@ -345,7 +345,9 @@ def in_a_package(fast):
         exporter.extern("**")
         exporter.save_pickle("package", "model.pkl", fast)
     file.seek(0)
-    return torch.package.PackageImporter(file).load_pickle("package", "model.pkl")
+    loaded = torch.package.PackageImporter(file).load_pickle("package", "model.pkl")
+    assert fxfuse.explain(loaded).regions  # fused, not the text of its code
+    return loaded
 
 
 REBUILT = {
