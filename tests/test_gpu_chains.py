@@ -1,6 +1,7 @@
 """Chains and passes after torch's library on a CUDA device: one launch for the pointwise work, eager's answers.
 
-Expected values come from torch in float64. Skipped without a GPU of compute capability 8.0.
+Expected values come from torch in float64. Skipped without a GPU of compute capability 8.0. Launches that programs
+merge are test_loops.py's.
 """
 
 import math
@@ -12,11 +13,17 @@ from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, gpu_tensor, 
 from torch import nn
 
 import fxfuse
+from fxfuse import program
 
 pytestmark = ON_GPU
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IN_PLACE = "library + one pass in place"
+
+
+@pytest.fixture(autouse=True)
+def unmerged(monkeypatch):
+    monkeypatch.setattr(program, "MERGING", ())
 
 
 @torch.no_grad()

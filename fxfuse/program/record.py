@@ -354,12 +354,11 @@ class Recorder:
             result, operators = self._observed(lambda: plan.run(x, weight, bias, operands), seen)
         if symbols is None:
             return result, None
-        if operators.depends_on_values:
-            raise Refused("what a region is depends on tensors' values", result)
         real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
         label = f"{node}: {plan.kernel or 'torch'}"
         value = None
-        if not any(item.slot.is_apart for item in values_in(inputs)):  # of which a kernel's arguments hold the number
+        # Of a tensor on the CPU beside a GPU, a kernel's arguments hold the number, which is read at each call.
+        if not operators.depends_on_values and not any(item.slot.is_apart for item in values_in(inputs)):
             value = self._taken_apart(operators, seen.memory, tensors_in(real), values_in(inputs), result, label)
         if value is None:
             step = Call(plan.run, inputs, {}, None, False, False, False, label)
