@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import re
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
 
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
-    softmax, and standardised weights."""
+    softmax, standardised weights, means of images in channels_last and of their windows, and a softmax of columns."""
     aten = torch.ops.aten
 
     def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
@@ -178,6 +179,12 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     products, summed = value("products", 512, 3, 49, 49), value("summed", 512, 3, 49, 49)
     mask = replace(chosen, shape=(1, 3, 49, 49), strides=(7203, 1, 147, 3))
     weights = (value("weights", 1, 512, 4608), value("gain", 512), None, None, None, True, 0.0, 1e-6)
+    pictures, halved = (value(f"{side}", 16, side, side, 256) for side in (56, 28))
+    pictures, halved = (
+        replace(x, shape=(16, 256, *x.shape[1:3]), strides=(math.prod(x.shape[1:]), 1, x.shape[1] * 256, 256))
+        for x in (pictures, halved)
+    )
+    columns = value("columns", 8, 150, 64, 64)
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
         (
@@ -193,6 +200,9 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             loops_of(aten._softmax.default, (summed, -1, False), {}, value("softmax", *summed.shape)),
         ),
         (loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608)), None),
+        (loops_of(aten.mean.dim, (pictures, [2, 3], True), {}, value("mean", 16, 256, 1, 1)), None),
+        (loops_of(aten.avg_pool2d.default, (pictures, [2, 2], [2, 2]), {}, halved), None),
+        (loops_of(aten._softmax.default, (columns, 1, False), {}, value("of columns", *columns.shape)), None),
     ):
         assert first is not None
         made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))

@@ -97,6 +97,11 @@ MOVES = {
     "scattered": lambda x: torch.slice_scatter(x, x[:, :, :3] * 2, 2, 4, 7),
     "pixels shuffled": lambda x: F.pixel_shuffle(x, 2).flip(-1),
     "pixels unshuffled": lambda x: F.pixel_unshuffle(x, 4).contiguous(),
+    "pooled": lambda x: F.avg_pool2d(x.permute(0, 3, 1, 2), 2).sin(),
+    "pooled, overlapping": lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0)) * 2,
+    "pooled without what is around": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False).neg(),
+    "pooled, and divided by a number": lambda x: F.avg_pool2d(x, 2, 1, divisor_override=3).flip(-1),
+    "pooled in one dimension": lambda x: F.avg_pool1d(x[0], 2, 2, 1).flip(1),
     "enlarged": lambda x: F.interpolate(x, scale_factor=2, mode="nearest") + 1,
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
     "in place": lambda x: x.clone().add_(x.transpose(1, 2)).mul_(2),
@@ -192,6 +197,12 @@ def test_shapes_that_change_in_place(name, made, device):
     assert "in place" in state_of(fast).programs.reason
 
 
+def test_copies_into_what_an_operator_allocates(device):
+    """Circular padding copies an image, and then from one part of it to another."""
+    made = checked(moved(lambda x: F.pad(x, (2, 3), mode="circular")), device, 1, 1, 8)
+    assert (made.launches, made.calls) == (2, {"cumsum": 1, "copy_": 2})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}
@@ -267,6 +278,11 @@ def test_drawn_models(seed, device):
     checked(drawn(seed, (2, 6, 4, 8)), device, 2, 6, 4, 8, exact=False)
 
 
+def pictures(x):
+    """Images of which the channels come last in memory."""
+    return x.permute(0, 3, 1, 2)
+
+
 ROWS = {
     "softmax": (lambda x: F.softmax(x * 2, -1), (2, 3, 5, 49), 1),
     "softmax with a mask": (
@@ -302,7 +318,25 @@ ROWS = {
     "rows of rows": (lambda x: F.softmax(x.mean(-1) + 1, -1), (4, 20, 30), 2),
     "few short rows for many elements": (lambda x: x + x[..., :3].mean(-1, keepdim=True), (4, 2000), 2),
     "one long row": (lambda x: x.exp().sum(), (8, 4096), None),
-    "along other dimensions": (lambda x: F.softmax(x, 1), (4, 20, 30), None),
+    "few long columns": (lambda x: x.sum(0), (4100, 64), None),
+    "softmax of rows that may be masked": (
+        lambda x: torch._safe_softmax(x.masked_fill(x.sum(-1, True) > 0, float("-inf")), -1), (5, 8), 1,
+    ),
+    "pooled to one": (lambda x: F.adaptive_avg_pool2d(x, 1) * 2, (3, 4, 8, 7), 1),
+    "pooled to one, channels_last": (lambda x: F.adaptive_avg_pool2d(pictures(x), 1) + 1, (3, 9, 7, 16), 1),
+    "mean of pixels, channels_last": (lambda x: pictures(x).mean((2, 3)).sigmoid(), (2, 30, 30, 40), 1),
+    "mean of few pixels, channels_last": (lambda x: pictures(x).mean((2, 3), True) + 1, (2, 2, 3, 200), 1),
+    "mean of pixels, odd channels": (lambda x: pictures(x).exp().mean((2, 3)), (2, 5, 9, 11), 1),
+    "softmax along the first": (lambda x: F.softmax(x, 0), (20, 64), 1),
+    "softmax along channels": (lambda x: F.softmax(x, 1), (2, 20, 6, 8), 1),
+    "log_softmax along channels, odd": (lambda x: F.log_softmax(x, 1) * 2, (2, 20, 7, 9), 1),
+    "LayerNorm along channels": (
+        lambda x: (lambda d: d * torch.rsqrt((d * d).mean(1, True) + 1e-6))(x - x.mean(1, True)), (2, 24, 6, 8), 2,
+    ),
+    "amax along the first": (lambda x: x.amax(0) - x[0], (500, 64), 1),
+    "norm along channels": (lambda x: F.normalize(x, dim=1), (3, 40, 64), 1),
+    "sum of every other column": (lambda x: x[:, ::2].sum(0), (40, 64), None),
+    "sum along the first of few columns": (lambda x: x.sum(0), (40, 6), None),
     "of integers": (lambda x: (x * 9).long().sum(-1), (4, 20), None),
 }  # fmt: skip
 """What follows a library call, of what shape, and how many kernels it is; None where torch adds up."""
@@ -318,7 +352,10 @@ def test_rows(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["softmax with a mask", "RMSNorm, written out", "standardised weights", "group_norm"])
+@pytest.mark.parametrize("name", [
+    "softmax with a mask", "RMSNorm, written out", "standardised weights", "group_norm",
+    "mean of pixels, channels_last", "softmax along channels",
+])  # fmt: skip
 def test_rows_of_sixteen_bits_are_no_less_exact(name, dtype, device):
     compute, shape, _ = ROWS[name]
     model = Net(lambda m, x: compute((x.relu() * 2).neg().cumsum(0)))

@@ -20,6 +20,7 @@ from fxfuse.expression import Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Atom, Element, Index, Quotient, Remainder, Variable, variable
 from fxfuse.program.loops import (
+    SECTOR,
     Inside,
     Leaf,
     Loops,
@@ -85,7 +86,7 @@ _RUNS: Final = """\
         }}
     }}"""
 _ROWS: Final = """\
-    static constexpr int kLanes = {lanes};
+    static constexpr int kColumns = {columns}, kLanes = {lanes};
 
 {functions}
 
@@ -173,45 +174,66 @@ def _runs(loops: Loops, text: _Text) -> tuple[str, int]:
 
 
 def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
-    """The body of a kernel in which some threads have a row, and how many rows there are."""
-    cut, output = rows_of(loops), loops.output
-    assert cut is not None, "merge.py and operators.py make no others"
-    rows, length = (math.prod(output.shape[dim] for dim in dims) for dims in cut)
-    values = {**_digits(variable(_ROW, rows), cut[0], output), **_digits(variable(_ALONG, length), cut[1], output)}
+    """The body of a kernel in which some threads share a row, or rows side by side, and how many of these there are."""
+    rows, output = rows_of(loops), loops.output
+    assert rows is not None, "merge.py and operators.py make no others"
+    outer, length, inner = rows.sizes(output.shape)
+    widest = max((read.dtype.itemsize for read in loops.reads), default=1)
+    beside = math.gcd(ACCESS // widest, output.shape[rows.inner[-1]]) if rows.inner else 1
+    number = variable(_ROW, outer * inner // beside) * beside + variable(_LANE, beside)
+    values = {
+        **_digits(number, (*rows.outer, *rows.inner), output),
+        **_digits(variable(_ALONG, length), rows.along, output),
+    }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
     functions_, loops_, longest = [], [], 1
-    for number, row in enumerate(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced))):
-        widest = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
-        vector = math.gcd(ACCESS // widest, row.over.size)
-        text.begin(vector)
+    for turn, row in enumerate(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced))):
+        widest_of_row = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
+        vector = 1 if rows.inner else math.gcd(ACCESS // widest_of_row, row.over.size)
+        text.begin(max(vector, beside))
         at = _cut(row.over.name, row.over.size, vector)
         arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
-        kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{number}"
+        kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
         kinds = kinds_of(row.expression, row.leaves)
-        functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{number}"))
-        text.within.append(f"{total} = {kind}::of({total}, part{number}({', '.join(arguments)}));")
+        functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
+        which = "lane" if rows.inner else "0"
+        text.within.append(f"{total}.add({which}, part{turn}({', '.join(arguments)}));")
         runs = text.number(row.over.size // vector)
         loops_ += [
-            f"float {total} = {kind}::nothing();",
-            *_loop(runs, vector, text),
-            f"{total} = across<{kind}, kLanes, kThreads, {number}>({total});",
+            f"Totals<{kind}, {beside}> {total};",
+            *_loop(runs, max(vector, beside), text),
+            f"{total}.template across_threads<Body, {turn}>();",
         ]
-        text.rows[row] = total
+        text.rows[row] = f"{total}.value[{which}]"
         longest = max(longest, row.over.size // vector)
-    vector = _vector(output, length)
-    text.begin(vector)
-    arguments = ["0.0f", *(text.leaf(substituted(leaf, _cut(_ALONG, length, vector))) for leaf in leaves)]
+    vector = 1 if rows.inner else _vector(output, length)
+    width, at = max(vector, beside), _cut(_ALONG, length, vector)
+    text.begin(width)
+    access = math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
+    arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)]
     functions_.append(function(loops.expression, len(leaves), _QUALIFIERS, loops.kinds))
-    text.before.insert(0, f"Adjacent<Output, {vector}, {ACCESS}> result;")
+    text.before.insert(0, f"Adjacent<Output, {width}, {access}> result;")
     text.within.append(f"set(result.element[lane], expression({', '.join(arguments)}));")
-    place = f"static_cast<int64_t>(row) * {text.number(length)} + static_cast<int64_t>(run) * {vector}"
-    loops_ += [
-        "if (!exists) return;",
-        *_loop(text.number(length // vector), vector, text, f"result.store(out + {place});"),
-    ]
+    place = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(_LANE, width)
+    store = f"result.store(out + {text.place(place)});"
+    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, store)]
     longest = max(longest, length // vector)
-    lanes = THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
-    return _ROWS.format(lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8)), rows
+    columns, lanes = _layout(longest, beside * widest if rows.inner else None)
+    body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
+    return body, outer * inner // beside
+
+
+def _layout(longest: int, nbytes: int | None) -> tuple[int, int]:
+    """How many threads have rows side by side, and how many each of these.
+
+    Args:
+        longest: runs of the longest row.
+        nbytes: what a thread reads of rows side by side; None if a row's own elements lie so.
+    """
+    if nbytes is None:
+        return 1, THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
+    lanes = min(1 << max(0, (longest // 2).bit_length() - 1), THREADS // max(1, SECTOR // nbytes))
+    return (THREADS if lanes * WARP >= THREADS else WARP) // lanes, lanes
 
 
 def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
@@ -325,6 +347,10 @@ class _Text:
         text = f"{condition}{{ {' '.join([*lines, f'{name} = {source}[{place}];'])} }}"
         (self.within if varies else self.before).extend([f"{kind} {name} = {{}};", text])
         return f"as_number({name})"
+
+    def place(self, index: Index) -> str:
+        """A place that is the same for all elements of a run."""
+        return self._index(index, self.before)
 
     def _position(self, leaf: Position) -> str:
         lines = self.within if leaf.index.depends_on(_LANE) else self.before

@@ -345,8 +345,24 @@ def memory_order(output: Value) -> list[int]:
     return [dim for dim in order if output.shape[dim] > 1]
 
 
-def rows_of(loops: Loops) -> tuple[list[int], list[int]] | None:
-    """Dimensions of the result that its rows' sums depend on, and those inside of a row, in the order of memory.
+@dataclass(frozen=True)
+class Rows:
+    """How the elements of a result are rows, each with sums of its own; dimensions in the order of memory."""
+
+    outer: tuple[int, ...]
+    along: tuple[int, ...]
+    """Inside of a row."""
+    inner: tuple[int, ...] = ()
+    """Rows that lie side by side; none where a row's own elements do."""
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """How many elements the three have."""
+        outer, along, inner = (math.prod(shape[dim] for dim in dims) for dims in (self.outer, self.along, self.inner))
+        return outer, along, inner
+
+
+def rows_of(loops: Loops) -> Rows | None:
+    """The rows of a result whose sums are of what lies side by side: along a row, or from row to row.
 
     None if a row would have to be added up for each element of another.
     """
@@ -358,42 +374,63 @@ def rows_of(loops: Loops) -> tuple[list[int], list[int]] | None:
     if any(name.startswith(ROW) for name in needed):
         return None
     order = memory_order(loops.output)
-    count = max((place + 1 for place, dim in enumerate(order) if f"c{dim}" in needed), default=0)
-    return order[:count], order[count:]
+    is_needed = [f"c{dim}" in needed for dim in order]
+    count = max((place + 1 for place, is_one in enumerate(is_needed) if is_one), default=0)
+    plain = Rows(tuple(order[:count]), tuple(order[count:]))
+    if count < len(order) or not order:
+        return plain
+    begin = next((len(order) - place for place, is_one in enumerate(reversed(is_needed)) if not is_one), 0)
+    middle = next((begin - place for place, is_one in enumerate(reversed(is_needed[:begin])) if is_one), 0)
+    beside = Rows(tuple(order[:middle]), tuple(order[middle:begin]), tuple(order[begin:]))
+    if not all(is_needed[:middle]) or (not beside.along and _reads_beside(loops, plain)):
+        return plain
+    return beside
 
 
-def work_of(loops: Loops) -> int:
+def _reads_beside(loops: Loops, rows: Rows) -> bool:
+    """Whether what is read for each sum lies side by side, along the row or from row to row."""
+    for row in loops.reductions:
+        name, size = row.over.name, row.over.size
+        if rows.inner:
+            name, size = f"c{rows.inner[-1]}", loops.output.shape[rows.inner[-1]]
+        for leaf in row.leaves:
+            if not isinstance(leaf, Read) or not leaf.index.depends_on(row.over.name):
+                continue
+            is_beside = not (leaf.index - variable(name, size)).depends_on(name)
+            is_small = leaf.index.range[1] < work_of(loops, rows) // SMALL
+            if not (is_small or (is_beside and size * leaf.dtype.itemsize >= (SECTOR if rows.inner else 1))):
+                return False
+    return True
+
+
+def work_of(loops: Loops, rows: Rows | None = None) -> int:
     """How many elements are computed, those of rows included; infinitely many if that cannot be done row by row."""
     elements = math.prod(loops.output.shape)
     if not loops.reductions:
         return elements
-    cut = rows_of(loops)
-    if cut is None:
+    rows = rows or rows_of(loops)
+    if rows is None:
         return LARGEST**2
-    return elements + math.prod(loops.output.shape[dim] for dim in cut[0]) * sum(
-        row.over.size for row in loops.reductions
-    )
+    outer, _, inner = rows.sizes(loops.output.shape)
+    return elements + outer * inner * sum(row.over.size for row in loops.reductions)
 
 
 def rows_pay(loops: Loops) -> bool:
     """Whether a kernel whose threads share rows keeps a GPU busy, by reading what lies side by side."""
-    cut = rows_of(loops)
-    if not loops.reductions or cut is None:
+    rows = rows_of(loops)
+    if not loops.reductions or rows is None:
         return not loops.reductions
-    rows, length = (math.prod(loops.output.shape[dim] for dim in dims) for dims in cut)
+    outer, length, inner = rows.sizes(loops.output.shape)
     longest = max(row.over.size for row in loops.reductions)
-    if length > 2 * longest or (rows < FEW_ROWS and longest > LONG_ROW):
+    if length > 2 * longest or (outer * inner < FEW_ROWS * (BESIDE if rows.inner else 1) and longest > LONG_ROW):
         return False  # too few threads for so many elements
-    for row in loops.reductions:
-        along = variable(row.over.name, row.over.size)
-        for leaf in row.leaves:
-            if isinstance(leaf, Read) and leaf.index.depends_on(row.over.name):
-                is_small = leaf.index.range[1] < work_of(loops) // SMALL
-                if (leaf.index - along).depends_on(row.over.name) and not is_small:
-                    return False
-    return True
+    return _reads_beside(loops, rows)
 
 
+SECTOR: Final = 32
+"""Bytes that memory is read by."""
+BESIDE: Final = 8
+"""Rows that lie side by side, of which one block of threads has no less."""
 FEW_ROWS: Final = 32
 LONG_ROW: Final = 4096
 SMALL: Final = 16

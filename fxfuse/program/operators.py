@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -332,6 +334,40 @@ def _pixel_unshuffle(body: Body, given: Mapping[str, Any], result: Value) -> Exp
     return body.read(x, [*batch, channel // (factor * factor), row, column * factor + channel % factor])
 
 
+def _avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """The sum of a window, element by element."""
+    x, sides = given["self"], tuple(given["kernel_size"])
+    if not isinstance(x, Value) or kind_of(x.dtype) != "float" or math.prod(sides) > LARGEST_WINDOW:
+        raise Unknown
+    rank = len(sides)
+    steps, around = (tuple(given.get(name) or default) for name, default in (("stride", sides), ("padding", (0,))))
+    steps, around = (numbers * rank if len(numbers) < rank else numbers for numbers in (steps, around))
+    at, sizes = coordinates(result.shape), x.shape[-rank:]
+    batch, starts = at[:-rank], [one * step - pad for one, step, pad in zip(at[-rank:], steps, around, strict=True)]
+    ends = [start.range[1] + side for start, side in zip(starts, sides, strict=True)]
+    if any(end > size + pad for end, size, pad in zip(ends, sizes, around, strict=True)):
+        raise Unknown  # windows that end beyond what is around an image count less of it
+    parts, counts = [], []
+    for offsets in itertools.product(*map(range, sides)):
+        own = [start + offset for start, offset in zip(starts, offsets, strict=True)]
+        places = [Inside(one, size) for one, size in zip(own, sizes, strict=True)]
+        where = tuple(one for one in places if one.index.range[0] < 0 or one.index.range[1] >= one.size)
+        parts.append(body.choose(where, body.read(x, [*batch, *own], where), Const(0.0)))
+        counts.append(body.choose(where, Const(1.0), Const(0.0)))
+    count: Expr = Const(float(given.get("divisor_override") or math.prod(sides)))
+    if given.get("divisor_override") is None and not given.get("count_include_pad", True):
+        count = _added(counts)
+    return Call("div", (_added(parts), count))
+
+
+def _added(parts: Sequence[Expr]) -> Expr:
+    return functools.reduce(lambda total, part: Call("add", (total, part)), parts)
+
+
+LARGEST_WINDOW: Final = 16
+"""Elements of a window that a thread adds up; what they lie in is read from caches all but once."""
+
+
 _aten = torch.ops.aten
 _RULES: Final[Mapping[Any, Rule]] = {
     _aten.clone: _copy,
@@ -362,6 +398,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.gather: _gather,
     _aten.index: _index,
     _aten.slice_scatter: _slice_scatter,
+    _aten.avg_pool1d: _avg_pool,
+    _aten.avg_pool2d: _avg_pool,
     _aten.upsample_nearest2d: _nearest,
     _aten.pixel_shuffle: _pixel_shuffle,
     _aten.pixel_unshuffle: _pixel_unshuffle,

@@ -137,9 +137,18 @@ class Operators(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             indexed = func is _aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
+        changes_view = torch.Tag.inplace_view in func.tags
+        before = _places(args[0]) if changes_view else None
         result = func(*args, **(kwargs or {}))
-        self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
+        if not changes_view or _places(args[0]) != before:  # torch's pooling to 1 x 1 sets strides that nobody uses
+            self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
         return result
+
+
+def _places(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which element of its memory each element is: strides of dimensions of size 1 say nothing."""
+    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return tensor.shape, steps, tensor.storage_offset()
 
 
 def _has_masks(indices: Any) -> bool:
@@ -414,14 +423,14 @@ class Recorder:
         slot = Slot("memory", self._name(), tuple(tensor.shape), tensor.stride(), tensor.dtype, extent(tensor))
         self._owners.setdefault(tensor.untyped_storage()._cdata, Owner.of(slot, tensor))
 
-    def _known(self, tensor: torch.Tensor, known: Mapping[int, Value]) -> Value:
+    def _known(self, tensor: torch.Tensor, known: dict[int, Value]) -> Value:
         """The value that a tensor is, by what it is or by where it lies."""
         if id(tensor) in known:
             return known[id(tensor)]
         owner = self._owners.get(tensor.untyped_storage()._cdata)
         if owner is None or not is_plain(tensor) or (owner.slot.kind != "memory" and owner.slot.dtype != tensor.dtype):
             raise _Unknown
-        return self._value(tensor, self._name())
+        return known.setdefault(id(tensor), self._value(tensor, self._name()))
 
     def _operation(self, operation: Operation, known: dict[int, Value], label: str) -> Call:
         """The call of one of torch's operators that computes."""

@@ -14,7 +14,7 @@ import torch
 from fxfuse.expression import Call, Const, Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Index, variable
-from fxfuse.program.loops import Body, Rule, Unknown, coordinates, row_variable
+from fxfuse.program.loops import Body, Position, Rule, Unknown, coordinates, row_variable
 from fxfuse.program.values import Value
 
 LONGEST: Final = 2**15
@@ -45,7 +45,7 @@ class _Row:
         return self.reduced(body, "max", lambda _, x: x)
 
     def mean(self, body: Body) -> Expr:
-        return _over(self.reduced(body, "sum", lambda _, x: x), self.size)
+        return _over(body, self.reduced(body, "sum", lambda _, x: x), self.size)
 
     def squares(self, body: Body) -> Expr:
         return self.reduced(body, "sum", lambda _, x: Call("mul", (x, x)))
@@ -60,12 +60,13 @@ class _Row:
         return self.reduced(body, "sum", square, 1)
 
     def normalised(self, body: Body, x: Expr, eps: float) -> Expr:
-        variance = _over(self.deviations(body), self.size)
+        variance = _over(body, self.deviations(body), self.size)
         return Call("mul", (Call("sub", (x, self.mean(body))), _inverse_root(variance, eps)))
 
 
-def _over(total: Expr, count: float) -> Expr:
-    return Call("div", (total, Const(float(count))))
+def _over(body: Body, total: Expr, count: int) -> Expr:
+    """The count is an argument of the kernel, which rows of other lengths share."""
+    return Call("div", (total, body.leaf(Position(Index() + count))))
 
 
 def _inverse_root(x: Expr, eps: float) -> Expr:
@@ -115,9 +116,9 @@ def _variance(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
     if "unbiased" in given:
         raise Unknown
     left = row.size - (1 if given.get("correction") is None else given["correction"])
-    if left <= 0:
+    if left <= 0 or left != int(left):
         raise Unknown
-    return _over(row.deviations(body), left)
+    return _over(body, row.deviations(body), int(left))
 
 
 def _norm(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
@@ -129,6 +130,13 @@ def _norm(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
 def _softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     exponent, total = _exponents(body, given, result)
     return Call("div", (Call("exp", (exponent,)), total))
+
+
+def _safe_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """Zeros, where all of a row is minus infinity."""
+    row = _row_along(given["self"], given["dim"], coordinates(result.shape))
+    is_masked = Call("eq", (row.greatest(body), Const(-math.inf)))
+    return Call("where", (is_masked, Const(0.0), _softmax(body, given, result)))
 
 
 def _log_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -164,7 +172,7 @@ def _rms_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at, rank = given["input"], coordinates(result.shape), len(given["normalized_shape"])
     row = _row_along(x, [-1 - dim for dim in range(rank)], at)
     eps = torch.finfo(x.dtype).eps if given.get("eps") is None else given["eps"]
-    made = Call("mul", (body.read(x, at), _inverse_root(_over(row.squares(body), row.size), eps)))
+    made = Call("mul", (body.read(x, at), _inverse_root(_over(body, row.squares(body), row.size), eps)))
     return _affine(body, made, given, at[len(at) - rank :])
 
 
@@ -201,6 +209,7 @@ REDUCTIONS: Final[Mapping[Any, Rule]] = {
     getattr(_aten, name): rule
     for name, rule in {
         "_softmax": _softmax,
+        "_safe_softmax": _safe_softmax,
         "_log_softmax": _log_softmax,
         "mean": _reduction(lambda row, body, _: row.mean(body)),
         "sum": _reduction(lambda row, body, _: row.reduced(body, "sum", lambda _, x: x)),

@@ -2,8 +2,10 @@
 // greatest): softmax, means, norms, with whatever is pointwise around them. The generated Body knows the expressions and
 // the places (program/loops.py).
 //
-// A row belongs to kLanes threads: to a part of a warp, a warp, or the whole block. They go over it once for each sum and
-// once more for the result; what they read again is in caches.
+// A row belongs to kLanes threads of a block. They go over it once for each sum and once more for the result; what they
+// read again is in caches. Where what a row adds up lies side by side, its threads do, too (kColumns is 1). Where rows do
+// (means over the pixels of images in channels_last), a thread has kRows rows and its neighbours the next ones, kColumns
+// threads in all; then follow those that read on.
 #pragma once
 
 #include <cstdint>
@@ -23,40 +25,63 @@ struct Greatest {
     static __device__ __forceinline__ float of(float a, float b) { return a > b || isnan(a) ? a : b; }
 };
 
-// What the values of a row's threads come to, in each of them. `kTurn`: which of a row's sums; each has memory of its own,
-// since who is late reads one while others write the next.
-template <class Op, int kLanes, int kThreads, int kTurn>
-__device__ __forceinline__ float across(float value) {
-    constexpr int kWarp = 32;
+// What rows come to, as far as a thread has added them up.
+template <class Op, int kRows>
+struct Totals {
+    float value[kRows];
+
+    __device__ __forceinline__ Totals() {
 #pragma unroll
-    for (int offset = (kLanes < kWarp ? kLanes : kWarp) / 2; offset > 0; offset /= 2) {
-        value = Op::of(value, __shfl_xor_sync(~0u, value, offset));
+        for (int row = 0; row < kRows; ++row) value[row] = Op::nothing();
     }
-    if constexpr (kLanes > kWarp) {
-        static_assert(kLanes == kThreads);
-        __shared__ float parts[kThreads / kWarp];
-        if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = value;
-        __syncthreads();
-        value = parts[0];
+    __device__ __forceinline__ void add(int row, float number) { value[row] = Op::of(value[row], number); }
+
+    // Adds up what the threads of a row have; each has the whole then. `kTurn`: which of a row's sums; each has memory of
+    // its own, since who is late reads one while others write the next.
+    template <class Body, int kTurn>
+    __device__ __forceinline__ void across_threads() {
+        constexpr int kWarp = 32, kGroup = Body::kColumns * Body::kLanes;
 #pragma unroll
-        for (int warp = 1; warp < kThreads / kWarp; ++warp) value = Op::of(value, parts[warp]);
+        for (int offset = (kGroup < kWarp ? kGroup : kWarp) / 2; offset >= Body::kColumns; offset /= 2) {
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) add(row, __shfl_xor_sync(~0u, value[row], offset));
+        }
+        if constexpr (kGroup > kWarp) {
+            static_assert(kGroup == Body::kThreads && Body::kColumns <= kWarp);
+            constexpr int kWarps = Body::kThreads / kWarp;
+            __shared__ float parts[kWarps][kRows][Body::kColumns];
+            const int column = threadIdx.x % Body::kColumns;
+            if (threadIdx.x % kWarp < Body::kColumns) {
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) parts[threadIdx.x / kWarp][row][column] = value[row];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) {
+                value[row] = parts[0][row][column];
+#pragma unroll
+                for (int warp = 1; warp < kWarps; ++warp) add(row, parts[warp][row][column]);
+            }
+        }
     }
-    return value;
-}
+};
 
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads)
     rows_kernel(const __grid_constant__ LoopsArguments<Body> arguments, typename Body::Output* out) {
     FXFUSE_DEVICE_PASS({
         // Threads beyond the last row compute it, too: shuffles need all lanes.
-        const unsigned row = blockIdx.x * (Body::kThreads / Body::kLanes) + threadIdx.x / Body::kLanes;
+        constexpr int kGroup = Body::kColumns * Body::kLanes;
+        const unsigned group = blockIdx.x * (Body::kThreads / kGroup) + threadIdx.x / kGroup;
+        const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;
+        const unsigned lane = threadIdx.x % kGroup / Body::kColumns;
         const bool exists = row < arguments.count;
-        Body::compute(arguments, exists ? row : arguments.count - 1, threadIdx.x % Body::kLanes, exists, out);
+        Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, out);
     });
 }
 
 #ifndef __CUDACC_RTC__
-// params: rows, numbers, divisors. pointers: the result's, then those of the tensors that are read.
+// params: rows (kRows of them are one), numbers, divisors. pointers: the result's, then those of the tensors that are read.
 template <class Body>
 cudaError_t launch_rows(const void* params, const uint64_t* pointers, cudaStream_t stream) {
     const auto arguments = LoopsArguments<Body>::make(params, pointers);
