@@ -248,14 +248,16 @@ def drawn(seed, shape):
         generator.shuffle(dims)
         pad = (n, 0, -1, n) if len(sizes) > 1 and sizes[-2] > 1 else (n, 1)
         parts = next((size for size in (2, 3) if sizes[dim] % size == 0 and len(sizes) < 6), 1)
-        size = sizes[dim]
+        size, rank = sizes[dim], len(sizes)
         choices = [
             lambda y, n=n, dim=dim: y.roll(n, dim), lambda y, dim=dim: y.flip(dim), lambda y: y.exp() * 0.5,
             lambda y, dims=dims: y.permute(dims).contiguous(), lambda y, dims=dims: y.permute(dims),
             lambda y, pad=pad: F.pad(y, pad), lambda y, dim=dim: y + y.flip(dim), lambda y, dim=dim: y.cumsum(dim),
-            lambda y, n=n, dim=dim: torch.cat([y, y.roll(n, dim)], dim), lambda y: y.flatten(0, -2),
+            lambda y, n=n, dim=dim: torch.cat([y, y.roll(n, dim)], dim),
+            lambda y, rank=rank: y.flatten(0, max(0, rank - 2)),
             lambda y: y.clone().mul_(0.5), lambda y: y.mul_(0.5), lambda y: y.add_(y.flip(0)),
-            lambda y: F.softmax(y, -1), lambda y, dim=dim: y - y.mean(dim, keepdim=True), lambda y: y.amax(-1),
+            lambda y, dim=dim: F.softmax(y, dim), lambda y, dim=dim: y - y.mean(dim, keepdim=True),
+            lambda y, dim=dim, rank=rank: F.avg_pool2d(y, 2, 1, 1) if rank == 4 else y.amax(dim, rank == 1),
             lambda y, dim=dim, kept_size=kept_size: y.narrow(dim, 0, kept_size),
             lambda y, dim=dim, parts=parts: y.unflatten(dim, (parts, -1)),
             lambda y, dim=dim, size=size: y.index_select(dim, torch.arange(size, device=y.device).flip(0)),
