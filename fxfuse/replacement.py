@@ -17,6 +17,7 @@ from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
 from fxfuse.patterns.anchors import Source, noted
 from fxfuse.patterns.library import LibraryCall
+from fxfuse.patterns.masks import leave_out_masks
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 
@@ -75,6 +76,7 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
     skipped: list[Skipped] = []
     layouts = channels_last.Layouts()
     if not is_disabled():
+        leave_out_masks(root, graph)
         recompose(root, graph)
         ask_earlier(root, graph)
         found, skipped = find_regions(root, graph)

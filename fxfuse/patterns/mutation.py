@@ -176,7 +176,9 @@ class Mutations:
                 return inputs
             in_place = ops.split_in_place(node.target, node.args, node.kwargs)[2]
             name = getattr(node.target, "__name__", "")
-            if in_place or node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__")):
+            is_operator = getattr(node.target, "__module__", "") == "_operator"  # and_, or_, not_ write nowhere
+            is_named_so = name.endswith("_") and not name.endswith("__") and not is_operator
+            if in_place or node.target in _IN_PLACE_FUNCTIONS or is_named_so:
                 return inputs[:1]
         return []
 
