@@ -202,6 +202,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         (loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608)), None),
         (loops_of(aten.mean.dim, (pictures, [2, 3], True), {}, value("mean", 16, 256, 1, 1)), None),
         (loops_of(aten.avg_pool2d.default, (pictures, [2, 2], [2, 2]), {}, halved), None),
+        (loops_of(aten.max_pool2d_with_indices.default, (pictures, [3, 3], [2, 2], [1, 1]), {}, halved), None),
         (loops_of(aten._softmax.default, (columns, 1, False), {}, value("of columns", *columns.shape)), None),
     ):
         assert first is not None

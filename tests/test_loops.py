@@ -101,6 +101,15 @@ MOVES = {
     "pooled, overlapping": lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0)) * 2,
     "pooled without what is around": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False).neg(),
     "pooled, and divided by a number": lambda x: F.avg_pool2d(x, 2, 1, divisor_override=3).flip(-1),
+    "pooled by the greatest": lambda x: F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1) * 2,
+    "pooled by the greatest, on to the end": lambda x: F.max_pool2d(x, (2, 3), 3, (0, 1), ceil_mode=True).neg(),
+    "pooled by the greatest, apart": lambda x: F.max_pool2d(x / x.sign(), 2, 1, 1, 2) + 1,  # NaN where x is 0
+    "pooled by the greatest of infinities": lambda x: F.max_pool2d(x.masked_fill(x < 9, float("-inf")), 2).flip(0),
+    "pooled to 4 x 8": lambda x: F.adaptive_avg_pool2d(x, (4, 8)) * 2,
+    "normalised by known numbers": lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 1].exp(), eps=0.1).sin(),
+    "scaled and shifted channels": lambda x: F.batch_norm(
+        x.to(memory_format=torch.channels_last), x[0, :, 0, 0], x[0, :, 0, 1].exp(), x[0, 0, 0], x[1, 0, 0]
+    ).flip(1),
     "pooled in one dimension": lambda x: F.avg_pool1d(x[0], 2, 2, 1).flip(1),
     "enlarged": lambda x: F.interpolate(x, scale_factor=2, mode="nearest") + 1,
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),

@@ -65,18 +65,17 @@ def loops_of_pass(problem: Problem, x: Value, operands: Sequence[Value], result:
     """What a fused region without an anchor computes; None if loops do not."""
     try:
         expression, _ = settle(problem, problem.x.empty())
-        along_channels = channel_operands(expression)
+        read = (*operands, x)  # x may be anything that an operand may be
+        whole = rewrite(expression, lambda node: Operand(len(operands)) if isinstance(node, Acc) else node)
+        along_channels = channel_operands(whole)
         body, at = Body(), coordinates(result.shape)
 
         def leaf(node: Expr) -> Expr:
-            match node:
-                case Acc():
-                    return body.read(x, at)
-                case Operand(index):
-                    return body.read(operands[index], [at[1]] if index in along_channels else at)
-            return node
+            if not isinstance(node, Operand):
+                return node
+            return body.read(read[node.index], [at[1]] if node.index in along_channels else at)
 
-        loops = body.loops(result, rewrite(expression, leaf))
+        loops = body.loops(result, rewrite(whole, leaf))
     except (Unknown, UnsupportedError):
         return None
     return loops if _is_whole(result) and _is_possible(loops) else None
@@ -334,34 +333,65 @@ def _pixel_unshuffle(body: Body, given: Mapping[str, Any], result: Value) -> Exp
     return body.read(x, [*batch, channel // (factor * factor), row, column * factor + channel % factor])
 
 
-def _avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """The sum of a window, element by element."""
-    x, sides = given["self"], tuple(given["kernel_size"])
+def _window(
+    body: Body, x: Any, result: Value, sides: Sequence[int], steps: Sequence[int], around: Sequence[int],
+    apart: Sequence[int], outside: float,
+) -> list[tuple[tuple[Inside, ...], Expr]]:  # fmt: skip
+    """The elements of a window of x, and where they are any: elsewhere they count as `outside`."""
     if not isinstance(x, Value) or kind_of(x.dtype) != "float" or math.prod(sides) > LARGEST_WINDOW:
         raise Unknown
-    rank = len(sides)
-    steps, around = (tuple(given.get(name) or default) for name, default in (("stride", sides), ("padding", (0,))))
-    steps, around = (numbers * rank if len(numbers) < rank else numbers for numbers in (steps, around))
-    at, sizes = coordinates(result.shape), x.shape[-rank:]
-    batch, starts = at[:-rank], [one * step - pad for one, step, pad in zip(at[-rank:], steps, around, strict=True)]
-    ends = [start.range[1] + side for start, side in zip(starts, sides, strict=True)]
-    if any(end > size + pad for end, size, pad in zip(ends, sizes, around, strict=True)):
-        raise Unknown  # windows that end beyond what is around an image count less of it
-    parts, counts = [], []
+    rank, at = len(sides), coordinates(result.shape)
+    starts = [one * step - pad for one, step, pad in zip(at[-rank:], steps, around, strict=True)]
+    found = []
     for offsets in itertools.product(*map(range, sides)):
-        own = [start + offset for start, offset in zip(starts, offsets, strict=True)]
-        places = [Inside(one, size) for one, size in zip(own, sizes, strict=True)]
+        own = [start + offset * step for start, offset, step in zip(starts, offsets, apart, strict=True)]
+        places = [Inside(one, size) for one, size in zip(own, x.shape[-rank:], strict=True)]
         where = tuple(one for one in places if one.index.range[0] < 0 or one.index.range[1] >= one.size)
-        parts.append(body.choose(where, body.read(x, [*batch, *own], where), Const(0.0)))
-        counts.append(body.choose(where, Const(1.0), Const(0.0)))
+        found.append((where, body.choose(where, body.read(x, [*at[:-rank], *own], where), Const(outside))))
+    return found
+
+
+def _numbers(given: Mapping[str, Any], name: str, rank: int, default: Sequence[int]) -> Sequence[int]:
+    """An argument that says a number for each dimension of images, or one for all."""
+    numbers = tuple(given.get(name) or default)
+    return numbers * rank if len(numbers) < rank else numbers
+
+
+def _avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, rank = given["self"], len(given["kernel_size"])
+    sides, around = given["kernel_size"], _numbers(given, "padding", rank, (0,))
+    steps = _numbers(given, "stride", rank, sides)
+    sizes = zip(result.shape[-rank:], x.shape[-rank:], sides, steps, around, strict=True)
+    if any((count - 1) * step + side > size + 2 * pad for count, size, side, step, pad in sizes):
+        raise Unknown  # windows that end beyond what is around an image count less of it
+    parts = _window(body, x, result, sides, steps, around, (1,) * rank, 0.0)
     count: Expr = Const(float(given.get("divisor_override") or math.prod(sides)))
     if given.get("divisor_override") is None and not given.get("count_include_pad", True):
-        count = _added(counts)
-    return Call("div", (_added(parts), count))
+        count = _joined("add", [body.choose(where, Const(1.0), Const(0.0)) for where, _ in parts])
+    return Call("div", (_joined("add", [part for _, part in parts]), count))
 
 
-def _added(parts: Sequence[Expr]) -> Expr:
-    return functools.reduce(lambda total, part: Call("add", (total, part)), parts)
+def _adaptive_avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x = given["self"]
+    sizes = list(zip(x.shape[-2:], result.shape[-2:], strict=True))
+    if any(size % count for size, count in sizes):
+        raise Unknown
+    sides = [size // count for size, count in sizes]
+    return _avg_pool(body, {"self": x, "kernel_size": sides}, result)
+
+
+def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    sides = given["kernel_size"]
+    rank = len(sides)
+    around, apart = (_numbers(given, name, rank, (one,)) for name, one in (("padding", 0), ("dilation", 1)))
+    parts = _window(
+        body, given["self"], result, sides, _numbers(given, "stride", rank, sides), around, apart, -math.inf
+    )
+    return _joined("maximum", [part for _, part in parts])
+
+
+def _joined(row: str, parts: Sequence[Expr]) -> Expr:
+    return functools.reduce(lambda total, part: Call(row, (total, part)), parts)
 
 
 LARGEST_WINDOW: Final = 16
@@ -400,6 +430,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.slice_scatter: _slice_scatter,
     _aten.avg_pool1d: _avg_pool,
     _aten.avg_pool2d: _avg_pool,
+    _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
+    _aten.max_pool2d_with_indices: _max_pool,
     _aten.upsample_nearest2d: _nearest,
     _aten.pixel_shuffle: _pixel_shuffle,
     _aten.pixel_unshuffle: _pixel_unshuffle,

@@ -65,8 +65,9 @@ class _Row:
 
 
 def _over(body: Body, total: Expr, count: int) -> Expr:
-    """The count is an argument of the kernel, which rows of other lengths share."""
-    return Call("div", (total, body.leaf(Position(Index() + count))))
+    """As torch has it on a GPU, by one division for all rows of a thread. The count is an argument of the kernel, which
+    rows of other lengths share."""
+    return Call("mul", (total, Call("reciprocal", (body.leaf(Position(Index() + count)),))))
 
 
 def _inverse_root(x: Expr, eps: float) -> Expr:
@@ -194,14 +195,19 @@ def _group_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """With a batch's own statistics, which nobody keeps: how weights are standardised."""
+    """With statistics that are known, or with a batch's own, which nobody keeps: how weights are standardised."""
     x, at = given["input"], coordinates(result.shape)
-    trains = given.get("training", given.get("train", True))
-    if not trains or given.get("running_mean") is not None or not isinstance(x, Value):
+    trains = given.get("training", given.get("train", "running_mean" not in given))
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    if not isinstance(x, Value) or x.dtype not in RESULT_DTYPES or (trains and mean is not None):
         raise Unknown
-    row = _row_along(x, [dim for dim in range(len(x.shape)) if dim != 1], at)
     eps = given["epsilon"] if "epsilon" in given else given["eps"]
-    return _affine(body, row.normalised(body, body.read(x, at), eps), given, [at[1]])
+    if trains:
+        row = _row_along(x, [dim for dim in range(len(x.shape)) if dim != 1], at)
+        return _affine(body, row.normalised(body, body.read(x, at), eps), given, [at[1]])
+    left = Call("sub", (body.read(x, at), body.read(mean, [at[1]])))
+    scale = _inverse_root(body.read(variance, [at[1]]), eps)
+    return _affine(body, Call("mul", (left, scale)), given, [at[1]])
 
 
 _aten = torch.ops.aten
@@ -223,6 +229,8 @@ REDUCTIONS: Final[Mapping[Any, Rule]] = {
         "cudnn_batch_norm": _batch_norm,
         "_native_batch_norm_legit": _batch_norm,
         "_native_batch_norm_legit_functional": _batch_norm,
+        "_native_batch_norm_legit_no_training": _batch_norm,
+        "_batch_norm_no_update": _batch_norm,
     }.items()
     if hasattr(_aten, name)
 }  # fmt: skip
