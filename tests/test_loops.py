@@ -329,6 +329,7 @@ ROWS = {
     "rows of rows": (lambda x: F.softmax(x.mean(-1) + 1, -1), (4, 20, 30), 2),
     "few short rows for many elements": (lambda x: x + x[..., :3].mean(-1, keepdim=True), (4, 2000), 2),
     "one long row": (lambda x: x.exp().sum(), (8, 4096), None),
+    "mean of two": (lambda x: x.mean(0) + 1, (2, 64), 1),
     "few long columns": (lambda x: x.sum(0), (4100, 64), None),
     "softmax of rows that may be masked": (
         lambda x: torch._safe_softmax(x.masked_fill(x.sum(-1, True) > 0, float("-inf")), -1), (5, 8), 1,

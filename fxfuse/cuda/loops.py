@@ -47,6 +47,8 @@ _ROW, _ALONG = "row", "along"
 WARP: Final = 32
 LONGEST_OF_A_WARP: Final = 512
 """Runs of a row that one warp has; a block has longer ones."""
+BUSY: Final = 2**18
+"""Threads beyond which more of them read no faster: 2048 on each of 128 multiprocessors."""
 
 _TEMPLATE: Final = """\
 #include "{header}.cuh"
@@ -218,22 +220,33 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     store = f"result.store(out + {text.place(place)});"
     loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, store)]
     longest = max(longest, length // vector)
-    columns, lanes = _layout(longest, beside * widest if rows.inner else None)
+    count = outer * inner // beside
+    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(longest)
     body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
-    return body, outer * inner // beside
+    return body, count
 
 
-def _layout(longest: int, nbytes: int | None) -> tuple[int, int]:
-    """How many threads have rows side by side, and how many each of these.
+def _layout_of_rows(longest: int) -> tuple[int, int]:
+    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block."""
+    return 1, THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
+
+
+def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
+    """How many threads have rows side by side, and how many others read on: no more than keep a GPU busy.
 
     Args:
-        longest: runs of the longest row.
-        nbytes: what a thread reads of rows side by side; None if a row's own elements lie so.
+        rows: how many there are; those that a thread has are one.
+        longest: elements of a row.
+        nbytes: what a thread reads at once.
     """
-    if nbytes is None:
-        return 1, THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
-    lanes = min(1 << max(0, (longest // 2).bit_length() - 1), THREADS // max(1, SECTOR // nbytes))
+    wanted, most = -(-BUSY // rows), max(1, longest // 2)
+    lanes = min(_power_of_two(wanted), _power_of_two(most), THREADS // max(1, SECTOR // nbytes))
     return (THREADS if lanes * WARP >= THREADS else WARP) // lanes, lanes
+
+
+def _power_of_two(number: int) -> int:
+    """The greatest that is not greater."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
