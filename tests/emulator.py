@@ -27,8 +27,7 @@ from fxfuse.expression import parse
 DEVICE = Path(__file__).parent / "emulated_gpu"
 KERNELS = PACKAGE / "cuda" / "kernels"
 _MORE_FLAGS = os.environ.get("FXFUSE_EMULATOR_FLAGS", "").split()  # such as AddressSanitizer's, see CONTRIBUTING.md
-# Shared memory is static variables, of which every library needs its own.
-_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-fno-gnu-unique", *_MORE_FLAGS)
+_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         loops_ += [
             f"Totals<{kind}, {beside}> {total};",
             *_loop(runs, max(vector, beside), text),
-            f"{total}.template across_threads<Body, {turn}>();",
+            f"{total}.template across_threads<kColumns, kLanes, kThreads, {turn}>();",
         ]
         text.rows[row] = f"{total}.value[{which}]"
         longest = max(longest, row.over.size // vector)

@@ -38,20 +38,20 @@ struct Totals {
 
     // Adds up what the threads of a row have; each has the whole then. `kTurn`: which of a row's sums; each has memory of
     // its own, since who is late reads one while others write the next.
-    template <class Body, int kTurn>
+    template <int kColumns, int kLanes, int kThreads, int kTurn>
     __device__ __forceinline__ void across_threads() {
-        constexpr int kWarp = 32, kGroup = Body::kColumns * Body::kLanes;
+        constexpr int kWarp = 32, kGroup = kColumns * kLanes;
 #pragma unroll
-        for (int offset = (kGroup < kWarp ? kGroup : kWarp) / 2; offset >= Body::kColumns; offset /= 2) {
+        for (int offset = (kGroup < kWarp ? kGroup : kWarp) / 2; offset >= kColumns; offset /= 2) {
 #pragma unroll
             for (int row = 0; row < kRows; ++row) add(row, __shfl_xor_sync(~0u, value[row], offset));
         }
         if constexpr (kGroup > kWarp) {
-            static_assert(kGroup == Body::kThreads && Body::kColumns <= kWarp);
-            constexpr int kWarps = Body::kThreads / kWarp;
-            __shared__ float parts[kWarps][kRows][Body::kColumns];
-            const int column = threadIdx.x % Body::kColumns;
-            if (threadIdx.x % kWarp < Body::kColumns) {
+            static_assert(kGroup == kThreads && kColumns <= kWarp);
+            constexpr int kWarps = kThreads / kWarp;
+            __shared__ float parts[kWarps][kRows][kColumns];
+            const int column = threadIdx.x % kColumns;
+            if (threadIdx.x % kWarp < kColumns) {
 #pragma unroll
                 for (int row = 0; row < kRows; ++row) parts[threadIdx.x / kWarp][row][column] = value[row];
             }
