@@ -364,10 +364,12 @@ class Recorder:
         if symbols is None:
             return result, None
         real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
+        is_apart = any(item.slot.is_apart for item in values_in(inputs))  # a number that is read at each call
+        if operators.depends_on_values and not is_apart:
+            raise Refused("what a region is depends on tensors' values", result)
         label = f"{node}: {plan.kernel or 'torch'}"
         value = None
-        # Of a tensor on the CPU beside a GPU, a kernel's arguments hold the number, which is read at each call.
-        if not operators.depends_on_values and not any(item.slot.is_apart for item in values_in(inputs)):
+        if not is_apart:  # a kernel's arguments hold the number
             value = self._taken_apart(operators, seen.memory, tensors_in(real), values_in(inputs), result, label)
         if value is None:
             step = Call(plan.run, inputs, {}, None, False, False, False, label)
