@@ -2,7 +2,8 @@
 
 With nvcc: no register spills, no arrays in local memory, at most 163 KB of shared memory. With NVRTC 12.1, if it is
 installed: the sources stay within CUDA 12.1. A few of the kernels that other architectures are offered are compiled for
-those, within the shared memory that they have. Exits non-zero with a table of what failed.
+those, within the shared memory that they have. With nvdisasm and --arch 90, too: no kernel reads memory before it has
+waited for the kernel before it. Exits non-zero with a table of what failed.
 
     python .ci/check_cuda.py [--arch 80] [--only SUBSTRING]
 """
@@ -13,6 +14,7 @@ import argparse
 import ctypes
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -281,15 +283,31 @@ def compile_with_nvcc(name: str, text: str, arch: str) -> Outcome:
             "-I", str(KERNELS), "-I", str(PACKAGE), "-o", str(Path(folder) / "kernel.cubin"), str(source),
         ]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True)
-    outcome = Outcome(name)
-    if result.returncode != 0:
-        outcome.error = result.stderr.strip()
-        return outcome
+        outcome = Outcome(name)
+        if result.returncode != 0:
+            outcome.error = result.stderr.strip()
+            return outcome
+        if int(arch.rstrip("a")) >= 90 and shutil.which("nvdisasm") is not None:
+            outcome.error = _early_accesses(Path(folder) / "kernel.cubin")
     outcome.registers = max(map(int, re.findall(r"Used (\d+) registers", result.stderr)), default=0)
     outcome.spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", result.stderr)))
     outcome.local = max(map(int, re.findall(r"(\d+) bytes stack frame", result.stderr)), default=0)
     outcome.shared = max(map(int, re.findall(r"(\d+) bytes smem", result.stderr)), default=0)
     return outcome
+
+
+def _early_accesses(binary: Path) -> str:
+    """What its kernels do with memory before they wait for the kernel before them (ACQBULK); empty if nothing."""
+    text = subprocess.run(["nvdisasm", "-c", str(binary)], capture_output=True, text=True, check=True).stdout
+    for kernel in re.split(r"\n\.text\.", text)[1:]:
+        operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", kernel)
+        wait = next((place for place, name in enumerate(operations) if name.startswith("ACQBULK")), None)
+        if wait is None:
+            return "does not wait for the kernel before it"
+        early = [name for name in operations[:wait] if name.startswith(("LDG", "LD.", "ST", "RED", "ATOM", "UTMA"))]
+        if early:
+            return f"{', '.join(early)} before it waits for the kernel before it"
+    return ""
 
 
 def nvrtc_errors(text: str, arch: str) -> str:

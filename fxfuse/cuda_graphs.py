@@ -307,14 +307,14 @@ class _State:
         # the module's own hooks run around its forward
         self._hooks = [hooks for item in self._children for hooks in (item._forward_hooks, item._forward_pre_hooks)]
         tables = [(item._parameters, item._buffers, item._modules) for item in modules]
-        self._tables = [table.values() for three in tables for table in three if table]
+        self._tables = [table for three in tables for table in three if table]
         self._lent = lent
         self._parameters = [*module.parameters(), *lent]
         self._tensors = [*module.parameters(), *module.buffers(), *lent]
         self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self._tensors)
         self._modes = self._read_modes()
         self._hooked = any(self._hooks)
-        self._members = [*itertools.chain.from_iterable(self._tables), *lent, _END]
+        self._members = [member for table in self._tables for member in table.values()]
         self._places = self._read_places()
         self._guards: dict[tuple[bool, bool], Guard] = {}
         """For the thread's modes on which dispatch keys depend: all tensors as they were."""
@@ -325,18 +325,18 @@ class _State:
     def _read_modes(self) -> list[bool]:
         return [attributes["training"] for attributes in self._attributes]
 
-    def _has_members(self, lent: Sequence[torch.Tensor]) -> bool:
-        """Whether the model's parameters, buffers and modules, and the lent tensors, are the same objects."""
-        members = itertools.chain(itertools.chain.from_iterable(self._tables), lent, (_END,))
-        return all(map(operator.is_, members, self._members))
+    def _has_members(self) -> bool:
+        """Whether the model's parameters, buffers and modules are the same objects."""
+        members = itertools.chain.from_iterable(table.values() for table in self._tables)
+        return all(map(operator.is_, itertools.chain(members, (_END,)), (*self._members, _END)))
 
     def _read_places(self) -> list[Any]:
         if not self._are_plain:
             return []
         return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
-    def _has_places(self) -> bool:
-        """Whether all tensors lie where they did, as they did.
+    def _has_tensors(self) -> bool:
+        """Whether members are the same objects, and all tensors lie where they did, as they did.
 
         Once that was found, one call into C compares them. It sees more than matters here (requires_grad, the thread's
         dispatch keys): where it says no, everything is read.
@@ -347,11 +347,11 @@ class _State:
             addresses = guard.addresses[:]
             if guard.holds(self._tensors, addresses):
                 return addresses == guard.addresses
-        if self._read_places() != self._places:
+        if not self._has_members() or self._read_places() != self._places:
             return False
         if self._are_plain and self._tensors:
             with contextlib.suppress(FxfuseError, build.NotBuilt):  # everything is read then
-                self._guards[modes] = Guard(self._tensors)
+                self._guards[modes] = Guard(self._tensors, self._tables)
         return True
 
     def _why_unfit(self, module: nn.Module) -> str | None:
@@ -374,8 +374,9 @@ class _State:
         return (
             self._read_modes() == self._modes
             and any(self._hooks) == self._hooked
-            and self._has_members(lent)
-            and self._has_places()
+            and len(lent) == len(self._lent)
+            and all(map(operator.is_, lent, self._lent))
+            and self._has_tensors()
         )
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:

@@ -52,10 +52,24 @@ inline void describe(PyObject* object, uint64_t offset, Words& words, uint64_t* 
     *address = reinterpret_cast<uint64_t>(static_cast<const c10::TensorImpl*>(tensor)->data());
 }
 
+// Whether dictionaries hold these objects, in this order, and no others.
+inline bool hold(PyObject* dictionaries, PyObject* members) {
+    Py_ssize_t next = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dictionaries); ++i) {
+        PyObject *key, *value;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(PyList_GET_ITEM(dictionaries, i), &place, &key, &value)) {
+            if (next == PyList_GET_SIZE(members) || PyList_GET_ITEM(members, next) != value) return false;
+            ++next;
+        }
+    }
+    return next == PyList_GET_SIZE(members);
+}
+
 }  // namespace fxfuse_guard
 
-// arguments: offset, words, whether to note them, addresses (one more than there are tensors: all of them, by bits).
-// `context`: a Python list of tensors, which the caller holds.
+// arguments: offset, words, whether to note them, addresses (one more than there are tensors: all of them, by bits), and
+// two lists: dictionaries, and what they must hold. `context`: a list of tensors. The caller holds all of them.
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile
@@ -65,6 +79,7 @@ extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t co
     uint64_t all = 0;
     int code = 0;
     try {
+        words.alike = hold(reinterpret_cast<PyObject*>(arguments[4]), reinterpret_cast<PyObject*>(arguments[5]));
         const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
         words.next(bits(keys.included_));
         words.next(bits(keys.excluded_));

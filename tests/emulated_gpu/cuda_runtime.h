@@ -219,7 +219,8 @@ inline void run_block(unsigned threads) {
 
 // kernel<<<grid, threads, bytes>>>(arguments…)
 template <class Kernel, class... Arguments>
-void launch(Kernel kernel, dim3 grid, unsigned threads, size_t bytes, Arguments... arguments) {
+void launch(Kernel kernel, dim3 grid, dim3 block, size_t bytes, Arguments... arguments) {
+    const unsigned threads = block.x;
     if (threads == 0 || threads > 1024 || bytes > std::min(shared_of(kernel), most_shared)) fail("a launch that the GPU refuses");
     const size_t room = (bytes + kPage - 1) / kPage * kPage;
     auto* base = static_cast<unsigned char*>(

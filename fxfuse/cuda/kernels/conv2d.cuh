@@ -523,10 +523,10 @@ struct Conv2d {
         if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
         if constexpr (kSplits) workspace = SplitWorkspace::make(pointers[3], output_tiles);
-        kKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
-            problem, Conv2dDivisors(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace, epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream, problem,
+                     Conv2dDivisors(problem, kTileM, kTileN), reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
+                     epilogue);
     }
 #endif  // __CUDACC_RTC__
 

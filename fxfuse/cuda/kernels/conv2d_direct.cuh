@@ -128,10 +128,9 @@ struct Conv2dDirect {
             if (error != cudaSuccess) return error;
             filters = packed;
         }
-        kKernel<<<blocks < tiles.count ? blocks : tiles.count, kThreads, Config::kSharedBytes, stream>>>(
-            problem, tiles, reinterpret_cast<const Element*>(pointers[0]), filters,
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, blocks < tiles.count ? blocks : tiles.count, kThreads, Config::kSharedBytes, stream,
+                     problem, tiles, reinterpret_cast<const Element*>(pointers[0]), filters,
+                     reinterpret_cast<Output*>(pointers[2]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

@@ -144,10 +144,9 @@ struct Conv2dFewPixels {
         if (blocks == 0) return cudaSuccess;
         if (blocks > INT32_MAX || bytes > kMostShared) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = allow_shared_memory<kKernel>(bytes); error != cudaSuccess) return error;
-        kKernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(
-            problem.conv, tiling, reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, bytes, stream, problem.conv, tiling,
+                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+                     reinterpret_cast<Output*>(pointers[2]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

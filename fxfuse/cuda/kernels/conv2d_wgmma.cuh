@@ -84,11 +84,9 @@ struct Conv2dWgmma {
         error = Filters::launch(problem.conv, static_cast<int64_t>(cut.chunks) * cut.steps,
                                 reinterpret_cast<const Element*>(pointers[1]), packed, stream);
         if (error != cudaSuccess) return error;
-        kKernel<<<blocks < cut.tiles ? blocks : cut.tiles, Config::kThreads, static_cast<size_t>(cut.shared_bytes),
-                  stream>>>(cut, reinterpret_cast<const Element*>(pointers[0]),
-                            reinterpret_cast<const unsigned char*>(packed), reinterpret_cast<Output*>(pointers[2]),
-                            epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, blocks < cut.tiles ? blocks : cut.tiles, Config::kThreads,
+                     static_cast<size_t>(cut.shared_bytes), stream, cut, reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<const unsigned char*>(packed), reinterpret_cast<Output*>(pointers[2]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

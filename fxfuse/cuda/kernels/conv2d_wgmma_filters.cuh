@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "conv2d_wgmma_config.cuh"
+#include "device_pass.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 #include "mma.cuh"
 
 namespace fxfuse {
@@ -80,6 +82,7 @@ __global__ void __launch_bounds__(kWgmmaPackThreads)
     wgmma_pack_filters_kernel(const __grid_constant__ Conv2dProblem problem,
                               const typename Config::Element* __restrict__ w, int64_t steps, unsigned filter_tiles,
                               int64_t pieces, uint4* __restrict__ packed) {
+    wait_for_predecessors();
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWgmmaPackThreads + threadIdx.x;
     if (index < pieces) packed[index] = WgmmaFilters<Config>::piece(problem, w, steps, filter_tiles, index);
 }
@@ -94,9 +97,8 @@ cudaError_t WgmmaFilters<Config>::launch(const Conv2dProblem& problem, int64_t s
                            Config::kPartPieces * Config::kFilterTile;
     const int64_t blocks = (pieces + kWgmmaPackThreads - 1) / kWgmmaPackThreads;
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-    wgmma_pack_filters_kernel<Config><<<static_cast<unsigned>(blocks), kWgmmaPackThreads, 0, stream>>>(
-        problem, w, steps, static_cast<unsigned>(tiles), pieces, packed);
-    return cudaGetLastError();
+    return queue(wgmma_pack_filters_kernel<Config>, static_cast<unsigned>(blocks), kWgmmaPackThreads, 0, stream,
+                 problem, w, steps, static_cast<unsigned>(tiles), pieces, packed);
 }
 #endif  // __CUDACC_RTC__
 

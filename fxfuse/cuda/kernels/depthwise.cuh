@@ -11,6 +11,7 @@
 #include "conv2d_problem.cuh"
 #include "depthwise_sum.cuh"
 #include "device_pass.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -67,10 +68,9 @@ struct Depthwise {
         const int64_t blocks = (threads(problem) + kThreads - 1) / kThreads;
         if (blocks == 0) return cudaSuccess;
         if (blocks * kThreads > UINT32_MAX) return cudaErrorInvalidConfiguration;
-        depthwise_kernel<Depthwise><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
-        return cudaGetLastError();
+        return queue(depthwise_kernel<Depthwise>, static_cast<unsigned>(blocks), kThreads, 0, stream, problem,
+                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+                     reinterpret_cast<Output*>(pointers[2]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

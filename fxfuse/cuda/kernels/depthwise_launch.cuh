@@ -33,10 +33,9 @@ cudaError_t launch_depthwise_tiles(const Conv2dProblem& problem, const typename 
     if (tiles.count > INT32_MAX) return cudaErrorInvalidConfiguration;
     constexpr auto kKernel = depthwise_tiles_kernel<Kernel>;
     if (const cudaError_t error = allow_shared_memory<kKernel>(tiles.bytes); error != cudaSuccess) return error;
-    kKernel<<<static_cast<unsigned>(tiles.count), threads, tiles.bytes, stream>>>(
-        problem, tiles, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-        reinterpret_cast<typename Kernel::Output*>(pointers[2]), epilogue);
-    return cudaGetLastError();
+    return queue(kKernel, static_cast<unsigned>(tiles.count), threads, tiles.bytes, stream, problem, tiles,
+                 reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+                 reinterpret_cast<typename Kernel::Output*>(pointers[2]), epilogue);
 }
 #endif  // __CUDACC_RTC__
 

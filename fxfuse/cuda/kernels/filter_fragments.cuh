@@ -11,6 +11,8 @@
 #include <cstdint>
 
 #include "conv2d_problem.cuh"
+#include "device_pass.cuh"
+#include "launch.cuh"
 #include "mma.cuh"
 
 namespace fxfuse {
@@ -86,6 +88,7 @@ template <class Fragments, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     pack_filters_kernel(const __grid_constant__ Conv2dProblem problem,
                         const typename Fragments::Element* __restrict__ w, uint4* __restrict__ packed) {
+    wait_for_predecessors();
     const int channels = static_cast<int>(problem.channels / problem.groups);
     const int group_filters = static_cast<int>(problem.out_channels / problem.groups);
     const int first = static_cast<int>(blockIdx.y) * Fragments::kFilterTile;
@@ -112,8 +115,7 @@ cudaError_t FilterFragments<Mma, kFilterTile>::launch(const Conv2dProblem& probl
     if (tiles > kLargestGridYz || problem.groups > kLargestGridYz) return cudaErrorInvalidConfiguration;
     const dim3 grid(static_cast<unsigned>((chunks * kPieces + kThreads - 1) / kThreads), static_cast<unsigned>(tiles),
                     static_cast<unsigned>(problem.groups));
-    pack_filters_kernel<FilterFragments, kThreads><<<grid, kThreads, 0, stream>>>(problem, w, packed);
-    return cudaGetLastError();
+    return queue(pack_filters_kernel<FilterFragments, kThreads>, grid, kThreads, 0, stream, problem, w, packed);
 }
 #endif  // __CUDACC_RTC__
 

@@ -153,11 +153,10 @@ protected:
         if constexpr (kSplits) {
             workspace = SplitWorkspace::make(pointers[3], tiles_m(problem) * tiles_n(problem));
         }
-        kKernel<<<grid(problem), threads, shared_bytes, stream>>>(
-            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
-            epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, grid(problem), threads, shared_bytes, stream, problem,
+                     Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<Output*>(pointers[2]), workspace,
+                     epilogue);
     }
 #endif  // __CUDACC_RTC__
 

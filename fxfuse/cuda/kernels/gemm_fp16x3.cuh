@@ -13,6 +13,7 @@
 
 #include "device_pass.cuh"
 #include "gemm.cuh"
+#include "launch.cuh"
 #include "split_halves.cuh"
 
 namespace fxfuse {
@@ -212,9 +213,8 @@ struct HalvesGemm : Gemm<Config, Output, Epilogue> {
                               const HalvesOrigin& origin, const Epilogue& epilogue, cudaStream_t stream) {
         constexpr auto kKernel = &halves_kernel<HalvesGemm>;
         if (const auto error = allow_shared_memory<kKernel>(Base::kSharedBytes); error != cudaSuccess) return error;
-        kKernel<<<Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream>>>(problem, x, weight, out, origin,
-                                                                                     epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, Base::grid(problem), Base::kThreads, Base::kSharedBytes, stream, problem, x, weight, out,
+                     origin, epilogue);
     }
 #endif  // __CUDACC_RTC__
 

@@ -9,6 +9,7 @@
 
 #include "device_pass.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 #include "ptx.cuh"
 
 namespace fxfuse {
@@ -84,10 +85,9 @@ struct Gemv {
         const int64_t blocks = (problem.n + kCols - 1) / kCols;
         if (problem.m > kRows) return cudaErrorInvalidConfiguration;
         constexpr auto kKernel = gemv_kernel<Gemv>;
-        kKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-            reinterpret_cast<Output*>(pointers[2]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, 0, stream, problem,
+                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
+                     reinterpret_cast<Output*>(pointers[2]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

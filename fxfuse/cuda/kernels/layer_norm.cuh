@@ -150,9 +150,8 @@ struct LayerNorm {
         // All have as many rows, but for one.
         const int64_t parts = (problem.rows + kRows - 1) / kRows, turns = (parts + resident - 1) / resident;
         const unsigned blocks = static_cast<unsigned>((parts + turns - 1) / turns);
-        kKernel<<<blocks, kThreads, 0, stream>>>(
-            cut, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, blocks, kThreads, 0, stream, cut, reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<Output*>(pointers[1]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

@@ -10,6 +10,7 @@
 #include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -104,9 +105,8 @@ template <class Body>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
     const auto arguments = LoopsArguments<Body>::make(params, pointers);
     const unsigned blocks = (arguments.count + Body::kThreads - 1) / Body::kThreads;
-    loops_kernel<Body><<<blocks, Body::kThreads, 0, stream>>>(
-        arguments, reinterpret_cast<typename Body::Output*>(pointers[0]));
-    return cudaGetLastError();
+    return queue(loops_kernel<Body>, blocks, Body::kThreads, 0, stream, arguments,
+                 reinterpret_cast<typename Body::Output*>(pointers[0]));
 }
 #endif  // __CUDACC_RTC__
 

@@ -13,6 +13,7 @@
 #include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -122,9 +123,10 @@ struct MaxPool {
                 {static_cast<int>(problem.stride[0]), static_cast<int>(problem.stride[1])},
                 {static_cast<int>(problem.padding[0]), static_cast<int>(problem.padding[1])},
             };
-            max_pool_kernel<MaxPool><<<(cut.runs + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-                cut, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]), epilogue);
-            if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+            const cudaError_t error = queue(max_pool_kernel<MaxPool>, (cut.runs + kThreads - 1) / kThreads, kThreads, 0,
+                                            stream, cut, reinterpret_cast<const Element*>(pointers[0]),
+                                            reinterpret_cast<Output*>(pointers[1]), epilogue);
+            if (error != cudaSuccess) return error;
         }
         return cudaSuccess;
     }

@@ -15,6 +15,7 @@
 #include "device_pass.cuh"
 #include "divisor.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -94,10 +95,11 @@ struct Pointwise {
                 for (at.col = 0; at.col < problem.col; at.col += step.col) {
                     const PointwiseSlice slice = slice_at(problem, step, at);
                     const int64_t start = at.batch * problem.batch_stride + at.row * problem.row_stride + at.col;
-                    pointwise_kernel<Pointwise><<<(slice.runs + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-                        slice, reinterpret_cast<const Element*>(pointers[0]) + start,
-                        reinterpret_cast<Output*>(pointers[1]) + start, epilogue);
-                    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+                    const cudaError_t error = queue(pointwise_kernel<Pointwise>, (slice.runs + kThreads - 1) / kThreads,
+                                                    kThreads, 0, stream, slice,
+                                                    reinterpret_cast<const Element*>(pointers[0]) + start,
+                                                    reinterpret_cast<Output*>(pointers[1]) + start, epilogue);
+                    if (error != cudaSuccess) return error;
                 }
             }
         }

@@ -8,6 +8,7 @@
 
 #include "device_pass.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 #include "pointwise_transposed.cuh"
 
 namespace fxfuse {
@@ -69,9 +70,8 @@ struct PointwisePlanes {
         const int64_t bytes = kRows * problem.col * static_cast<int64_t>(sizeof(Output));
         if (blocks > INT32_MAX || bytes > 48 * 1024) return cudaErrorInvalidConfiguration;
         constexpr auto kKernel = pointwise_planes_kernel<PointwisePlanes>;
-        kKernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes), stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes), stream, problem,
+                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 

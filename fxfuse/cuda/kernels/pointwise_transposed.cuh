@@ -10,6 +10,7 @@
 #include "conv2d_problem.cuh"
 #include "device_pass.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 namespace fxfuse {
 
@@ -82,9 +83,9 @@ struct PointwiseTransposed {
         const int64_t all = blocks(problem);
         if (all == 0) return cudaSuccess;
         if (all > INT32_MAX) return cudaErrorInvalidConfiguration;
-        pointwise_transposed_kernel<PointwiseTransposed><<<static_cast<unsigned>(all), kThreads, 0, stream>>>(
-            problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]), epilogue);
-        return cudaGetLastError();
+        return queue(pointwise_transposed_kernel<PointwiseTransposed>, static_cast<unsigned>(all), kThreads, 0, stream,
+                     problem, reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<Output*>(pointers[1]),
+                     epilogue);
     }
 #endif  // __CUDACC_RTC__
 
@@ -259,11 +260,10 @@ struct TransposedPair {
         const int64_t first = First::blocks(problem.first), all = first + Second::blocks(problem.second);
         if (all == 0) return cudaSuccess;
         if (all > INT32_MAX) return cudaErrorInvalidConfiguration;
-        transposed_pair_kernel<TransposedPair><<<static_cast<unsigned>(all), kThreads, 0, stream>>>(
-            problem, static_cast<unsigned>(first), reinterpret_cast<const Element*>(pointers[0]),
-            reinterpret_cast<Output*>(pointers[1]), reinterpret_cast<const Element*>(pointers[2]),
-            reinterpret_cast<Output*>(pointers[3]), epilogue);
-        return cudaGetLastError();
+        return queue(transposed_pair_kernel<TransposedPair>, static_cast<unsigned>(all), kThreads, 0, stream, problem,
+                     static_cast<unsigned>(first), reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<Output*>(pointers[1]), reinterpret_cast<const Element*>(pointers[2]),
+                     reinterpret_cast<Output*>(pointers[3]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 };

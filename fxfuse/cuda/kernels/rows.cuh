@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
 #include "loops.cuh"
 #include "math.cuh"
 
@@ -87,9 +88,8 @@ cudaError_t launch_rows(const void* params, const uint64_t* pointers, cudaStream
     const auto arguments = LoopsArguments<Body>::make(params, pointers);
     constexpr unsigned kRows = Body::kThreads / Body::kLanes;
     const unsigned blocks = (arguments.count + kRows - 1) / kRows;
-    rows_kernel<Body><<<blocks, Body::kThreads, 0, stream>>>(
-        arguments, reinterpret_cast<typename Body::Output*>(pointers[0]));
-    return cudaGetLastError();
+    return queue(rows_kernel<Body>, blocks, Body::kThreads, 0, stream, arguments,
+                 reinterpret_cast<typename Body::Output*>(pointers[0]));
 }
 #endif  // __CUDACC_RTC__
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "device_pass.cuh"
 #include "launch.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
@@ -219,6 +220,7 @@ __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const SplitOperand x, const SplitOperand weight, int k, int padded_k, int rows_together,
                  int blocks_x) {
     extern __shared__ __align__(16) float staged[];
+    wait_for_predecessors();
     const bool is_x = static_cast<int>(blockIdx.x) < blocks_x;
     const int block = static_cast<int>(blockIdx.x) - (is_x ? 0 : blocks_x);
     if (kWeightMajor == Major::kK || is_x) {
@@ -248,8 +250,7 @@ cudaError_t launch_split(const SplitOperand& x, const SplitOperand& weight, int 
     const int blocks_x = (x.rows + rows_together - 1) / rows_together;
     const int blocks_weight = (weight.rows + rows_of_weight - 1) / rows_of_weight;
     const unsigned blocks = static_cast<unsigned>(blocks_x) + static_cast<unsigned>(blocks_weight);
-    kKernel<<<blocks, kSplitThreads, bytes, stream>>>(x, weight, k, padded_k, rows_together, blocks_x);
-    return cudaGetLastError();
+    return queue(kKernel, blocks, kSplitThreads, bytes, stream, x, weight, k, padded_k, rows_together, blocks_x);
 }
 #endif  // __CUDACC_RTC__
 

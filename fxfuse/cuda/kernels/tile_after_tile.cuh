@@ -50,10 +50,9 @@ protected:
         const unsigned tiles = tile_count(problem);
         Weights weights;
         for (int i = 0; i < kWeights; ++i) weights.of[i] = reinterpret_cast<const Element*>(pointers[1 + i]);
-        kKernel<<<blocks < tiles ? blocks : tiles, threads, shared_bytes, stream>>>(
-            problem, Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]), weights,
-            reinterpret_cast<Output*>(pointers[1 + kWeights]), epilogue);
-        return cudaGetLastError();
+        return queue(kKernel, blocks < tiles ? blocks : tiles, threads, shared_bytes, stream, problem,
+                     Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]), weights,
+                     reinterpret_cast<Output*>(pointers[1 + kWeights]), epilogue);
     }
 #endif  // __CUDACC_RTC__
 
