@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ON_GPU, Net, assert_as_eager, linear
+from torch import nn
 
 import fxfuse
 from fxfuse import build, program
 from fxfuse.module import state_of
-from fxfuse.program import merge
+from fxfuse.program import merge, record
 from fxfuse.program.indices import Quotient, Remainder, Variable, variable
 
 EMULATED = pytest.mark.skipif(not emulator.available(), reason="the emulation needs Linux and g++ 12 or newer")
@@ -210,6 +211,24 @@ def test_copies_into_what_an_operator_allocates(device):
     """Circular padding copies an image, and then from one part of it to another."""
     made = checked(moved(lambda x: F.pad(x, (2, 3), mode="circular")), device, 1, 1, 8)
     assert (made.launches, made.calls) == (2, {"cumsum": 1, "copy_": 2})
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["a parameter", "computed"])
+def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, device, monkeypatch):
+    monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 8, 3, 3))
+
+        def forward(self, x):
+            image = x.cumsum(1).to(memory_format=torch.channels_last)
+            weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True) if computed else self.weight
+            return torch.cumsum(torch.convolution(image, weight, None, [1], [1], [1], False, [0], 1), 1)
+
+    made = checked(Model(), device, 2, 8, 7, 7)
+    assert made.calls == {"cumsum": 2, "convolution": 1} and made.launches >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

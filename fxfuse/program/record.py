@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -403,7 +404,7 @@ class Recorder:
                 if operation.allocates:
                     self._own_memory(operation.result)
                 elif not operation.is_view:
-                    steps.append(self._operation(operation, known, label))
+                    steps += self._operations(operation, known, label)
             steps += [self._launched(launch) for launch in seen.launches[done:]]
             value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
         except _Unknown:
@@ -433,6 +434,20 @@ class Recorder:
         if owner is None or not is_plain(tensor) or (owner.slot.kind != "memory" and owner.slot.dtype != tensor.dtype):
             raise _Unknown
         return known.setdefault(id(tensor), self._value(tensor, self._name()))
+
+    def _operations(self, operation: Operation, known: dict[int, Value], label: str) -> list[Launch | Call]:
+        """The call of one of torch's operators that computes, behind what torch would do in it without a word."""
+        call = self._operation(operation, known, label)
+        if not _brings_weight_into_channels_last(operation):
+            return [call]
+        image, weight, *others = call.args
+        slot = Slot("made", self._name(), dtype=weight.dtype)
+        strides = operation.args[1].to(memory_format=torch.channels_last).stride()
+        there = Value(slot, 0, weight.shape, strides, weight.dtype, slot.name)
+        kwargs = {"memory_format": torch.channels_last}
+        loops = loops_of(_aten.clone.default, (weight,), kwargs, there)
+        copy = Call(torch.clone, (weight,), kwargs, there, False, True, False, f"{label}: its weight", loops)
+        return [copy, dataclasses.replace(call, args=(image, there, *others))]
 
     def _operation(self, operation: Operation, known: dict[int, Value], label: str) -> Call:
         """The call of one of torch's operators that computes."""
@@ -468,6 +483,29 @@ class Recorder:
                 raise _Unknown
             references.append(place)
         return Launch(launch, references)
+
+
+def _brings_weight_into_channels_last(operation: Operation) -> bool:
+    """Whether it is a convolution in which torch copies the weight, for cuDNN, as the image lies."""
+    if operation.overload is not _aten.convolution.default or operation.kwargs:
+        return False
+    image, weight, *_ = operation.args
+    return (
+        image.dim() == 4
+        and _is_channels_last(image)
+        and weight.is_contiguous()
+        and not weight.is_contiguous(memory_format=torch.channels_last)
+        and _runs_in_cudnn(*operation.args)
+    )
+
+
+def _is_channels_last(image: torch.Tensor) -> bool:
+    return image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
+
+
+def _runs_in_cudnn(*arguments: Any) -> bool:
+    """Whether torch gives a convolution of these arguments to cuDNN."""
+    return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Cudnn)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
