@@ -210,7 +210,8 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         assert first is not None
         made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
         assert made is not None
-        yield made.source
+        yield made.source()
+        yield made.source(made.most_together)
 
 
 def sources() -> dict[str, str]:

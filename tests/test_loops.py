@@ -231,6 +231,45 @@ def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, dev
     assert made.calls == {"cumsum": 2, "convolution": 1} and made.launches >= 2
 
 
+class Products(nn.Module):
+    """Of x with what `compute` makes of weights, each behind a call of torch's."""
+
+    def __init__(self, sizes, compute):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(size, 8) for size in sizes)
+        self.compute = compute
+
+    def forward(self, x):
+        return [torch.cumsum(torch.cumsum(x, 0) @ self.compute(weight).T, 0) for weight in self.weights]
+
+
+def test_what_needs_nothing_is_computed_together(device):
+    """Weights of several sizes, standardised at every call: one launch for those of a form, before they are needed."""
+    made = checked(Products((5, 7, 300, 11, 8), lambda weight: F.layer_norm(weight, (8,))), device, 2000, 8)
+    assert (made.launches, made.calls) == (1, {"cumsum": 10, "mm": 5})
+
+
+@pytest.mark.parametrize("room, launches", [(8 << 20, 1), (6 * 8 * 4 * 2, 2), (1, 4)])
+def test_no_more_is_together_than_there_is_room_for(room, launches, device, monkeypatch):
+    monkeypatch.setattr(merge, "MOST_BYTES_TOGETHER", room)
+    made = checked(Products([6] * 4, lambda weight: weight.flip(0).roll(1, 1)), device, 2000, 8)
+    assert made.launches == launches
+
+
+def test_what_is_overwritten_is_computed_where_it_is_read(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(6, 8))
+
+        def forward(self, x):
+            first = torch.cumsum(x @ self.table.flip(1).T, 0)
+            self.table.copy_(first[:6, :1])
+            return first, torch.cumsum(x @ self.table.flip(1).T, 0)
+
+    checked(Model(), device, 2000, 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}

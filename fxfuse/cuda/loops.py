@@ -38,8 +38,13 @@ from fxfuse.program.values import Slot, Value
 
 ACCESS: Final = 16  # bytes that one instruction reads or writes
 THREADS: Final = 256
+ARGUMENT_BYTES: Final = 4000
+"""Of a kernel, at most, and some to spare."""
+MAX_ADDRESSES: Final = 64
+"""Of a launch (binding.h)."""
 MAX_TENSORS: Final = 40
-"""That one kernel reads: its arguments are at most 4 KB, and a launch takes 64 addresses (binding.h)."""
+"""That one kernel reads: so many fit in its arguments."""
+_TOGETHER: Final = "@together@"
 
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
 _RUN, _LANE = "run", "lane"
@@ -61,6 +66,7 @@ using namespace {functions};
 struct Body {{
     using Output = {output};
     static constexpr int kThreads = {threads}, kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
+    static constexpr int kTogether = {together};
 {body}
 }};
 
@@ -102,10 +108,22 @@ _ROWS: Final = """\
 class LoopsKernel:
     """Loops as text to compile and arguments of a launch."""
 
-    source: str
+    form: str
+    """Its text but for how many of it a launch has."""
     params: bytes
     tensors: tuple[Slot, ...]
     """What it reads, in the order of the addresses that follow the result's."""
+
+    def source(self, together: int = 1) -> str:
+        """The text, for launches of so many results of this form; params and addresses follow each other there."""
+        return self.form.replace(_TOGETHER, str(together))
+
+    @property
+    def most_together(self) -> int:
+        """How many a launch may have."""
+        words = len(self.params) // 4
+        argument_bytes = 16 * words + 8 * (len(self.tensors) + 4)  # a divisor is three words, and each part has a spare
+        return max(1, min(ARGUMENT_BYTES // argument_bytes, MAX_ADDRESSES // (len(self.tensors) + 1)))
 
 
 def kernel(loops: Loops) -> LoopsKernel | None:
@@ -116,7 +134,7 @@ def kernel(loops: Loops) -> LoopsKernel | None:
         return None
     output = loops.output.dtype
     casts = [row.expression for row in loops.reductions if _casts(row.expression)]
-    source = _TEMPLATE.format(
+    form = _TEMPLATE.format(
         header="rows" if loops.reductions else "loops",
         functions=functions(
             casts[0] if casts else loops.expression, output if output in RESULT_DTYPES else torch.float32, False
@@ -126,10 +144,11 @@ def kernel(loops: Loops) -> LoopsKernel | None:
         numbers=len(text.numbers),
         divisors=len(text.divisors),
         tensors=len(text.tensors),
+        together=_TOGETHER,
         body=body,
     )
     values = [count, *text.numbers, *text.divisors]
-    return LoopsKernel(source, struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values)),
+    return LoopsKernel(form, struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values)),
                        tuple(text.tensors))  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -36,6 +36,10 @@ logger = logging.getLogger("fxfuse")
 MOST_LEAVES: Final = 32
 MOST_NODES: Final = 256
 """Of one kernel's expression."""
+MOST_BYTES_TOGETHER: Final = 8 << 20
+"""What a launch computes that has several results: what a large GPU writes in the time of a launch."""
+SHARE_TOGETHER: Final = 4
+"""They are no more than this part of the largest value of the program."""
 
 
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
@@ -51,22 +55,57 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             found[number] = kernel
     if not found:
         return list(steps)
+    together = _together(found, plan, steps)
     architecture = torch.cuda.get_device_capability(device)
-    sources = {kernel.source: build.Source(kernel.source, architecture, "loops") for kernel in found.values()}
+    texts = {first: found[first].source(len(numbers)) for first, numbers in together.items()}
+    sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
     with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):
-        if number in found:
-            kernel, loops = found[number], plan.computed[number]
-            if plan.makes_memory(number):
-                _give_memory(loops)
-            event = events.Launch(loaded[kernel.source], kernel.params, ())
-            references = [(loops.output.slot, loops.output.offset), *((slot, 0) for slot in kernel.tensors)]
-            result.append(Launch(event, references, frozenset({loops.output.slot})))
-        elif number not in plan.absent:
+        if number in together:
+            params, references = b"", list[tuple[Slot, int]]()
+            for one in together[number]:
+                kernel, loops = found[one], plan.computed[one]
+                if plan.makes_memory(one):
+                    _give_memory(loops)
+                params += kernel.params
+                references += [(loops.output.slot, loops.output.offset), *((slot, 0) for slot in kernel.tensors)]
+            written = frozenset(plan.computed[one].output.slot for one in together[number])
+            result.append(Launch(events.Launch(loaded[texts[number]], params, ()), references, written))
+        elif number not in found and number not in plan.absent:
             result.append(step)
     return result
+
+
+def _together(
+    found: Mapping[int, kernels.LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]
+) -> dict[int, list[int]]:
+    """By the first of them, the steps that one launch computes: kernels of one form that read nothing but what is given
+    (weights that are standardised, or brought into another order). They are computed before they are needed: as many as
+    a launch is worth, and their memory does not count beside the program's."""
+    room = min(MOST_BYTES_TOGETHER, max(map(_largest, steps), default=0) // SHARE_TOGETHER)
+    result: dict[int, list[int]] = {}
+    latest: dict[str, tuple[int, int]] = {}
+    """By form, the first of those that more may join, and how many bytes they make."""
+    for number, kernel in found.items():
+        nbytes = _span(plan.computed[number].output)[1]
+        if plan.needs_nothing(number):
+            first, before = latest.get(kernel.form, (number, room))
+            if before + nbytes <= room and len(result[first]) < kernel.most_together:
+                result[first].append(number)
+                latest[kernel.form] = first, before + nbytes
+                continue
+            latest[kernel.form] = number, nbytes
+        result[number] = [number]
+    return result
+
+
+def _largest(step: Launch | Call) -> int:
+    """Bytes of the largest of its results."""
+    if isinstance(step, Launch):
+        return max((slot.nbytes for slot in step.writes), default=0)
+    return max((_span(value)[1] for value in values_in(step.result)), default=0)
 
 
 def _give_memory(loops: Loops) -> None:
@@ -99,6 +138,15 @@ class _Plan:
         """Whether the memory of a step's result begins with it."""
         slot = self.computed[number].output.slot
         return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
+
+    def needs_nothing(self, number: int) -> bool:
+        """Whether what a step makes could be made at the program's beginning."""
+        slot = self.computed[number].output.slot
+        return (
+            self.makes_memory(number)
+            and slot not in self._leaving
+            and all(source.kind == "given" and source not in self._writers for source in _sources(self.computed[number]))
+        )
 
     def _merge(self) -> None:
         latest: dict[Slot, int] = {}

@@ -2,7 +2,7 @@
 // copies, paddings, rolls and whatever is pointwise between them. The generated Body knows the places.
 //
 // The result's memory is cut into runs of kVector elements, a run for each thread. Elements that lie side by side where
-// a run reads them are read together.
+// a run reads them are read together. A launch may have kTogether results of one form, none of which needs another.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,30 @@ struct LoopsArguments {
     unsigned number[Body::kNumbers + 1];
     FastDivisor divisor[Body::kDivisors + 1];
     const void* memory[Body::kTensors + 1];
+    typename Body::Output* out;
 
 #ifndef __CUDACC_RTC__
-    static LoopsArguments make(const void* params, const uint64_t* pointers) {
-        const auto* values = static_cast<const uint32_t*>(params);
+    // Moves `values` and `pointers` behind what it takes.
+    static LoopsArguments take(const uint32_t*& values, const uint64_t*& pointers) {
         LoopsArguments arguments;
         arguments.count = *values++;
         for (int i = 0; i < Body::kNumbers; ++i) arguments.number[i] = *values++;
         for (int i = 0; i < Body::kDivisors; ++i) arguments.divisor[i] = FastDivisor(*values++);
-        for (int i = 0; i < Body::kTensors; ++i) arguments.memory[i] = reinterpret_cast<const void*>(pointers[i + 1]);
+        arguments.out = reinterpret_cast<typename Body::Output*>(*pointers++);
+        for (int i = 0; i < Body::kTensors; ++i) arguments.memory[i] = reinterpret_cast<const void*>(*pointers++);
         return arguments;
     }
 #endif  // __CUDACC_RTC__
+};
+
+// Of a launch, in which blockIdx.y says which result a block is for.
+template <class Body>
+struct LoopsTogether {
+    LoopsArguments<Body> of[Body::kTogether];
+
+    __device__ __forceinline__ const LoopsArguments<Body>& mine() const {
+        return of[Body::kTogether == 1 ? 0 : blockIdx.y];
+    }
 };
 
 // What lies at `source`, by instructions of kAccess bytes, of which the address is a multiple.
@@ -87,26 +99,37 @@ __device__ __forceinline__ unsigned integer_at(const void* memory, unsigned at, 
 }
 
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads)
-    loops_kernel(const __grid_constant__ LoopsArguments<Body> arguments, typename Body::Output* out) {
+__global__ void __launch_bounds__(Body::kThreads) loops_kernel(const __grid_constant__ LoopsTogether<Body> together) {
     FXFUSE_DEVICE_PASS({
+        const LoopsArguments<Body>& arguments = together.mine();
         const unsigned run = blockIdx.x * Body::kThreads + threadIdx.x;
         if (run < arguments.count) {
             Adjacent<typename Body::Output, Body::kVector, 16> result;
             Body::compute(arguments, run, result.element);
-            result.store(out + static_cast<int64_t>(run) * Body::kVector);
+            result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
         }
     });
 }
 
 #ifndef __CUDACC_RTC__
-// params: runs, numbers, divisors. pointers: the result's, then those of the tensors that are read.
+// A launch of a kernel of loops, of which a block has kOfBlock runs or rows. params: for each result their number, then
+// numbers and divisors; pointers: for each its own, then those of the tensors that are read.
+template <class Body, unsigned kOfBlock>
+cudaError_t queue_loops(void (*kernel)(const LoopsTogether<Body>), const void* params, const uint64_t* pointers,
+                        cudaStream_t stream) {
+    const auto* values = static_cast<const uint32_t*>(params);
+    LoopsTogether<Body> together;
+    unsigned most = 0;
+    for (LoopsArguments<Body>& one : together.of) {
+        one = LoopsArguments<Body>::take(values, pointers);
+        most = one.count > most ? one.count : most;
+    }
+    return queue(kernel, dim3((most + kOfBlock - 1) / kOfBlock, Body::kTogether), Body::kThreads, 0, stream, together);
+}
+
 template <class Body>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
-    const auto arguments = LoopsArguments<Body>::make(params, pointers);
-    const unsigned blocks = (arguments.count + Body::kThreads - 1) / Body::kThreads;
-    return queue(loops_kernel<Body>, blocks, Body::kThreads, 0, stream, arguments,
-                 reinterpret_cast<typename Body::Output*>(pointers[0]));
+    return queue_loops<Body, Body::kThreads>(loops_kernel<Body>, params, pointers, stream);
 }
 #endif  // __CUDACC_RTC__
 

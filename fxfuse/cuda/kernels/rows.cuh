@@ -68,28 +68,26 @@ struct Totals {
 };
 
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads)
-    rows_kernel(const __grid_constant__ LoopsArguments<Body> arguments, typename Body::Output* out) {
+__global__ void __launch_bounds__(Body::kThreads) rows_kernel(const __grid_constant__ LoopsTogether<Body> together) {
     FXFUSE_DEVICE_PASS({
+        const LoopsArguments<Body>& arguments = together.mine();
+        if (blockIdx.x * (Body::kThreads / Body::kLanes) >= arguments.count) return;  // another result has more
         // Threads beyond the last row compute it, too: shuffles need all lanes.
         constexpr int kGroup = Body::kColumns * Body::kLanes;
         const unsigned group = blockIdx.x * (Body::kThreads / kGroup) + threadIdx.x / kGroup;
         const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;
         const unsigned lane = threadIdx.x % kGroup / Body::kColumns;
         const bool exists = row < arguments.count;
-        Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, out);
+        Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, arguments.out);
     });
 }
 
 #ifndef __CUDACC_RTC__
-// params: rows (kRows of them are one), numbers, divisors. pointers: the result's, then those of the tensors that are read.
+// As launch_loops; kRows rows are one.
 template <class Body>
 cudaError_t launch_rows(const void* params, const uint64_t* pointers, cudaStream_t stream) {
-    const auto arguments = LoopsArguments<Body>::make(params, pointers);
     constexpr unsigned kRows = Body::kThreads / Body::kLanes;
-    const unsigned blocks = (arguments.count + kRows - 1) / kRows;
-    return queue(rows_kernel<Body>, blocks, Body::kThreads, 0, stream, arguments,
-                 reinterpret_cast<typename Body::Output*>(pointers[0]));
+    return queue_loops<Body, kRows>(rows_kernel<Body>, params, pointers, stream);
 }
 #endif  // __CUDACC_RTC__
 
