@@ -141,11 +141,11 @@ class _Plan:
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""
-        slot = self.computed[number].output.slot
+        loops = self.computed[number]
         return (
             self.makes_memory(number)
-            and slot not in self._leaving
-            and all(source.kind == "given" and source not in self._writers for source in _sources(self.computed[number]))
+            and loops.output.slot not in self._leaving
+            and all(source.kind == "given" and source not in self._writers for source in _sources(loops))
         )
 
     def _merge(self) -> None:

@@ -505,7 +505,8 @@ def _is_channels_last(image: torch.Tensor) -> bool:
 
 def _runs_in_cudnn(*arguments: Any) -> bool:
     """Whether torch gives a convolution of these arguments to cuDNN."""
-    return bool(torch._C._select_conv_backend(*arguments) == torch._C._ConvBackend.Cudnn)
+    internals: Any = torch._C
+    return bool(internals._select_conv_backend(*arguments) == internals._ConvBackend.Cudnn)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
