@@ -12,8 +12,9 @@ the inputs made here was "not drawn", with the reason.
 torch.compile needs minutes where many are built at once: no more --processes than a third of the cores, and a --limit
 of 150 s. A row without its time is in no geometric mean. Memory in the pools of CUDA graphs is not counted.
 
-Wall is a call with the GPU waited for, issuing the part of it before that wait. Time to the first result is taken side
-by side with other networks' building, for all contestants alike: compare it within a row only.
+Wall is a call with the GPU waited for, issuing the part of it before that wait, GPU the time with at least one kernel on
+it. Time to the first result is taken side by side with other networks' building, for all contestants alike: compare it
+within a row only.
 """
 
 from __future__ import annotations
@@ -411,9 +412,18 @@ def _profiled(contestant: Contestant, call: Callable[[], Any]) -> Contestant:
         contestant,
         kernels=len(kernels),
         copies=sum(COPIES.search(event.name) is not None for event in kernels),
-        gpu=sum(event.time_range.elapsed_us() for event in kernels) / 1e3,
+        gpu=_covered([(event.time_range.start, event.time_range.end) for event in kernels]) / 1e3,
         memory=memory,
     )
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of them lasts: a kernel may be launched while the one before it ends, and wait for that."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _verified(trial: Trial, fast: nn.Module) -> dict[str, Any]:

@@ -79,3 +79,10 @@ def test_one_drawn_network_is_measured_on_a_cpu(zoo, tmp_path):
     (row,) = [row for row in json.loads(written.read_text())["rows"] if row["family"] == "albert"]
     assert row["ok"] and row["reference"] == "float64"
     assert row["contestants"]["eager"]["wall"] > 0 and row["contestants"]["fxfuse"]["wall"] > 0
+
+
+@pytest.mark.parametrize(
+    "spans, total", [([], 0), ([(5, 7), (0, 2)], 4), ([(0, 4), (1, 2), (3, 6)], 6), ([(0, 1), (1, 3)], 3)]
+)
+def test_kernels_that_overlap_count_once(spans, total, zoo):
+    assert zoo._covered(spans) == total
