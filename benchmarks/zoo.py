@@ -12,9 +12,9 @@ the inputs made here was "not drawn", with the reason.
 torch.compile needs minutes where many are built at once: no more --processes than a third of the cores, and a --limit
 of 150 s. A row without its time is in no geometric mean. Memory in the pools of CUDA graphs is not counted.
 
-Wall is a call with the GPU waited for, issuing the part of it before that wait, GPU the time with at least one kernel on
-it. Time to the first result is taken side by side with other networks' building, for all contestants alike: compare it
-within a row only.
+Wall is a call with the GPU waited for, issuing the part of it before that wait, GPU the time with at least one kernel
+there. Time to the first result is taken side by side with other networks' building, for all contestants alike: compare
+it within a row only.
 """
 
 from __future__ import annotations

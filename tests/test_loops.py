@@ -244,7 +244,7 @@ class Products(nn.Module):
 
 
 def test_what_needs_nothing_is_computed_together(device):
-    """Weights of several sizes, of which means are taken at every call: one launch for those of a form, before they are needed."""
+    """Weights of several sizes, of which means are taken at every call: one launch, before the first is needed."""
     made = checked(Products((5, 7, 300, 11, 8), lambda weight: weight - weight.mean(1, keepdim=True)), device, 2000, 8)
     assert (made.launches, made.calls) == (1, {"cumsum": 10, "mm": 5})
 
