@@ -412,6 +412,21 @@ ROWS = {
 """What follows a library call, of what shape, and how many kernels it is; None where torch adds up."""
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [2, 31, 33, 49, 64, 100, 256, 260, 1023, 2064])
+def test_rows_of_all_lengths(length, dtype, device):
+    """Short ones are read once and held, and long ones read again by each loop."""
+    bias, gain = torch.randn(3, length), torch.randn(length)
+
+    def forward(model, x):
+        x = x.cumsum(0)
+        softmax = F.softmax(x * 0.3 + bias.to(x.device, x.dtype), -1)
+        norm = F.rms_norm(x, (length,), gain.to(x.device, x.dtype)) * 2
+        return softmax.cumsum(0), norm.cumsum(0)
+
+    assert checked(Net(forward), device, 5, 3, length, dtype=dtype).calls == {"cumsum": 3}
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name, device):
     compute, shape, kernels = ROWS[name]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -47,6 +48,13 @@ MAX_TENSORS: Final = 40
 _TOGETHER: Final = "@together@"
 
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
+_NUMBERS: Final = {dtype: "float" if dtype.is_floating_point else "int64_t" for dtype in _TYPES} | {
+    torch.bool: "bool",
+    torch.float64: "double",
+}
+"""As expressions have elements (loops.cuh, as_number)."""
+HELD_WORDS: Final = 32
+"""Registers for what a thread of a short row reads once."""
 _RUN, _LANE = "run", "lane"
 _ROW, _ALONG = "row", "along"
 WARP: Final = 32
@@ -207,18 +215,22 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         **_digits(variable(_ALONG, length), rows.along, output),
     }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
+    reductions = list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
+    held = None if rows.inner else _held(reductions, leaves, output, length)
     functions_, loops_, longest = [], [], 1
-    for turn, row in enumerate(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced))):
-        widest_of_row = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
-        vector = 1 if rows.inner else math.gcd(ACCESS // widest_of_row, row.over.size)
-        text.begin(max(vector, beside))
+    if held is not None:
+        loops_ += [f"{_NUMBERS[read.dtype]} {name}[{held.turns}][{held.vector}];" for read, name in held.names.items()]
+    for turn, row in enumerate(reductions):
+        vector = 1 if rows.inner else _vector_of_row(row) if held is None else held.vector
+        text.begin(max(vector, beside), held)
         at = _cut(row.over.name, row.over.size, vector)
         arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
         kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
         kinds = kinds_of(row.expression, row.leaves)
         functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
         which = "lane" if rows.inner else "0"
-        text.within.append(f"{total}.add({which}, part{turn}({', '.join(arguments)}));")
+        inside = "" if held is None else "if (inside) "
+        text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(arguments)}));")
         runs = text.number(row.over.size // vector)
         loops_ += [
             f"Totals<{kind}, {beside}> {total};",
@@ -227,22 +239,60 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         ]
         text.rows[row] = f"{total}.value[{which}]"
         longest = max(longest, row.over.size // vector)
-    vector = 1 if rows.inner else _vector(output, length)
+    vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
-    text.begin(width)
+    text.begin(width, held)
     access = math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
     arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)]
     functions_.append(function(loops.expression, len(leaves), _QUALIFIERS, loops.kinds))
     text.before.insert(0, f"Adjacent<Output, {width}, {access}> result;")
     text.within.append(f"set(result.element[lane], expression({', '.join(arguments)}));")
     place = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(_LANE, width)
-    store = f"result.store(out + {text.place(place)});"
+    store = f"{'' if held is None else 'if (inside) '}result.store(out + {text.place(place)});"
     loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, store)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
     columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(longest)
     body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
     return body, count
+
+
+def _vector_of_row(row: Reduced) -> int:
+    """How many elements of a row are read at once."""
+    widest = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
+    return math.gcd(ACCESS // widest, row.over.size)
+
+
+@dataclass
+class _Held:
+    """What a thread reads once of a row that several loops go over: short rows fit into its registers."""
+
+    turns: int
+    """Of each loop, known to the compiler."""
+    vector: int
+    names: dict[Read, str]
+    """The variables that hold what was read."""
+    filled: set[Read] = field(default_factory=set)
+
+
+def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, length: int) -> _Held | None:
+    """What is read by more than one loop, if it is little enough to be held."""
+    if length == 0 or any(row.over.size != length for row in reductions):
+        return None
+    vector = math.gcd(_vector(output, length), *map(_vector_of_row, reductions))
+    turns = -(-length // (vector * _layout_of_rows(length // vector)[1]))
+    loops = [(row.over.name, row.leaves) for row in reductions] + [(_ALONG, leaves)]
+    readers = Counter(
+        read
+        for name, of_loop in loops
+        for read in dict.fromkeys(substituted(leaf, _cut(name, length, vector)) for leaf in of_loop)
+        if isinstance(read, Read)
+    )
+    shared = [read for read, count in readers.items() if count > 1]
+    words = turns * vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
+    if not shared or words > HELD_WORDS:
+        return None
+    return _Held(turns, vector, {read: f"held{number}" for number, read in enumerate(shared)})
 
 
 def _layout_of_rows(longest: int) -> tuple[int, int]:
@@ -278,8 +328,16 @@ def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index
 
 def _loop(runs: str, vector: int, text: _Text, after: str | None = None) -> list[str]:
     """The loop of a row's threads over its runs."""
+    head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
+    if text.held is not None:
+        head = [
+            "#pragma unroll",
+            f"for (unsigned turn = 0; turn < {text.held.turns}; ++turn) {{",
+            f"    const bool inside = thread + turn * kLanes < {runs};",
+            f"    const unsigned run = inside ? thread + turn * kLanes : {runs} - 1;",  # so that all turns' reads go out
+        ]
     return [
-        f"for (unsigned run = thread; run < {runs}; run += kLanes) {{",
+        *head,
         *(f"    {line}" for line in text.before),
         "#pragma unroll",
         f"    for (int lane = 0; lane < {vector}; ++lane) {{",
@@ -337,8 +395,9 @@ class _Text:
         self._count = 0
         self.begin(vector)
 
-    def begin(self, vector: int) -> None:
+    def begin(self, vector: int, held: _Held | None = None) -> None:
         """Begins another loop, over runs of so many elements."""
+        self.held = held
         self.before: list[str] = []
         self.within: list[str] = []
         self._vector = vector
@@ -355,6 +414,16 @@ class _Text:
 
     def leaf(self, leaf: Leaf) -> str:
         """What the expression takes for a leaf."""
+        if self.held is None or leaf not in self.held.names:
+            return self._computed(leaf)
+        name = f"{self.held.names[leaf]}[turn][lane]"
+        if leaf not in self.held.filled:
+            value = self._computed(leaf)
+            self.within.append(f"{name} = {value};")
+            self.held.filled.add(leaf)
+        return name
+
+    def _computed(self, leaf: Leaf) -> str:
         if isinstance(leaf, Inside):
             return self._inside(leaf)
         if isinstance(leaf, Position):
