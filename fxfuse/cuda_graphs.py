@@ -3,7 +3,8 @@
 `Replays` decides for each call. The first call of its kind (shapes, strides and dtypes of the tensors, values of the
 other arguments, torch's switches) runs as usual, the second is captured: warm-up calls on a stream of its own, then
 torch.cuda.graph with a memory pool that the model's graphs share. Arguments are copied into buffers before a replay,
-and results out of the graph's memory after it, so that they belong to the caller.
+and results out of the graph's memory after it, so that they belong to the caller; objects among them that only hold
+attributes (a cache of keys and values) are made anew.
 
 A graph reads parameters and buffers where they lay when it was captured: changes in place are seen, and if one of them
 lies elsewhere now, has been replaced, or if a module has changed its mode, all graphs are dropped. Dynamo's graphs get
@@ -21,7 +22,7 @@ import operator
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -77,25 +78,76 @@ def flatten(value: Any, leaves: list[torch.Tensor]) -> Key:
     raise Unfit(f"an argument is a {type(value).__name__}")
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor replaced; containers and dataclasses are made anew. Raises Unfit for other objects."""
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], made: dict[int, Any] | None = None,
+    shared: Container[int] = (),
+) -> Any:  # fmt: skip
+    """`value` with every tensor replaced; containers, dataclasses and objects are made anew. Raises Unfit for what does
+    more than hold attributes.
+
+    Args:
+        made: the new objects by the identity of the old ones, which are met again there.
+        shared: the identities of objects that are kept.
+    """
+    made = {} if made is None else made
+
+    def mapped(item: Any) -> Any:
+        return map_tensors(item, function, made, shared)
+
     if type(value) in _TENSORS:
         return function(value)
-    if value is None or isinstance(value, (*_CONSTANTS, float)):
+    if value is None or isinstance(value, (*_CONSTANTS, float, type)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in dataclasses.fields(value) if item.init]
-        return dataclasses.replace(
-            value,
-            **{name: map_tensors(getattr(value, name), function) for name in names},
-        )
+        return dataclasses.replace(value, **{name: mapped(getattr(value, name)) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
+        return type(value)(*map(mapped, value))
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, function) for item in value)
+        return type(value)(map(mapped, value))
     if type(value) in (dict, OrderedDict):
-        return type(value)((name, map_tensors(item, function)) for name, item in value.items())
-    raise Unfit(f"a {type(value).__name__} is among its results")
+        return type(value)((name, mapped(item)) for name, item in value.items())
+    if not _only_holds_attributes(value):
+        raise Unfit(f"a {type(value).__name__} is among its results")
+    if id(value) in shared:
+        return value
+    if id(value) not in made:
+        made[id(value)] = twin = object.__new__(type(value))
+        vars(twin).update((name, mapped(item)) for name, item in vars(value).items())
+    return made[id(value)]
+
+
+def _only_holds_attributes(value: Any) -> bool:
+    """Whether another object with the same attributes is as good (a cache of keys and values)."""
+    kind = type(value)
+    return (
+        all(getattr(kind, name, None) is getattr(object, name, None) for name in _OF_OBJECTS)
+        and hasattr(value, "__dict__")
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and not isinstance(value, nn.Module)
+    )
+
+
+_OF_OBJECTS: Final = (
+    "__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__del__",
+)  # fmt: skip
+"""Methods by which an object says that it is more than its attributes."""
+
+
+def _that_live_on(before: Any, now: Any) -> set[int]:
+    """The objects among the results of two calls that are the same. Raises Unfit if one of them holds tensors."""
+    earlier: dict[int, Any] = {}
+    later: dict[int, Any] = {}
+    map_tensors(before, lambda tensor: tensor, earlier)
+    map_tensors(now, lambda tensor: tensor, later)
+    same = earlier.keys() & later.keys()
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise Unfit("an object that lives on, with tensors, is among its results")
+
+    for identity in same:
+        map_tensors(later[identity], refuse)
+    return same
 
 
 def _buffer(leaf: torch.Tensor) -> torch.Tensor:
@@ -248,12 +300,14 @@ class Recording:
             buffers = iter(self._buffers)
             args, kwargs = map_tensors((tuple(args), kwargs), lambda _: next(buffers))
             versions, draws = self._versions(), Draws(module)
-            self._graph.warm_up(lambda: forward(module, *args, **kwargs))
+            before: dict[str, Any] = {}
+            self._graph.warm_up(lambda: before.update(results=forward(module, *args, **kwargs)))
             if versions != self._versions():
                 raise Unfit("it overwrites an argument")
             if draws.any():  # a replay would have the captured ones, wherever they were drawn
                 raise Unfit("it draws random numbers")
             results = self._graph.capture(lambda: forward(module, *args, **kwargs))
+        self._shared = _that_live_on(before["results"], results)
         kept = [*self._buffers, *module.parameters(), *module.buffers(), *lent]
         storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         copies: dict[int, Callable[[], torch.Tensor]] = {}
@@ -266,7 +320,7 @@ class Recording:
             copies.setdefault(id(result), _copying(result))
             return result
 
-        self._results = map_tensors(results, check)
+        self._results = map_tensors(results, check, shared=self._shared)
         self._copies = copies
         """What copies each tensor among the results, by its id: a tensor may be among them more than once."""
 
@@ -280,7 +334,7 @@ class Recording:
             _overwrite(self._buffers, leaves)
             self._graph.replay()
             copies = {name: copy() for name, copy in self._copies.items()}
-        return map_tensors(self._results, lambda result: copies[id(result)])
+        return map_tensors(self._results, lambda result: copies[id(result)], shared=self._shared)
 
 
 # ------------------------------------------------------------------------------------------- the model
@@ -336,7 +390,7 @@ class _State:
         return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
     def _has_tensors(self) -> bool:
-        """Whether members are the same objects, and all tensors lie where they did, as they did.
+        """Whether members and hooks are the same objects, and all tensors lie where they did, as they did.
 
         Once that was found, one call into C compares them. It sees more than matters here (requires_grad, the thread's
         dispatch keys): where it says no, everything is read.
@@ -347,11 +401,11 @@ class _State:
             addresses = guard.addresses[:]
             if guard.holds(self._tensors, addresses):
                 return addresses == guard.addresses
-        if not self._has_members() or self._read_places() != self._places:
+        if not self._has_members() or any(self._hooks) != self._hooked or self._read_places() != self._places:
             return False
         if self._are_plain and self._tensors:
             with contextlib.suppress(FxfuseError, build.NotBuilt):  # everything is read then
-                self._guards[modes] = Guard(self._tensors, self._tables)
+                self._guards[modes] = Guard(self._tensors, [*self._tables, *self._hooks])
         return True
 
     def _why_unfit(self, module: nn.Module) -> str | None:
@@ -373,7 +427,6 @@ class _State:
         """Whether all is as it was."""
         return (
             self._read_modes() == self._modes
-            and any(self._hooks) == self._hooked
             and len(lent) == len(self._lent)
             and all(map(operator.is_, lent, self._lent))
             and self._has_tensors()

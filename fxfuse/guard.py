@@ -21,7 +21,7 @@ class Guard:
     """Type, dtype, device, sizes, strides, requires_grad and dispatch keys of tensors, and the thread's keys; and which
     objects tables hold."""
 
-    def __init__(self, tensors: list[torch.Tensor], tables: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, tensors: list[torch.Tensor], tables: Sequence[dict[Any, Any]] = ()) -> None:
         """As they are now. Raises ToolchainError, BuildError, UnsupportedError if that cannot be asked."""
         self._tables = list(tables)
         self._members = [member for table in tables for member in table.values()]

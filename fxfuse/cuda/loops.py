@@ -327,14 +327,15 @@ def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index
 
 
 def _loop(runs: str, vector: int, text: _Text, after: str | None = None) -> list[str]:
-    """The loop of a row's threads over its runs."""
+    """The loop of a row's threads over its runs; with what is held every thread has as many turns, whose reads need not
+    wait for each other."""
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
     if text.held is not None:
         head = [
             "#pragma unroll",
             f"for (unsigned turn = 0; turn < {text.held.turns}; ++turn) {{",
             f"    const bool inside = thread + turn * kLanes < {runs};",
-            f"    const unsigned run = inside ? thread + turn * kLanes : {runs} - 1;",  # so that all turns' reads go out
+            f"    const unsigned run = inside ? thread + turn * kLanes : {runs} - 1;",
         ]
     return [
         *head,
