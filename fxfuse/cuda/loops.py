@@ -60,6 +60,8 @@ _ROW, _ALONG = "row", "along"
 WARP: Final = 32
 LONGEST_OF_A_WARP: Final = 512
 """Runs of a row that one warp has; a block has longer ones."""
+TURNS_OF_A_WARP: Final = 4
+"""Beyond which a block is quicker, if it has nothing else to do."""
 BUSY: Final = 2**18
 """Threads beyond which more of them read no faster: 2048 on each of 128 multiprocessors."""
 
@@ -216,7 +218,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
     reductions = list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
-    held = None if rows.inner else _held(reductions, leaves, output, length)
+    held = None if rows.inner else _held(reductions, leaves, output, outer, length)
     functions_, loops_, longest = [], [], 1
     if held is not None:
         loops_ += [f"{_NUMBERS[read.dtype]} {name}[{held.turns}][{held.vector}];" for read, name in held.names.items()]
@@ -252,7 +254,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, store)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
-    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(longest)
+    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(count, longest)
     body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
     return body, count
 
@@ -275,12 +277,12 @@ class _Held:
     filled: set[Read] = field(default_factory=set)
 
 
-def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, length: int) -> _Held | None:
+def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> _Held | None:
     """What is read by more than one loop, if it is little enough to be held."""
     if length == 0 or any(row.over.size != length for row in reductions):
         return None
     vector = math.gcd(_vector(output, length), *map(_vector_of_row, reductions))
-    turns = -(-length // (vector * _layout_of_rows(length // vector)[1]))
+    turns = -(-length // (vector * _layout_of_rows(rows, length // vector)[1]))
     loops = [(row.over.name, row.leaves) for row in reductions] + [(_ALONG, leaves)]
     readers = Counter(
         read
@@ -295,9 +297,11 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     return _Held(turns, vector, {read: f"held{number}" for number, read in enumerate(shared)})
 
 
-def _layout_of_rows(longest: int) -> tuple[int, int]:
-    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block."""
-    return 1, THREADS if longest > LONGEST_OF_A_WARP else min(WARP, 1 << (longest - 1).bit_length())
+def _layout_of_rows(rows: int, longest: int) -> tuple[int, int]:
+    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block, where rows
+    are long, or so few that a GPU has threads to spare."""
+    is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
+    return 1, THREADS if longest > LONGEST_OF_A_WARP or is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
