@@ -298,8 +298,8 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
 
 
 def _layout_of_rows(rows: int, longest: int) -> tuple[int, int]:
-    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block, where rows
-    are long, or so few that a GPU has threads to spare."""
+    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block, where
+    rows are long, or so few that a GPU has threads to spare."""
     is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
     return 1, THREADS if longest > LONGEST_OF_A_WARP or is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
