@@ -112,6 +112,11 @@ MOVES = {
         x.to(memory_format=torch.channels_last), x[0, :, 0, 0], x[0, :, 0, 1].exp(), x[0, 0, 0], x[1, 0, 0]
     ).flip(1),
     "pooled in one dimension": lambda x: F.avg_pool1d(x[0], 2, 2, 1).flip(1),
+    "multiplied, a few terms": lambda x: (x[0, :, :, :3] @ x[1, :, 5:]).flip(0),
+    "multiplied by a table": lambda x: (
+        x.reshape(-1, 8)[:, :7] @ torch.ones(7, 5, device=x.device, dtype=x.dtype).tril()
+    ),
+    "an outer product": lambda x: (x[0, :, :, :1] @ x[1, :, :1]).sin(),
     "enlarged": lambda x: F.interpolate(x, scale_factor=2, mode="nearest") + 1,
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
     "in place": lambda x: x.clone().add_(x.transpose(1, 2)).mul_(2),
@@ -231,12 +236,18 @@ def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, dev
     assert made.calls == {"cumsum": 2, "convolution": 1} and made.launches >= 2
 
 
+@pytest.mark.parametrize("terms, calls", [(1, 0), (16, 0), (17, 1)])
+def test_products_of_few_terms_are_kernels_of_ours(terms, calls, device):
+    made = checked(moved(lambda x: (x[..., :terms] @ x[:, :terms].flip(1)).sin()), device, 4, 20, 20)
+    assert made.calls["bmm"] == calls and not made.calls["matmul"]
+
+
 class Products(nn.Module):
     """Of x with what `compute` makes of weights, each behind a call of torch's."""
 
     def __init__(self, sizes, compute):
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(size, 8) for size in sizes)
+        self.weights = nn.ParameterList(torch.randn(size, 24) for size in sizes)
         self.compute = compute
 
     def forward(self, x):
@@ -245,14 +256,14 @@ class Products(nn.Module):
 
 def test_what_needs_nothing_is_computed_together(device):
     """Weights of several sizes, of which means are taken at every call: one launch, before the first is needed."""
-    made = checked(Products((5, 7, 300, 11, 8), lambda weight: weight - weight.mean(1, keepdim=True)), device, 2000, 8)
+    made = checked(Products((5, 7, 300, 11, 8), lambda weight: weight - weight.mean(1, keepdim=True)), device, 2000, 24)
     assert (made.launches, made.calls) == (1, {"cumsum": 10, "mm": 5})
 
 
-@pytest.mark.parametrize("room, launches", [(8 << 20, 1), (6 * 8 * 4 * 2, 2), (1, 4)])
+@pytest.mark.parametrize("room, launches", [(8 << 20, 1), (6 * 24 * 4 * 2, 2), (1, 4)])
 def test_no_more_is_together_than_there_is_room_for(room, launches, device, monkeypatch):
     monkeypatch.setattr(merge, "MOST_BYTES_TOGETHER", room)
-    made = checked(Products([6] * 4, lambda weight: weight.flip(0).roll(1, 1)), device, 2000, 8)
+    made = checked(Products([6] * 4, lambda weight: weight.flip(0).roll(1, 1)), device, 2000, 24)
     assert made.launches == launches
 
 

@@ -14,7 +14,7 @@ from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.layout import is_overlapping
-from fxfuse.problem import OPERAND_DTYPES, Problem, channel_operands, settle
+from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
 from fxfuse.program.indices import Index, element
 from fxfuse.program.loops import (
     INTEGER,
@@ -390,12 +390,30 @@ def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return _joined("maximum", [part for _, part in parts])
 
 
+def _product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """Of matrices with few terms in each sum: positions by frequencies, tables of relative positions."""
+    a, b, at = given["self"], given["mat2"], coordinates(result.shape)
+    if not isinstance(a, Value) or not isinstance(b, Value) or a.dtype not in RESULT_DTYPES:
+        raise Unknown
+    terms = a.shape[-1]
+    if not 0 < terms <= LARGEST_WINDOW or terms * math.prod(result.shape) > SMALL_PRODUCT:
+        raise Unknown
+    *batch, row, column = at
+    steps = [Index() + step for step in range(terms)]
+    return _joined(
+        "add",
+        [Call("mul", (body.read(a, [*batch, row, k]), body.read(b, [*batch, k, column]))) for k in steps],
+    )
+
+
 def _joined(row: str, parts: Sequence[Expr]) -> Expr:
     return functools.reduce(lambda total, part: Call(row, (total, part)), parts)
 
 
 LARGEST_WINDOW: Final = 16
 """Elements of a window that a thread adds up; what they lie in is read from caches all but once."""
+SMALL_PRODUCT: Final = 2**22
+"""Terms of all sums of a product: a library's kernel that is not a microsecond's work is as quick."""
 
 
 _aten = torch.ops.aten
@@ -433,6 +451,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
     _aten.max_pool2d_with_indices: _max_pool,
     _aten.upsample_nearest2d: _nearest,
+    _aten.mm: _product,
+    _aten.bmm: _product,
     _aten.pixel_shuffle: _pixel_shuffle,
     _aten.pixel_unshuffle: _pixel_unshuffle,
     **REDUCTIONS,
