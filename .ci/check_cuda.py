@@ -169,7 +169,7 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
 
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
-    softmax, standardised weights, means of images in channels_last and of their windows, a softmax of columns, a product."""
+    softmax, standardised weights, means of images in channels_last and of their windows, columns' softmax, a product."""
     aten = torch.ops.aten
 
     def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
@@ -187,6 +187,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         for x in (pictures, halved)
     )
     columns = value("columns", 8, 150, 64, 64)
+    factors = (value("one", 26, 13, 13), value("other", 26, 13, 49))
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
         (

@@ -113,9 +113,7 @@ MOVES = {
     ).flip(1),
     "pooled in one dimension": lambda x: F.avg_pool1d(x[0], 2, 2, 1).flip(1),
     "multiplied, a few terms": lambda x: (x[0, :, :, :3] @ x[1, :, 5:]).flip(0),
-    "multiplied by a table": lambda x: (
-        x.reshape(-1, 8)[:, :7] @ torch.ones(7, 5, device=x.device, dtype=x.dtype).tril()
-    ),
+    "multiplied by a table": lambda x: x.reshape(-1, 8)[:, :7] @ torch.ones(7, 5).to(x.device, x.dtype).tril(),
     "an outer product": lambda x: (x[0, :, :, :1] @ x[1, :, :1]).sin(),
     "enlarged": lambda x: F.interpolate(x, scale_factor=2, mode="nearest") + 1,
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
