@@ -169,7 +169,7 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
 
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
-    softmax, standardised weights, means of images in channels_last and of their windows, columns' softmax, a product."""
+    softmax, standardised weights, means of images in channels_last and their windows, columns' softmax, a product."""
     aten = torch.ops.aten
 
     def value(name: str, *shape: int, dtype: torch.dtype = output) -> Value:
@@ -207,10 +207,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         (loops_of(aten.avg_pool2d.default, (pictures, [2, 2], [2, 2]), {}, halved), None),
         (loops_of(aten.max_pool2d_with_indices.default, (pictures, [3, 3], [2, 2], [1, 1]), {}, halved), None),
         (loops_of(aten._softmax.default, (columns, 1, False), {}, value("of columns", *columns.shape)), None),
-        (
-            loops_of(aten.bmm.default, (value("a", 26, 13, 13), value("b", 26, 13, 49)), {}, value("ab", 26, 13, 49)),
-            None,
-        ),
+        (loops_of(aten.bmm.default, factors, {}, value("product", 26, 13, 49)), None),
     ):
         assert first is not None
         made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
