@@ -454,7 +454,7 @@ def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[...
         if before_forward or after_forward or backward or before_backward:
             return root.forward(*args, **kwargs)
         # by its module: Dynamo of torch 2.3 writes what it said over a global name of this one
-        if torch.compiler.is_compiling() and recapture.is_capturing():
+        if recapture.is_eager() or (torch.compiler.is_compiling() and recapture.is_capturing()):
             return root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -595,7 +595,7 @@ def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         whole = state_of(self).recapture
-        if whole is None or torch.compiler.is_compiling() or any(_GLOBAL_HOOKS):
+        if whole is None or torch.compiler.is_compiling() or recapture.is_eager() or any(_GLOBAL_HOOKS):
             return forward(self, *args, **kwargs)
         return whole.call(functools.partial(forward, self), args, kwargs)
 

@@ -3,12 +3,15 @@
 fx traces without knowing anything about arguments, so that a question about a shape or dtype ends a trace and the
 module runs as Python, its children as graphs of their own. Dynamo knows them, and guards what it was told. What takes
 it seconds is done for a model that is called again and again: at its third call, or for `example_inputs`. A model is
-captured whole or not at all (a part of it would have run before the rest turned out to need Python).
+captured whole or not at all (a part of it would have run before the rest turned out to need Python). Some models
+compute something else while they are captured (transformers' PaliGemma hides other positions): the first graph is
+compared with eager, and there is none if they differ.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
@@ -20,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxfuse.locks import free_in_children
+from fxfuse.state import Draws, unchanged
 
 if TYPE_CHECKING:
     from fxfuse.module import FusedModule
@@ -34,6 +39,13 @@ CALLS_BEFORE: Final = 2
 FAILURES: Final = 4
 """Calls in a row that Dynamo could not capture, after which it is asked no more."""
 
+FURTHEST: Final[Mapping[torch.dtype, tuple[float, float]]] = {
+    torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 0.05), torch.bfloat16: (0.1, 0.1), torch.float16: (0.1, 0.1),
+}  # fmt: skip
+"""How far a graph's results may be from eager's, as a part of their norm, on a CPU and on a GPU, where layouts decide
+which of the library's kernels round to TF32: rounding is less, and another mask is more."""
+_CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+
 _capturing = threading.local()
 
 
@@ -45,14 +57,22 @@ def is_capturing() -> bool:
 is_capturing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no guard: it is asked while tracing only
 
 
+def is_eager() -> bool:
+    """Whether children are to run as the modules they were, for comparison."""
+    return getattr(_capturing, "eager", False)
+
+
+is_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
-    before = is_capturing()
-    _capturing.now = True
+def _said(name: str) -> Iterator[None]:
+    before = getattr(_capturing, name, False)
+    setattr(_capturing, name, True)
     try:
         yield
     finally:
-        _capturing.now = before
+        setattr(_capturing, name, before)
 
 
 class Recapture:
@@ -103,8 +123,10 @@ class Recapture:
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
         try:
-            with _said():
-                result = self._compiled()(*args, **kwargs)
+            with _said("now"):
+                if self._run is None:
+                    return self._first(python, args, kwargs)
+                result = self._run(*args, **kwargs)
         except Exception as error:
             if not _is_dynamos(error):
                 raise
@@ -116,6 +138,34 @@ class Recapture:
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
             return python(*args, **kwargs)  # nothing has run: graphs are whole
         self._failures = 0
+        return result
+
+    def _first(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """python(*args, **kwargs), after a graph was captured, and compared with it, on copies of the arguments.
+
+        Of what cannot be copied the graph computes the result, and of random numbers nothing is compared.
+        """
+        run, copies, root = self._compiled(), _copied(args, kwargs), self._root()
+        assert root is not None  # its module calls this
+        if copies is None:
+            return run(*args, **kwargs)
+        made: list[Any] = []
+        _capturing.made = made
+        try:
+            with unchanged(root, gradients=torch.is_grad_enabled()):
+                draws = Draws(root)
+                with contextlib.suppress(_Stopped):
+                    run(*copies[0], **copies[1])
+                is_random = draws.any()
+        finally:
+            _capturing.made = None
+        with _said("eager"):
+            result = python(*args, **kwargs)
+        difference = None if is_random else _difference(result, made)
+        if difference is not None:
+            self._failures, self.reason = FAILURES, difference
+            self._graphs.clear()
+            logger.warning("fxfuse: %s runs as Python: %s", type(root).__name__, difference)
         return result
 
     def _literals(self) -> dict[tuple[nn.Module, str], Any]:
@@ -174,7 +224,69 @@ def _fused(
     known = graphs()
     if known is not None:
         known.add(fused)
-    return prepared_by_first_call(fused)
+    prepared = prepared_by_first_call(fused)
+
+    def run(*inputs: Any) -> Any:
+        results = prepared(*inputs)
+        made = getattr(_capturing, "made", None)
+        if made is not None:
+            made.append(results)
+            raise _Stopped
+        return results
+
+    return run
+
+
+class _Stopped(Exception):
+    """Ends a call whose graph has run, before Dynamo does what its forward does to anything but tensors."""
+
+
+def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments of which nothing is the caller's, but like the caller's; None where that is not to be had."""
+    twins: dict[int, torch.Tensor] = {}
+
+    def twin(value: Any) -> Any:
+        if isinstance(value, _CONSTANTS):
+            return value
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if id(value) not in twins:
+            if type(value) not in (torch.Tensor, nn.Parameter) or torch._debug_has_internal_overlap(value) == 1:
+                raise TypeError
+            with torch.no_grad():
+                new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                new.copy_(value)
+            new.requires_grad_(value.requires_grad)
+            vars(new).update(vars(value))  # what Dynamo was told about it
+            twins[id(value)] = new
+        return twins[id(value)]
+
+    try:
+        return pytree.tree_map(twin, (tuple(args), dict(kwargs)))
+    except Exception:  # whatever an object's own copying raises
+        return None
+
+
+def _difference(expected: Any, made: Sequence[Any]) -> str | None:
+    """What eager's results have that is not rounding, in words, if none of a graph's results of that shape is alike."""
+    from fxfuse.verify import leaves_of
+
+    found = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    for want in leaves_of(expected):
+        if not isinstance(want, torch.Tensor) or want.dtype not in FURTHEST:
+            continue
+        alike = [have for have in found if (have.shape, have.dtype) == (want.shape, want.dtype)]
+        apart = min((_distance(want, have) for have in alike), default=0.0)
+        if apart > FURTHEST[want.dtype][want.is_cuda]:
+            return f"Dynamo's graph computes something else than eager ({apart:.1%} apart)"
+    return None
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """As a part of the norm, where both are finite."""
+    finite = one.isfinite() & other.isfinite()
+    size, apart = (float(part.detach().double()[finite].norm()) for part in (one, one - other))
+    return apart / size if size else apart
 
 
 def _nothing() -> None:

@@ -119,12 +119,12 @@ def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> 
     randomness = RandomState()
     seed(0)  # dropout drops the same in every run
     try:
-        return _leaves(called_unchanged(model, *call))
+        return leaves_of(called_unchanged(model, *call))
     finally:
         randomness.restore()
 
 
-def _leaves(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
+def leaves_of(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
     """What a value consists of; of objects that can only be equal to themselves (a cache), their attributes."""
     parts: list[Any]
     if dataclasses.is_dataclass(value):  # transformers' outputs are dictionaries, too
@@ -139,7 +139,7 @@ def _leaves(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
         return [value]
     if any(value is outer for outer in inside):
         return []
-    return [leaf for part in parts for leaf in _leaves(part, (*inside, value))]
+    return [leaf for part in parts for leaf in leaves_of(part, (*inside, value))]
 
 
 def _has_equality(value: Any) -> bool:

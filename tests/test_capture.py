@@ -1063,3 +1063,55 @@ def test_a_model_that_counts_its_calls_stays_python():
                     each(x)
         assert fast.count == model.count
     assert state_of(fast).recapture is None or "count" in state_of(fast).recapture.reason
+
+
+@pytest.mark.parametrize("example", [False, True], ids=["the third call", "an example"])
+@pytest.mark.parametrize("differs", [False, True])
+def test_models_that_compute_something_else_while_they_are_captured(differs, example):
+    """As transformers' PaliGemma, whose mask is another then: eager's answers count."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x.view(*x.shape[:-1], -1) if x.shape[0] > 1 else x).relu()
+            if torch.compiler.is_compiling() and differs:
+                x = x * 1.25
+            return {"result": self.second(x).tanh()}
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model), (torch.randn(4, 8),) if example else None)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(fast(x), model(x))
+    recapture = state_of(fast).recapture
+    if differs:
+        assert not recapture.graphs and "computes something else than eager" in recapture.reason
+        assert "something else" in str(fxfuse.explain(fast))
+    else:
+        assert len(recapture.graphs) == 1 and recapture.reason is None
+
+
+SEEN = []
+
+
+def test_what_a_forward_does_to_others_happens_once():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            SEEN.append(x.shape[0])
+            return self.first(x.view(*x.shape[:-1], -1) if x.shape[0] > 1 else x).relu() * 2
+
+    model = Model().eval()
+    fast = fxfuse.optimize(model)
+    SEEN.clear()  # fx ran it, too
+    for calls in range(1, 7):
+        fast(torch.randn(4, 8))
+        assert [4] * calls == SEEN
+    assert state_of(fast).recapture.graphs

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
-from fxfuse.verify import _leaves
+from fxfuse.verify import leaves_of
 
 from . import noise
 from .draw import Case
@@ -258,7 +258,7 @@ def _call(
         result = _called(model, case, what, arguments)
         if what == "repeat":  # shapes that come again take short cuts
             result = [result, model(*arguments), model(*arguments), *_in_other_modes(model, arguments, seed)]
-    leaves = tuple(_leaves(result))
+    leaves = tuple(leaves_of(result))
     seen.outputs, seen.structure = leaves, _structure(result)
     seen.inputs = tuple(argument.detach() for argument in arguments)
     seen.aliases = _aliases(leaves, arguments, model)
@@ -277,7 +277,7 @@ def _called(model: nn.Module, case: Case, what: str, arguments: tuple[Any, ...])
         case "func_grad":
 
             def loss(*values: Any) -> torch.Tensor:
-                return _first(_leaves(model(*values))).float().sum()
+                return _first(leaves_of(model(*values))).float().sum()
 
             return torch.func.grad(loss)(*arguments)
         case "export":
