@@ -386,6 +386,7 @@ ROWS = {
         lambda x: (lambda d: d / torch.sqrt((d * d).mean(-1, True) + 1e-5))(x - x.mean(-1, True)), (3, 5, 64), 2,
     ),
     "rms_norm": (lambda x: F.rms_norm(x, (6,)) * 2, (6, 5, 6), 1),
+    "rms_norm of small numbers": (lambda x: F.rms_norm(x * 0.015625, (6,)), (6, 5, 6), None),
     "layer_norm": (lambda x: F.layer_norm(x, (5, 6)) * 2, (6, 5, 6), 1),
     "group_norm": (lambda x: F.group_norm(x, 2) * 3, (3, 4, 5, 6), 1),
     "instance_norm": (lambda x: F.instance_norm(x), (3, 4, 5, 6), 1),
@@ -425,12 +426,12 @@ ROWS = {
 @pytest.mark.parametrize("length", [2, 31, 33, 49, 64, 100, 256, 260, 1023, 2064])
 def test_rows_of_all_lengths(length, dtype, device):
     """Short ones are read once and held, and long ones read again by each loop."""
-    bias, gain = torch.randn(3, length), torch.randn(length)
+    bias, gain = torch.randn(3, length).to(device, dtype), torch.randn(length).to(device, dtype)
 
     def forward(model, x):
         x = x.cumsum(0)
-        softmax = F.softmax(x * 0.3 + bias.to(x.device, x.dtype), -1)
-        norm = F.rms_norm(x, (length,), gain.to(x.device, x.dtype)) * 2
+        softmax = F.softmax(x * 0.3 + bias, -1)
+        norm = F.rms_norm(x, (length,), gain) * 2
         return softmax.cumsum(0), norm.cumsum(0)
 
     assert checked(Net(forward), device, 5, 3, length, dtype=dtype).calls == {"cumsum": 3}
@@ -447,8 +448,8 @@ def test_rows(name, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [
-    "softmax with a mask", "RMSNorm, written out", "standardised weights", "group_norm",
-    "mean of pixels, channels_last", "softmax along channels",
+    "softmax with a mask", "RMSNorm, written out", "rms_norm of small numbers", "standardised weights",
+    "group_norm", "mean of pixels, channels_last", "softmax along channels",
 ])  # fmt: skip
 def test_rows_of_sixteen_bits_are_no_less_exact(name, dtype, device):
     compute, shape, _ = ROWS[name]

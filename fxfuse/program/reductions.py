@@ -172,7 +172,9 @@ def _layer_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _rms_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at, rank = given["input"], coordinates(result.shape), len(given["normalized_shape"])
     row = _row_along(x, [-1 - dim for dim in range(rank)], at)
-    eps = torch.finfo(x.dtype).eps if given.get("eps") is None else given["eps"]
+    eps = given.get("eps")
+    if eps is None:  # the fused operator's default is that of the type it computes in, not of x
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     made = Call("mul", (body.read(x, at), _inverse_root(_over(body, row.squares(body), row.size), eps)))
     return _affine(body, made, given, at[len(at) - rank :])
 
