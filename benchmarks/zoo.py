@@ -289,9 +289,9 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
     refused = ""
     while batch:
         for inputs in inputs_for(batch):
-            trial = Trial(model, {name: x.to(device, dtype if x.is_floating_point() else None)
-                                  for name, x in inputs.items()})  # fmt: skip
             try:
+                trial = Trial(model, {name: x.to(device, dtype if x.is_floating_point() else None)
+                                      for name, x in inputs.items()})  # fmt: skip
                 trial.call(model)
                 _wait(device)
                 started = time.perf_counter()
@@ -373,13 +373,24 @@ class Row:
         return self._wall(REDUCE) / self._wall(GRAPH)
 
 
-def _measured(trial: Trial, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Contestant]:
-    """All contestants in turns."""
+def _warmed(trial: Trial, calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons."""
     device = next(iter(trial.inputs.values())).device
-    for call in calls.values():
-        for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
-            call()
-        _wait(device)
+    failed = {}
+    for name, call in list(calls.items()):
+        try:
+            for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
+                call()
+            _wait(device)
+        except Exception as reason:
+            failed[name] = f"{type(reason).__name__}: {reason}"[:200]
+            del calls[name]
+    return failed
+
+
+def _measured(trial: Trial, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Contestant]:
+    """All contestants in turns, after `_warmed`."""
+    device = next(iter(trial.inputs.values())).device
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or len(samples[OWN]) < 5:
@@ -556,6 +567,11 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             regions=sum(region.kernel is not None for region in report.regions),
             skipped=len(report.skipped),
         )
+        failed = _warmed(trial, calls)
+        row = replace(row, left_out={**row.left_out, **failed})
+        if OWN in failed or EAGER in failed:
+            _say(row=asdict(replace(row, ok=False, failure=failed.get(OWN) or failed[EAGER])), final=True)
+            return
         contestants = {name: asdict(found) for name, found in _measured(trial, calls, given.seconds).items()}
         _say(row=asdict(replace(row, contestants=contestants)), final=True)
 
@@ -577,9 +593,10 @@ class _Process:
     def __init__(self, options: Sequence[str], environment: dict[str, str], limit: float) -> None:
         self.said: list[dict[str, Any]] = []
         self.killed = False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, __file__, *options], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            stderr=self._errors, text=True, start_new_session=True,
         )  # fmt: skip
         self._allow(limit)
 
@@ -620,6 +637,12 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
+    def last_error(self) -> str:
+        """The last line that it wrote to its standard error, which is an exception's message if one ended it."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
 
 def _row_of(process: _Process, network: Network, given: Any) -> Row:
     """The last that a network's process said about itself."""
@@ -632,7 +655,8 @@ def _row_of(process: _Process, network: Network, given: Any) -> Row:
         return replace(row, not_drawn="eager's answer took too long")
     stage = next((said["stage"] for said in reversed(process.said) if "stage" in said), "the model")
     why = TOO_LONG if process.killed else f"its process ended with {code}"
-    return replace(row, failure=f"{why} after: {stage}")
+    said = "" if process.killed else process.last_error()
+    return replace(row, ok=False, failure=f"{why} after: {stage}" + (f": {said}" if said else ""))
 
 
 # ---------------------------------------------------------------------------------------------------- tables
