@@ -229,7 +229,10 @@ class Graph:
         with torch.cuda.device(pool.device):
             try:
                 # other threads may go on allocating and synchronising
-                with torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"):
+                with (
+                    _own_workspaces(),
+                    torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"),
+                ):
                     return call()
             except Exception:
                 _recover(pool)
@@ -237,6 +240,20 @@ class Graph:
 
     def replay(self) -> None:
         self._graph.replay()  # on the current stream of the device that it was captured on, whichever is current
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Inside, cuBLAS takes its workspaces anew, from a graph's pool, and no later call gets those.
+
+    torch keeps one for each stream. A graph would go on writing into that of its warm-up, which others may free: every
+    capture by torch.compile does, and in newer torch the end of any graph that was captured on this stream.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _recover(pool: Pool) -> None:

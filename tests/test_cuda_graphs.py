@@ -713,6 +713,23 @@ class TestOnGpu:
             torch.testing.assert_close(result, wants[index % 6], rtol=5e-3, atol=5e-3)
         assert report(fast) == ("1 CUDA graph captured",)
 
+    def test_the_library_s_workspaces_are_its_own(self):
+        """torch.compile's graphs give those of all streams back, and others get their memory."""
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(9216, 4096), nn.Linear(4096, 1000)).cuda().bfloat16()
+        x = torch.randn(16, 9216, device="cuda", dtype=torch.bfloat16)
+        fast = fxfuse.optimize(model, (x,), cuda_graphs=True)
+        want = fast(x).clone()
+        torch._C._cuda_clearCublasWorkspaces()
+        others = [torch.zeros(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        assert graph_launches(lambda: fast(x)) == 1
+        assert torch.equal(fast(x), want)
+        assert not any(other.any() for other in others)
+        del others
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        assert torch.equal(fast(x), want)
+
     def test_inside_the_users_own_graph(self):
         model, x = network(), image()
         fast = fxfuse.optimize(model, (x,), cuda_graphs=True)
