@@ -76,6 +76,10 @@ def table(x):
     return x.reshape(-1, 8)[rows].view(8, 8, 8).permute(2, 0, 1).contiguous()
 
 
+def greater(n):
+    return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
+
+
 MOVES = {
     "a copy": lambda x: x.permute(3, 1, 0, 2).contiguous(),
     "windows": windows,
@@ -138,6 +142,8 @@ MOVES = {
     "other integers": lambda x: ((x * 9).int() == 3) | ~((x * 9).to(torch.int16) < 2) & (x.bool()).roll(1, 0),
     "integers that wrap": lambda x: ((x * 9).to(torch.int8) * 40 + 100).roll(1, 0).int(),
     "numbers of one dtype and another": lambda x: torch.where(x > 1, torch.ones_like(x), x.new_zeros(1)).roll(1, 0) / 3,
+    "the greater of integers": lambda x: greater((x * 9).long()),
+    "truth values of numbers": lambda x: (x.round().bool() & (x * float("inf")).to(torch.bool)).roll(1, 0),
     "integers of truth values": lambda x: F.pad((x > 1).long(), (1, 0)) * 5 + 2,
     "large integers": lambda x: (x.long() * (2**40 + 1) + 3).roll(1, 0),
     "masks": lambda x: x.masked_fill((x > 2).flip(1), -torch.inf).roll(1, 0),
@@ -155,6 +161,11 @@ def test_results_are_eagers(name, device):
     made = checked(moved(MOVES[name]), device, 2, 8, 8, 8, exact=False)
     if name != "nothing":
         assert made.launches > 1, made.code
+
+
+def test_integers_are_no_calls(device):
+    made = checked(Net(lambda m, x: greater(x.argsort(-1)).cumsum(0).float()), device, 3, 8, exact=False)
+    assert made.calls == Counter(sort=1, cumsum=1), made.code
 
 
 def test_what_stands_between_library_calls_is_one_kernel(device):

@@ -125,7 +125,23 @@ def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[s
     rows = [ops.row(node.op) for node in postorder(made) if isinstance(node, Call)]
     if any(row.channel_args or row.in_place_of or row.name in ("type_as", *_CASTS.values()) for row in rows):
         raise Unknown
-    return made
+    return rewrite(made, _of_integers) if kind_of(result.dtype) == INTEGER else made
+
+
+def _of_integers(node: Expr) -> Expr:
+    """The same of integers, by rows whose text is right for them."""
+    match node:
+        case Call("minimum" | "clamp_max", (a, b)):
+            return Call("where", (Call("lt", (a, b)), a, b))
+        case Call("maximum" | "clamp_min", (a, b)):
+            return Call("where", (Call("gt", (a, b)), a, b))
+        case Call("clamp", (x, low, high)):
+            return _of_integers(Call("minimum", (_of_integers(Call("maximum", (x, low))), high)))
+        case Call("neg", (x,)):
+            return Call("sub", (Const(0), x))
+        case Call("abs", (x,)):
+            return Call("where", (Call("lt", (x, Const(0))), Call("sub", (Const(0), x)), x))
+    return node
 
 
 def _cast(body: Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Expr:
@@ -133,8 +149,8 @@ def _cast(body: Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Ex
     kind = kind_of(value.dtype)
     if value.dtype == dtype or (kind == INTEGER and dtype == torch.int64):
         return made
-    if kind == INTEGER and dtype == torch.bool:
-        return Call("ne", (made, Const(0)))
+    if kind in (INTEGER, "float") and dtype == torch.bool:
+        return Call("ne", (made, Const(0) if kind == INTEGER else Const(0.0)))
     if kind == "bool" and dtype == torch.int64:
         return Call("where", (made, Const(1), Const(0)))
     if dtype not in _CASTS or value.dtype not in OPERAND_DTYPES:
