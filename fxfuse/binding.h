@@ -1,7 +1,7 @@
 // The one Python binding of every generated kernel: launch(params: bytes, context: int, *pointers: int).
 //
 // Included instead of torch/extension.h, which takes a minute to compile. `context` is the CUDA stream, or the number
-// of threads on CPU. A kernel source defines fxfuse_launch and fxfuse_error.
+// of threads on CPU. A kernel's source defines fxfuse_launch and fxfuse_error.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,17 +9,18 @@
 
 #include <cstdint>
 
-// Runs the kernel; 0 or an error code. `params` is 8-byte aligned.
-extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t context);
-// What an error code means.
-extern "C" const char* fxfuse_error(int code);
-
 namespace fxfuse_binding {
+
+// Runs the kernel; 0 or an error code. `params` is 8-byte aligned.
+using Entry = int (*)(const void* params, const uint64_t* pointers, uint64_t context);
+// What an error code means.
+using Error = const char* (*)(int code);
 
 constexpr Py_ssize_t kMaxPointers = 64;
 constexpr Py_ssize_t kMaxParamBytes = 4096;
 
-static PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
+template <Entry kEntry, Error kError>
+PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count < 2 || count - 2 > kMaxPointers) {
         PyErr_Format(PyExc_TypeError, "launch takes params, context and at most %zd pointers", kMaxPointers);
         return nullptr;
@@ -40,33 +41,28 @@ static PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     int code = 0;
     Py_BEGIN_ALLOW_THREADS
-    code = fxfuse_launch(params, values + 1, values[0]);
+    code = kEntry(params, values + 1, values[0]);
     Py_END_ALLOW_THREADS
     if (code != 0) {
-        PyErr_Format(PyExc_RuntimeError, "%s (error %d)", fxfuse_error(code), code);
+        PyErr_Format(PyExc_RuntimeError, "%s (error %d)", kError(code), code);
         return nullptr;
     }
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {
-    {"launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)), METH_FASTCALL,
-     "launch(params, context, *pointers)"},
-    {nullptr, nullptr, 0, nullptr}};
-
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fxfuse_kernel", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-
-}  // namespace fxfuse_binding
-
-#define FXFUSE_CONCATENATE_(a, b) a##b
-#define FXFUSE_CONCATENATE(a, b) FXFUSE_CONCATENATE_(a, b)
-
-// The kernel's two functions by address, for those that call it without Python (executor.h).
-PyMODINIT_FUNC FXFUSE_CONCATENATE(PyInit_, TORCH_EXTENSION_NAME)() {
-    PyObject* created = PyModule_Create(&fxfuse_binding::module);
+// The module of a kernel, with its two functions by address for those that call it without Python (executor.h).
+template <Entry kEntry, Error kError>
+PyObject* make_module() {
+    static PyMethodDef methods[] = {
+        {"launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch<kEntry, kError>)), METH_FASTCALL,
+         "launch(params, context, *pointers)"},
+        {nullptr, nullptr, 0, nullptr}};
+    static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fxfuse_kernel", nullptr, -1, methods,
+                                 nullptr,               nullptr,         nullptr, nullptr};
+    PyObject* created = PyModule_Create(&module);
     if (created == nullptr) return nullptr;
-    const auto entry = reinterpret_cast<unsigned long long>(&fxfuse_launch);
-    const auto error = reinterpret_cast<unsigned long long>(&fxfuse_error);
+    const auto entry = reinterpret_cast<unsigned long long>(kEntry);
+    const auto error = reinterpret_cast<unsigned long long>(kError);
     PyObject* functions = Py_BuildValue("(KK)", entry, error);
     if (functions == nullptr || PyModule_AddObject(created, "functions", functions) != 0) {
         Py_XDECREF(functions);
@@ -75,3 +71,11 @@ PyMODINIT_FUNC FXFUSE_CONCATENATE(PyInit_, TORCH_EXTENSION_NAME)() {
     }
     return created;
 }
+
+}  // namespace fxfuse_binding
+
+// The module `name` of kernel number `number` of a unit (build.py).
+#define FXFUSE_MODULE(name, number)                                                              \
+    PyMODINIT_FUNC PyInit_##name() {                                                             \
+        return fxfuse_binding::make_module<fxfuse_launch_##number, fxfuse_error_##number>();     \
+    }

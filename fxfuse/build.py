@@ -5,6 +5,9 @@ under a hash of everything that decides the machine code: the source, every head
 Python. Each set of compilers has entries of its own; where there is none, anybody's entry will do. An entry is built
 in a temporary folder and renamed into place, so that neither a second process nor a kill can leave half an entry.
 
+Kernels that wait for a processor are compiled together, as one *unit*: most of a compiler's time goes into headers, so
+that eight kernels of loops take hardly longer than one. A unit's library is the entry of each of its kernels, by links.
+
 A build has a thread of its own, which no KeyboardInterrupt can reach: no lock is left held, and who waits can stop
 waiting. toolchain.py sees to it that compilers end.
 """
@@ -23,7 +26,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +172,7 @@ def _load_cached(key: str, source: Source) -> Launch | None:
             return _loaded[key]
         for entry in cache.find(key, toolchain.identity(source.is_cuda)):
             try:
-                launch = _loaded[key] = _import(cache.library_of(entry))
+                launch = _loaded[key] = _import(key, cache.library_of(entry))
             except Exception as error:  # whatever importing a file can raise, beside cache.UNREADABLE
                 logger.info("fxfuse: rebuilding a cached kernel: %s", error)
                 cache.remove(entry)
@@ -179,8 +182,8 @@ def _load_cached(key: str, source: Source) -> Launch | None:
         return None
 
 
-def _import(library: Path) -> Launch:
-    name = library.name.split(".")[0]  # with the kernel's key, as the function PyInit_… in it
+def _import(key: str, library: Path) -> Launch:
+    name = _module(key)
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
@@ -190,24 +193,36 @@ def _import(library: Path) -> Launch:
     return launch
 
 
+def _module(key: str) -> str:
+    """The name of a kernel's extension module, and of the function PyInit_… that makes it."""
+    return f"fxfuse_{key}"
+
+
 # -------------------------------------------------------------------------------------------- building
 
-_PROCESSORS: Final = os.cpu_count() or 1
+PROCESSORS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""That this process may use."""
+MOST_OF_A_UNIT: Final = 8
+"""Kernels that are compiled together: with more, the last of them are waited for too long."""
 _PRUNE_EVERY: Final = 64
 """Builds of a process, the first included, after which what is too old or too much in the cache is removed."""
 
 
-@dataclass(frozen=True)
-class _Running:
+@dataclass(frozen=True, eq=False)
+class _Build:
     """A kernel that is being built."""
 
+    source: Source
+    key: str
     job: toolchain.Job
     launch: Future[Launch]
 
 
 _lock = free_in_children(threading.Lock())
 """Held while a build begins or ends, never while one runs."""
-_running: dict[str, _Running] = {}
+_running: dict[str, _Build] = {}
+_waiting: list[_Build] = []
+"""Those of which nobody compiles yet, in the order in which they were asked for."""
 _finished = 0
 _compilers: dict[bool, threading.Semaphore] = {}
 """As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks.
@@ -220,11 +235,15 @@ _hung: dict[tuple[str, float], ToolchainError] = {}
 """Those that made none within a limit of time: nobody waits for them as long again."""
 
 
+def _processors(cuda: bool) -> int:
+    return max(1, PROCESSORS - 1) if cuda else PROCESSORS
+
+
 def _renew() -> None:
     """In a new process, also one that was forked, nothing is being built."""
     _running.clear()
-    _compilers[False] = threading.BoundedSemaphore(_PROCESSORS)
-    _compilers[True] = threading.BoundedSemaphore(max(1, _PROCESSORS - 1))
+    _waiting.clear()
+    _compilers.update({cuda: threading.BoundedSemaphore(_processors(cuda)) for cuda in (False, True)})
 
 
 _renew()
@@ -232,14 +251,14 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def _build_once(source: Source, key: str) -> Launch:
-    """The kernel, when the thread that builds it has finished."""
+    """The kernel, when a thread that builds it has finished."""
     toolchain.check(source.is_cuda)
     with _lock:
         build = _running.get(key)
         if build is None:
-            build = _Running(toolchain.Job(), Future())
-            threading.Thread(target=_work, args=(source, key, build), name=f"fxfuse: {source.label}").start()
-            _running[key] = build
+            build = _running[key] = _Build(source, key, toolchain.Job(), Future())
+            _waiting.append(build)
+            threading.Thread(target=_work, args=(source.is_cuda,), name=f"fxfuse: {source.label}").start()
     with interrupted_together():
         return build.launch.result()
 
@@ -262,67 +281,113 @@ def interrupt() -> None:
         build.job.end()
 
 
-def _work(source: Source, key: str, build: _Running) -> None:
-    """What a build's thread does."""
-    global _finished
-    try:
-        _yield_processors()
-        with _compilers[source.is_cuda]:
-            launch = _load_cached(key, source) or _compile(source, key, build.job)  # another process may have made it
-            _loaded[key] = launch
-    except BaseException as error:  # it is those' who wait
-        _leave(key, build)
-        build.launch.set_exception(error)
-    else:
-        _leave(key, build)
-        build.launch.set_result(launch)
-        with _lock:
-            _finished += 1
-            prune = _finished % _PRUNE_EVERY == 1
-        if prune:  # nobody waits for it
-            cache.prune()
+def _work(cuda: bool) -> None:
+    """What a thread does that was started for a build: builds a unit of those that wait, if there are any left."""
+    _yield_processors()
+    with _compilers[cuda]:
+        unit = _next_unit(cuda)
+        try:
+            unit = [build for build in unit if not _is_made(build)]
+            _build_unit(unit)
+        except BaseException as error:
+            for build in unit:
+                _leave(build, error)
 
 
-def _leave(key: str, build: _Running) -> None:
+def _next_unit(cuda: bool) -> list[_Build]:
+    """Takes its share of the builds that wait, of one architecture: none waits for others while a processor is free."""
     with _lock:
-        if _running.get(key) is build:
-            del _running[key]
+        waiting = [build for build in _waiting if build.source.is_cuda == cuda]
+        alike = [build for build in waiting if build.source.architecture == waiting[0].source.architecture]
+        unit = alike[: min(MOST_OF_A_UNIT, -(-len(waiting) // _processors(cuda)))]
+        _waiting[:] = [build for build in _waiting if build not in unit]
+    return unit
 
 
-def _compile(source: Source, key: str, job: toolchain.Job) -> Launch:
-    compilers = toolchain.identity(source.is_cuda) or ""
+def _is_made(build: _Build) -> bool:
+    """Whether another process has made it meanwhile."""
+    launch = _load_cached(build.key, build.source)
+    if launch is not None:
+        _leave(build, launch)
+    return launch is not None
+
+
+def _build_unit(unit: Sequence[_Build]) -> None:
+    """Builds them together; each by itself if that fails, so that a failure is that of one."""
+    if not unit:
+        return
+    try:
+        launches = _compile(unit)
+    except BuildError:
+        if len(unit) == 1:
+            raise
+        for build in unit:
+            try:
+                _build_unit([build])
+            except BaseException as error:
+                _leave(build, error)
+        return
+    for build, launch in zip(unit, launches, strict=True):
+        _leave(build, launch)
+
+
+def _leave(build: _Build, result: Launch | BaseException) -> None:
+    """Hands a build's result, or what ended it, to those who wait for it."""
+    global _finished
+    if not isinstance(result, BaseException):
+        _loaded[build.key] = result
+    with _lock:
+        if _running.get(build.key) is build:
+            del _running[build.key]
+    if isinstance(result, BaseException):
+        build.launch.set_exception(result)
+        return
+    build.launch.set_result(result)
+    with _lock:
+        _finished += 1
+        prune = _finished % _PRUNE_EVERY == 1
+    if prune:  # nobody waits for it
+        cache.prune()
+
+
+def _compile(unit: Sequence[_Build]) -> list[Launch]:
+    first, label = unit[0], ", ".join(build.source.label for build in unit)
+    compilers = toolchain.identity(first.source.is_cuda) or ""
     hung = (compilers, toolchain.limit())
     if hung in _hung:
         raise _hung[hung]
     started = time.monotonic()
-    logger.info("fxfuse: compiling %s for %s", source.label, "CUDA" if source.is_cuda else "CPU")
+    logger.info("fxfuse: compiling %s for %s", label, "CUDA" if first.source.is_cuda else "CPU")
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(cache.building(key))
+            folder = stack.enter_context(cache.building(first.key))
         except OSError as error:
             raise ToolchainError(f"nothing can be written to the kernel cache: {error}") from error
         try:
-            job.run(lambda: _load_inline(source, f"fxfuse_{key}", folder), folder)
-            library = next(folder.glob("*.so"))  # load_inline adds a version to a name that it builds again
-            launch = _import(library)
+            sources = {build.key: build.source for build in unit}
+            first.job.run(lambda: _load_inline(sources, _module(first.key), folder), folder)
+            library = next(folder.glob("*.so"))
+            launches = [_import(build.key, library) for build in unit]
         except toolchain.TimeLimit as error:
             text = f"{error} (FXFUSE_COMPILE_TIMEOUT sets this limit)"
             if compilers in _worked:
-                raise BuildError(f"{source.label}: {text}") from error
+                raise BuildError(f"{label}: {text}") from error
             raise _hung.setdefault(hung, ToolchainError(text)) from error
         except Exception as error:  # load_inline raises whatever its steps do: RuntimeError, OSError, ImportError, …
-            kept = cache.keep_failed(folder, key)
+            kept = cache.keep_failed(folder, first.key) if len(unit) == 1 else folder
             raise BuildError(
-                f"{source.label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
+                f"{label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
             ) from error
         _worked.add(compilers)
-        try:
-            cache.finish(folder, key, compilers, library.name, source.label)
-        except OSError as error:
-            # Another process finished the same entry first, or the disk is full. Ours is loaded, so nothing is lost.
-            logger.info("fxfuse: a kernel is not kept in the cache: %s", error)
-    logger.info("fxfuse: compiled %s in %.1f s", source.label, time.monotonic() - started)
-    return launch
+        for build in reversed(unit):  # the first one's entry is the folder itself
+            keep = cache.finish if build is first else cache.share
+            try:
+                keep(library, build.key, compilers, build.source.text, build.source.label)
+            except OSError as error:
+                # Another process finished the same entry first, or the disk is full. Ours is loaded: nothing is lost.
+                logger.info("fxfuse: a kernel is not kept in the cache: %s", error)
+    logger.info("fxfuse: compiled %s in %.1f s", label, time.monotonic() - started)
+    return launches
 
 
 COMPILERS_NICE: Final = 10
@@ -337,33 +402,48 @@ def _yield_processors() -> None:
             os.nice(COMPILERS_NICE)
 
 
-def _load_inline(source: Source, name: str, directory: Path) -> None:
+def unit_text(sources: Mapping[str, Source]) -> str:
+    """The text of a unit, by the kernels' keys: their names are made different, and each gets a module.
+
+    What a kernel's text defines is in a namespace fxfuse_kernel, but for the two functions of binding.h.
+    """
+    binding = ["#ifndef __CUDA_ARCH__", '#include "binding.h"', "#endif"]  # passes for a device do not know Python
+    names = ("fxfuse_kernel", "fxfuse_launch", "fxfuse_error")
+    parts = []
+    for number, source in enumerate(sources.values()):
+        parts += [f"#define {name} {name}_{number}" for name in names]
+        parts += [source.text, *(f"#undef {name}" for name in names)]
+    modules = [f"FXFUSE_MODULE({_module(key)}, {number})" for number, key in enumerate(sources)]
+    return "\n".join([*binding, *parts, "#ifndef __CUDA_ARCH__", *modules, "#endif", ""])
+
+
+def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> None:
     from torch.utils import cpp_extension
 
+    first = next(iter(sources.values()))
     arguments: dict[str, Any] = {}
-    includes = [str(PACKAGE), str(PACKAGE / ("cuda" if source.is_cuda else "cpu") / "kernels")]
+    includes = [str(PACKAGE), str(PACKAGE / ("cuda" if first.is_cuda else "cpu") / "kernels")]
     # Without torch's headers a kernel takes 3 s to compile instead of 60.
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         arguments["no_implicit_headers"] = True
     else:  # torch before 2.7 always includes them: those here are empty
         includes.insert(0, str(PACKAGE / "implicit"))
-    binding = '#include "binding.h"\n'
-    for_the_host = f"\n#ifndef __CUDA_ARCH__\n{binding}#endif\n"
-    if source.is_cuda:
+    if first.is_cuda:
         arguments |= {
             "cpp_sources": [""],  # as a file of its own the binding takes longer
-            "cuda_sources": [source.text + for_the_host],
-            "extra_cuda_cflags": list(_flags(source)),
+            "cuda_sources": [unit_text(sources)],
+            "extra_cuda_cflags": list(_flags(first)),
         }
     else:
-        arguments |= {"cpp_sources": [binding + source.text], "extra_cflags": list(_flags(source))}
+        arguments |= {"cpp_sources": [unit_text(sources)], "extra_cflags": list(_flags(first))}
         if platform.system() != "Darwin":
             arguments["extra_ldflags"] = ["-fopenmp"]
     cpp_extension.load_inline(
         name=name,
         extra_include_paths=includes,
         build_directory=str(directory),
-        with_cuda=source.is_cuda,
+        with_cuda=first.is_cuda,
+        is_python_module=False,  # _import does it, for each kernel
         verbose=False,
         **arguments,
     )

@@ -232,7 +232,7 @@ def _checked(entry: Path) -> tuple[dict[str, Any], Path]:
         raise ValueError(f"{entry.name} is not a kernel's name")
     manifest = read_document(entry.parent, entry.name, _MANIFEST, key=match[1])
     name = manifest["library"]
-    if not re.fullmatch(rf"fxfuse_{match[1]}(_v[0-9]+)?\.\w+", name):
+    if not re.fullmatch(rf"fxfuse_{match[1]}\.\w+", name):
         raise ValueError(f"its library is named {name!r}")
     if hashlib.sha256(read(entry.parent, entry.name, name, most=_MOST_LIBRARY)).hexdigest() != manifest["sha256"]:
         raise ValueError("its library is damaged")
@@ -265,13 +265,30 @@ def building(key: str) -> Iterator[Path]:
         remove(folder)
 
 
-def finish(folder: Path, key: str, compilers: str, library: str, label: str) -> None:
-    """Makes a folder that a kernel was built in the cache's entry for it. OSError, as on a full disk, leaves none."""
-    sha256 = hashlib.sha256((folder / library).read_bytes()).hexdigest()
+def share(library: Path, key: str, compilers: str, text: str, label: str) -> None:
+    """Makes an entry for another kernel that is in the library; OSError where that cannot be."""
+    with building(key) as folder:
+        try:
+            os.link(library, folder / library.name)
+        except OSError:  # a file system without links
+            shutil.copy(library, folder / library.name)
+        finish(folder / library.name, key, compilers, text, label)
+
+
+def finish(library: Path, key: str, compilers: str, text: str, label: str) -> None:
+    """Makes the folder in which a library was built the entry of a kernel; OSError, as on a full disk, leaves none.
+
+    Args:
+        text: the kernel's source, for people.
+    """
+    folder, name = library.parent, f"fxfuse_{key}{library.suffix}"
+    sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
     for path in folder.iterdir():
-        if path.name != library and path.suffix not in (".cpp", ".cu"):  # sources are kept for people
+        if path != library:
             path.unlink()
-    value = {"library": library, "sha256": sha256, "label": label, "compilers": compilers}
+    library.rename(folder / name)
+    (folder / "kernel.txt").write_text(text)
+    value = {"library": name, "sha256": sha256, "label": label, "compilers": compilers}
     write_document(folder / _MANIFEST, key, value)
     folder.rename(folder.parent / entry_name(key, compilers))
 
@@ -410,17 +427,21 @@ def _scan(folder: Path, names: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def _size(path: Path) -> int:
-    size = 0
+def _files(path: Path) -> Iterator[os.stat_result]:
     for parent, _, files in os.walk(path):
         for name in files:
             with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(parent, name)).st_size
-    return size
+                yield os.lstat(os.path.join(parent, name))
+
+
+def _size(path: Path) -> int:
+    """Bytes; of a library that several kernels share, this one's part."""
+    return sum(status.st_size // status.st_nlink for status in _files(path))
 
 
 def _remove_counted(path: Path) -> int:
-    size = _size(path)
+    """How many bytes that freed: the last kernel's removal frees a library that several share."""
+    size = sum(status.st_size for status in _files(path) if status.st_nlink == 1)
     remove(path)
     return 0 if os.path.lexists(path) else size
 

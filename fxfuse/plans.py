@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import operator
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -349,6 +348,10 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
 # ------------------------------------------------------------------------------------------- preparing
 
 
+WAITING: Final = 4
+"""Problems for each processor whose kernels are asked for at once: what waits for a compiler is compiled together."""
+
+
 @dataclass(frozen=True)
 class _FirstCall:
     """A call for which there was no plan."""
@@ -406,7 +409,7 @@ class Drafts:
     """What may run the calls that are noted: compiled from then on, a draft for each problem."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
         self._drafts: dict[Key, Future[Draft]] = {}
         self._calls: dict[Future[Draft], list[_FirstCall]] = {}
         self._others: list[Future[None]] = []

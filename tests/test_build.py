@@ -1,5 +1,6 @@
 """Builds: what is cached and trusted, and what happens when tools, folders or sources are broken."""
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -8,9 +9,11 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -21,6 +24,9 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse import build, cache, toolchain
+from fxfuse.cuda import codegen, pointwise
+from fxfuse.expression import parse
+from fxfuse.layout import Layout
 
 X = randn(5, 8)
 
@@ -41,9 +47,9 @@ def builds(monkeypatch):
     names = []
     inline = build._load_inline
 
-    def recording(source, name, directory):
+    def recording(sources, name, directory):
         names.append(name)
-        return inline(source, name, directory)
+        return inline(sources, name, directory)
 
     monkeypatch.setattr(build, "_load_inline", recording)
     return names
@@ -93,7 +99,7 @@ def kernels(tmp_path_factory):
 def entry(kernels, new_cache, builds, monkeypatch):
     """KERNEL's folder in a cache where both kernels lie; what is built anew takes no compiler."""
 
-    def copied(source, name, directory):
+    def copied(sources, name, directory):
         builds.append(name)
         shutil.copy(kernels[0] / f"{name}.so", directory)
 
@@ -347,6 +353,107 @@ def test_who_asks_for_built_kernels_only_does_not_wait_for_one_that_is_being_bui
         assert build.load(KERNEL) is launch
 
 
+# --------------------------------------------------------------------------------------------- units
+
+
+def returning(number, text=""):
+    """A kernel that writes a number; all define the same names."""
+    return build.Source(
+        f"{text}namespace fxfuse::fxfuse_kernel {{ constexpr uint64_t kNumber = {number}; }}"
+        'extern "C" int fxfuse_launch(const void*, const uint64_t* pointers, uint64_t) {'
+        "    *reinterpret_cast<uint64_t*>(pointers[0]) = fxfuse::fxfuse_kernel::kNumber; return 0; }"
+        'extern "C" const char* fxfuse_error(int) { return ""; }',
+        label=f"kernel {number}",
+    )
+
+
+@pytest.fixture
+def units(monkeypatch, new_cache, forget):
+    """What is compiled together from now on, by the kernels' labels, on one processor."""
+    monkeypatch.setattr(build, "PROCESSORS", 1)
+    build._renew()
+    labels, inline = [], build._load_inline
+
+    def recording(sources, name, directory):
+        labels.append([source.label for source in sources.values()])
+        return inline(sources, name, directory)
+
+    monkeypatch.setattr(build, "_load_inline", recording)
+    yield labels
+    monkeypatch.undo()
+    build._renew()
+
+
+def loaded_at_once(sources):
+    """Futures of kernels that were all asked for before the first was compiled."""
+    pool = ThreadPoolExecutor(len(sources))
+    with contextlib.ExitStack() as stack:
+        for _ in range(build.PROCESSORS):
+            stack.enter_context(build._compilers[False])
+        futures = [pool.submit(build.load, source) for source in sources]
+        deadline = time.monotonic() + 60
+        while len(build._waiting) < len(sources):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    pool.shutdown(wait=False)
+    return futures
+
+
+def number_of(launch):
+    word = array("Q", [0])
+    launch(b"", 0, word.buffer_info()[0])
+    return word[0]
+
+
+def test_kernels_that_wait_are_compiled_together(units, forget):
+    sources = [returning(number) for number in range(12)]
+    assert [number_of(launch.result()) for launch in loaded_at_once(sources)] == list(range(12))
+    assert sorted(map(len, units)) == [12 - build.MOST_OF_A_UNIT, build.MOST_OF_A_UNIT]
+    assert len(cache.entries()) == 12 and not cache.verify()
+    forget()  # as another process
+    assert [number_of(build.load(source)) for source in sources] == list(range(12))
+    assert len(units) == 2
+
+
+def test_no_kernel_waits_for_others_while_a_processor_is_free(units, monkeypatch):
+    monkeypatch.setattr(build, "PROCESSORS", 4)
+    build._renew()
+    for launch in loaded_at_once([returning(number) for number in range(4)]):
+        launch.result()
+    assert sorted(units) == [[f"kernel {number}"] for number in range(4)]
+
+
+def test_a_kernel_that_does_not_compile_spoils_no_other(units):
+    launches = loaded_at_once([returning(number, "no C++;" if number == 2 else "") for number in range(5)])
+    with pytest.raises(fxfuse.BuildError, match="kernel 2 did not compile"):
+        launches.pop(2).result()
+    assert [number_of(launch.result()) for launch in launches] == [0, 1, 3, 4]
+    assert len(cache.entries()) == 4
+
+
+def test_kernels_for_other_architectures_are_not_compiled_together(units, monkeypatch):
+    monkeypatch.setattr(build, "_running", {})
+    kinds = [(8, 0), None, (9, 0), (8, 0), None]
+    waiting = [build._Build(build.Source(str(at), kind), str(at), None, None) for at, kind in enumerate(kinds)]
+    monkeypatch.setattr(build, "_waiting", list(waiting))
+    taken = [[each.key for each in build._next_unit(cuda)] for cuda in (True, False, True, True)]
+    assert taken == [["0", "3"], ["1", "4"], ["2"], []]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_unit_of_cuda_kernels_compiles(tmp_path):
+    layout = Layout((8, 64, 4096), ((64 * 4096, 4096, 1),))
+    sources = {
+        str(dtype): build.Source(codegen.generate(parse(epilogue), dtype, (), pointwise.kernel(layout, dtype, dtype)))
+        for epilogue, dtype in (("gelu(acc)", torch.float32), ("gelu(acc)", torch.bfloat16), ("relu(acc)", torch.half))
+    }
+    sources = {f"key{number}": source for number, source in enumerate(sources.values())}
+    (tmp_path / "unit.cu").write_text(build.unit_text(sources))
+    include = [build.PACKAGE, build.PACKAGE / "cuda" / "kernels", sysconfig.get_path("include")]
+    flags = [*build.CUDA_FLAGS, "-arch=sm_80", "-Xcompiler", "-fPIC", *(f"-I{folder}" for folder in include)]
+    subprocess.run(["nvcc", *flags, "-c", "unit.cu", "-o", "unit.o"], cwd=tmp_path, check=True)
+
+
 # ------------------------------------------------------------------------------------------- the tools
 
 
@@ -420,9 +527,12 @@ def test_a_kernel_for_a_gpu_has_its_binding_in_the_same_file(tmp_path, monkeypat
     given = {}
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda **arguments: given.update(arguments))
     monkeypatch.setattr("inspect.signature", lambda function: SimpleNamespace(parameters={}))
-    build._load_inline(build.Source("int kernel;", (8, 0)), "name", tmp_path)
+    build._load_inline({"key": build.Source("int kernel;", (8, 0))}, "name", tmp_path)
     assert given["cpp_sources"] == [""]
-    assert given["cuda_sources"] == ['int kernel;\n#ifndef __CUDA_ARCH__\n#include "binding.h"\n#endif\n']
+    (text,) = given["cuda_sources"]
+    assert "\nint kernel;\n" in text
+    assert text.startswith('#ifndef __CUDA_ARCH__\n#include "binding.h"\n#endif\n')
+    assert text.endswith("#ifndef __CUDA_ARCH__\nFXFUSE_MODULE(fxfuse_key, 0)\n#endif\n")
 
 
 # ------------------------------------------------------------------------------------- broken sources

@@ -17,9 +17,8 @@ def make_entry(folder, number, size=1000, age=0.0):
     """A kernel's entry with a library of `size` bytes that was last used `age` seconds ago."""
     key = f"{number:032x}"
     with cache.building(key) as path:
-        library = path / f"fxfuse_{key}.so"
-        library.write_bytes(bytes(size))
-        cache.finish(path, key, "g++", library.name, f"kernel {number}")
+        (path / "built.so").write_bytes(bytes(size))
+        cache.finish(path / "built.so", key, "g++", "its text", f"kernel {number}")
     entry = folder / cache.entry_name(key, "g++")
     used = time.time() - age
     os.utime(entry / "manifest.json", (used, used))
@@ -50,6 +49,16 @@ def test_kernels_are_listed_last_used_first(folder):
     for entry in found:
         assert entry.bytes == sum(path.stat().st_size for path in entry.path.iterdir()) > 1000
         assert entry.used == (entry.path / "manifest.json").stat().st_mtime
+
+
+def test_a_library_that_kernels_share_counts_once(folder):
+    with cache.building(f"{1:032x}") as path:
+        (path / "built.so").write_bytes(bytes(90_000))
+        for number in range(3):
+            cache.share(path / "built.so", f"{number:032x}", "g++", "its text", f"kernel {number}")
+    assert not cache.verify()
+    assert sum(entry.bytes for entry in cache.entries()) < 100_000
+    assert cache.clear() < 100_000 and not cache.entries()
 
 
 def test_a_cache_that_does_not_exist_is_empty(new_cache):

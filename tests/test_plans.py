@@ -1,6 +1,5 @@
 """How a call finds its plan: by key, or by a short cut once two calls in a row were alike."""
 
-import os
 import shutil
 import threading
 import time
@@ -13,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
-from fxfuse import plans
+from fxfuse import build, plans
 from fxfuse.problem import Plan
 
 pytestmark = pytest.mark.skipif(plans._guards is None, reason="this torch has no TensorGuards")
@@ -240,7 +239,6 @@ def drafted(monkeypatch):
                 time.sleep(0.001)
 
     found = Drafted()
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(plans, "_draft", found.draft)
     monkeypatch.setattr(plans, "_at_hand", lambda problem, strict: None)
     yield found
@@ -269,7 +267,8 @@ def test_compiling_begins_while_the_example_runs_and_measuring_when_it_has(draft
 
 @torch.no_grad()
 def test_a_call_that_fails_leaves_nothing_to_compile(drafted, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one draft at a time
+    monkeypatch.setattr(plans, "WAITING", 1)
+    monkeypatch.setattr(build, "PROCESSORS", 1)  # one draft at a time
     fast = fxfuse.optimize(drafted.model)
     with pytest.raises(ZeroDivisionError), plans.preparing() as drafts:
         fast(randn(5, 8))
@@ -327,7 +326,8 @@ def test_what_is_compiled_already_runs_at_once(new_cache, forget, monkeypatch):
     x = randn(5, 8)
     fxfuse.optimize(model, (x,))
     forget()
-    shutil.rmtree(next(source.parent for source in new_cache.glob("*/main.cpp") if "expression" in source.read_text()))
+    texts = new_cache.glob("*/kernel.txt")
+    shutil.rmtree(next(text.parent for text in texts if "expression" in text.read_text()))
     fast, begun = fxfuse.optimize(model), plans.Drafts.note
     calls = []
     monkeypatch.setattr(plans.Drafts, "note", lambda drafts, call: (calls.append(call), begun(drafts, call)))

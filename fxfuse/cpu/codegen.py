@@ -20,17 +20,18 @@ CPP_TYPES: Final = {
 _TEMPLATE: Final = """\
 #include "pointwise.h"
 
-namespace fxfuse {{
+namespace fxfuse::fxfuse_kernel {{
 
 struct Epilogue {{
     static constexpr bool kReadsResult = {reads_result};
 {function}
 }};
 
-}}  // namespace fxfuse
+}}  // namespace fxfuse::fxfuse_kernel
 
 extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t threads) {{
     using namespace fxfuse;
+    using namespace fxfuse_kernel;
     launch<{arguments}>(params, pointers, threads);
     return 0;
 }}

@@ -22,7 +22,7 @@ _TEMPLATE: Final = """\
 #include "{header}"
 #include "math.cuh"
 
-namespace fxfuse {{
+namespace fxfuse::fxfuse_kernel {{
 
 using namespace {functions};
 
@@ -86,16 +86,16 @@ struct Epilogue {{
 
 using Kernel = {kernel};
 
-}}  // namespace fxfuse
+}}  // namespace fxfuse::fxfuse_kernel
 """
 
 _LAUNCH: Final = """
 #ifndef __CUDACC_RTC__
 extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {
-    using fxfuse::Kernel;
+    using fxfuse::fxfuse_kernel::Kernel;
     const auto* problem = static_cast<const Kernel::Problem*>(params);
     const auto* strides = reinterpret_cast<const fxfuse::OperandStrides*>(problem + 1);
-    const auto epilogue = fxfuse::Epilogue::make(pointers + Kernel::kTensors, strides);
+    const auto epilogue = fxfuse::fxfuse_kernel::Epilogue::make(pointers + Kernel::kTensors, strides);
     return Kernel::launch(*problem, pointers, epilogue, reinterpret_cast<cudaStream_t>(stream));
 }
 

@@ -69,7 +69,7 @@ _TEMPLATE: Final = """\
 #include "{header}.cuh"
 #include "math.cuh"
 
-namespace fxfuse {{
+namespace fxfuse::fxfuse_kernel {{
 
 using namespace {functions};
 
@@ -80,11 +80,12 @@ struct Body {{
 {body}
 }};
 
-}}  // namespace fxfuse
+}}  // namespace fxfuse::fxfuse_kernel
 
 #ifndef __CUDACC_RTC__
 extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {{
-    return fxfuse::launch_{header}<fxfuse::Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
+    using fxfuse::fxfuse_kernel::Body;
+    return fxfuse::launch_{header}<Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
 }}
 
 extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -59,7 +58,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
     architecture = torch.cuda.get_device_capability(device)
     texts = {first: found[first].source(len(numbers)) for first, numbers in together.items()}
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
-    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(len(sources)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):

@@ -15,12 +15,15 @@
 //
 // A generated source defines a functor and instantiates launch():
 //
+//     namespace fxfuse::fxfuse_kernel {
 //     struct Epilogue {
 //         static constexpr bool kReadsResult = true;  // whether the expression contains acc
 //         static inline float expression(float acc, float o0, float o1) { … }
 //     };
+//     }
 //     extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t threads) {
 //         using namespace fxfuse;
+//         using namespace fxfuse_kernel;
 //         launch<Half, Epilogue, Operand<float, kRow>, HostScalar>(params, pointers, threads);
 //         return 0;
 //     }
