@@ -219,6 +219,15 @@ def _is_special(tensor: torch.Tensor) -> bool:
     )
 
 
+def current_autocast(device: str) -> torch.dtype | None:
+    """What torch.autocast computes products in now, on "cpu" or "cuda"; None if it does nothing."""
+    if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
+        is_enabled = torch.is_autocast_enabled(device)
+    else:
+        is_enabled = torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+    return autocast_dtype(device) if is_enabled else None
+
+
 def autocast_dtype(device: str) -> torch.dtype:
     """What torch.autocast computes products in, on "cpu" or "cuda"."""
     if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4

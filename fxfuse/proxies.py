@@ -29,6 +29,9 @@ class Proxy(fx.Proxy):
             raise fx.proxy.TraceError(f"the attribute {name!r} of a value is set, which a graph does not hold")
         object.__setattr__(self, name, value)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         if not hasattr(torch.Tensor, name) and _is_users(sys._getframe(1)) and self._is_surely_tensor():
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")

@@ -1,6 +1,7 @@
 """Programs: calls without gradients that run as a list give what eager gives, whatever happens between them."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import fxfuse
 from fxfuse import program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
-from fxfuse.program import values, write
+from fxfuse.program import constants, record, values, write
+
+X = randn(4, 8)
 
 
 def programs(fast):
@@ -25,7 +28,27 @@ def views(m, x):
     return q * k.exp() + v, k.transpose(0, 1)
 
 
+def parts_are_set(m, x):
+    y = m.fc(x * 2 + 1).tanh()
+    y[:, 0] = 3
+    y[y > 0.5] = 0
+    y[1:3, 2:4] = x[:2, :2] * 2
+    y[torch.tensor([0, 2]), torch.tensor([1, 3])] = -1.0
+    return (y * 2 + 1).sigmoid()
+
+
+def a_mask_of_numbers(m, x):
+    places = torch.arange(8) - torch.arange(4).unsqueeze(1)
+    mask = torch.zeros(4, 8).masked_fill_(places > 0, -3.0)
+    mask[0, 0] = 2
+    return (m.fc(x).relu() * 2 + mask).exp().cumsum(0), mask.sum() * x.sum()
+
+
 MODELS = {
+    "parts are set": parts_are_set,
+    "a mask of numbers": a_mask_of_numbers,
+    "numbers that the caller gets": lambda m, x: (torch.arange(4), m.fc(x).relu() * torch.arange(8)),
+    "numbers that are overwritten": lambda m, x: (lambda n: (n.add_(x), m.fc(n).relu() + n)[1])(x.new_ones(4, 8)),
     "a chain": lambda m, x: (x * 2 + 1).sigmoid() * x.tanh(),
     "two chains between layers": lambda m, x: F.softmax((m.fc((x * 2).tanh() + 1) * 3).exp().add(1), -1).mul(2).add(x),
     "views": views,
@@ -67,6 +90,148 @@ def test_results_are_eagers(name):
             torch.manual_seed(seed)
             assert_as_eager(model, fast, torch.randn(4, 8))
     assert len(programs(fast)) == 1, state_of(fast).programs.reason
+
+
+def program_of(model, *inputs, calls=5, **compared):
+    """The only program of the optimised model, which gave what eager gives."""
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(calls):
+            assert_as_eager(model, fast, *inputs, **compared)
+    (made,) = programs(fast) or [pytest.fail(state_of(fast).programs.reason)]
+    return made
+
+
+def test_what_is_made_of_numbers_is_made_once():
+    made = program_of(Net(a_mask_of_numbers, fc=linear()), randn(4, 8))
+    assert not made.calls.keys() & {"arange", "zeros", "masked_fill_", "setitem", "sub", "gt", "fill_"}
+
+
+def test_what_is_drawn_or_given_is_made_at_every_call():
+    model = Net(lambda m, x: (m.fc(x).relu() * 2, torch.zeros(3).normal_(0, 0) + x.sum(), m.fc.bias * 2), fc=linear())
+    assert {"normal_", "zeros", "mul"} <= program_of(model, X).calls.keys()
+
+
+def test_no_more_numbers_are_kept_than_there_is_room_for(monkeypatch):
+    model = Net(lambda m, x: (m.fc(x).relu() * torch.ones(4, 1).cos()) + torch.arange(8).cos(), fc=linear())
+    assert not program_of(model, randn(4, 8)).calls.keys() & {"ones", "arange"}
+    monkeypatch.setattr(constants, "MOST_BYTES", 100)
+    assert program_of(model, randn(4, 8)).calls.keys() & {"ones", "arange"} == {"arange"}
+
+
+class Further(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x, scale=2.0, **options):
+        return (self.fc(x) * scale).relu()
+
+
+def test_further_arguments_that_nobody_reads():
+    model = Further()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, X)
+        assert len(programs(fast)) == 1
+        for _ in range(2):
+            assert_as_eager(model, fast, X, other=3)
+            assert_as_eager(model, fast, X, 3.0, other=3)
+
+
+@dataclass
+class Output(dict):
+    """As results of transformers are."""
+
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self.update(first=self.first, second=self.second)
+
+
+pytree.register_pytree_node(
+    Output, lambda output: ([output["first"], output["second"]], None), lambda parts, _: Output(*parts)
+)
+
+
+def test_results_that_hold_what_they_are_given():
+    made = program_of(Net(lambda m, x: Output(m.fc(x).relu() * 2, second=x + 1), fc=linear()), X)
+    assert made.launches
+
+
+def test_arguments_in_one_memory():
+    model = Net2(lambda m, x, y: (m.fc(x).relu() * 2 + m.fc(y).tanh(), y, x.view(-1)), fc=linear())
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for first, second in 4 * [(0, 1)] + 4 * [(1, 0)] + [(0, 1)] + 4 * [(1, 1)]:
+            memory = torch.randn(5, 8)
+            x, y = memory[first : first + 4], memory[second : second + 4]
+            expected, (made, same, view) = model(x, y), fast(x, y)
+            torch.testing.assert_close(made, expected[0])
+            assert same is y and view._base is memory and view.data_ptr() == x.data_ptr()
+        for _ in range(2):
+            assert_as_eager(model, fast, torch.randn(4, 8), torch.randn(4, 8))
+    assert len(programs(fast)) == 4, "one for each distance, and one for two memories"
+
+
+class Captured(nn.Module):
+    """What fx cannot trace, so that Dynamo captures it."""
+
+    def __init__(self, computed):
+        super().__init__()
+        self.fc, self.computed = linear(), computed
+
+    def forward(self, x):
+        x = x.view(*x.shape[:-1], -1)
+        return self.computed(self.fc(x).relu() * 2)
+
+
+def with_a_mask_by_vmap(x):
+    places = torch.vmap(torch.vmap(lambda i, j: (i >= j) & (i - j < 3), (None, 0)), (0, None))
+    return x.masked_fill(~places(torch.arange(4), torch.arange(8)), -1.0).cumsum(0)
+
+
+def under_autocast(enabled):
+    def computed(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return (x @ x.t()).float().softmax(-1)
+
+    return computed
+
+
+CAPTURED = {
+    "a mask by vmap": with_a_mask_by_vmap,
+    "values by vmap": lambda x: torch.vmap(lambda row: row.cumsum(0) * 2)(x),
+    "autocast": under_autocast(True),
+    "without autocast": under_autocast(False),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_graphs_of_dynamo(name):
+    model = Captured(CAPTURED[name])
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for seed in range(7):
+            torch.manual_seed(seed)
+            assert_as_eager(model, fast, torch.randn(4, 8))
+    (graph,) = state_of(fast).recapture.graphs
+    assert programs(graph), state_of(graph).programs.reason
+
+
+def test_what_cannot_be_noted_runs_as_it_comes(monkeypatch, caplog):
+    def mistaken(*_):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(record, "loops_of", mistaken)
+    model = Net(lambda m, x: (m.fc(x * 2 + 1).relu() * 2).cumsum(1), fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, X)
+    assert "a mistake" in state_of(fast).programs.reason and "could not be noted" in caplog.text
 
 
 def test_a_graph_whose_code_puts_results_together_has_no_program():

@@ -29,10 +29,11 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
+from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import merged
-from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Refused, device_of
+from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
+from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -61,7 +62,8 @@ class Program:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
-        writer = Writer(recorder, _merged(recorder, device), device)
+        steps, kept = without_constants(_merged(recorder, device), recorder.output)
+        writer = Writer(recorder, steps, kept, device)
         self.code = writer.code
         self.arena_size = writer.arena_size
         self.launches = len(writer.launches) // 4
@@ -80,10 +82,12 @@ class Program:
         self._switches = _switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
-        self._count, self._ties = len(tensors), recorder.ties
+        self._count, self._ties, self._distances = len(tensors), recorder.ties, recorder.distances
         self._distinct = self._count - len(recorder.ties)
         self._guard = Guard(tensors)
         self._blank = array("Q", bytes(8 * writer.table_size))
+        for index, tensor in writer.constants.items():
+            self._blank[index] = address(tensor)
 
     def table(self, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> array[int] | None:
         """Where the tensors lie, if the call is of this kind; no gradient is due in one that is. Else None."""
@@ -94,6 +98,7 @@ class Program:
             self._guard.holds(tensors, table)
             and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # what is written must be no other
             and all(tensors[first] is tensors[second] for first, second in self._ties)
+            and all(table[second] - table[first] == distance for first, second, distance in self._distances)
             and self._switches == _switches(self._device)
         )
         return table if is_alike else None
@@ -168,8 +173,11 @@ class Programs:
         self._seen: tuple[list[Any], tuple[Any, ...]] | None = None
         self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
-        self._nodes = [node for node in graph.nodes if node.op == "placeholder"]
-        self._names = [str(node.target) for node in self._nodes]
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._nodes = [node for node in placeholders if not is_variable(node)]
+        self._nothing = {node: None for node in placeholders if is_variable(node)}
+        """Further arguments, of which nobody asks anything and calls by programs have none."""
+        self._positional = next((at for at, node in enumerate(placeholders) if is_variable(node)), len(placeholders))
         self._arguments: dict[tuple[type, ...], _Arguments] = {}
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
         modules: list[nn.Module] = []
@@ -201,7 +209,7 @@ class Programs:
             return forward(*args, **kwargs)
         if not self._leaves.are_as_before():
             return forward(*args, **kwargs)
-        if kwargs or len(args) != len(self._names):
+        if kwargs or len(args) != len(self._nodes) or len(args) > self._positional:
             bound = self._bound(args, kwargs)
             if bound is None:
                 return forward(*args, **kwargs)
@@ -236,7 +244,7 @@ class Programs:
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """The arguments in the order of the graph's, or None where some are missing or unknown."""
         missing = self._nodes[len(args) :]
-        if len(args) > len(self._nodes) or not kwargs.keys() <= {str(node.target) for node in missing}:
+        if len(args) > self._positional or not kwargs.keys() <= {str(node.target) for node in missing}:
             return None
         bound = list(args)
         for node in missing:
@@ -266,7 +274,7 @@ class Programs:
         if before != seen:
             self._seen = seen
             return forward(*args, **kwargs)
-        given: dict[fx.Node, Any] = dict(zip(self._nodes, bound, strict=True))
+        given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound, strict=True)), **self._nothing}
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
         recorder = Recorder(self._root, self._graph, self._leaves, given, tensors)

@@ -176,7 +176,7 @@ class Body:
         """value[at]; fewer dimensions, and those of size 1, broadcast."""
         if not isinstance(value, Value) or value.dtype not in MOVED or value.offset % value.dtype.itemsize:
             raise Unknown
-        if value.slot.is_apart:
+        if value.slot.is_apart or len(value.shape) > len(at):
             raise Unknown
         own = at[len(at) - len(value.shape) :]
         own = [Index() if size == 1 else one for one, size in zip(own, value.shape, strict=True)]

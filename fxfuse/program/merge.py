@@ -28,7 +28,7 @@ from fxfuse.program.loops import (
     rows_pay,
     work_of,
 )
-from fxfuse.program.values import Call, Launch, Slot, Value, values_in
+from fxfuse.program.values import Call, Launch, Slot, Value, read_by, values_in, written_by
 
 logger = logging.getLogger("fxfuse")
 
@@ -127,7 +127,7 @@ class _Plan:
         self._writers: dict[Slot, list[int]] = {}
         self._readers: dict[Slot, list[int]] = {}
         for number, step in enumerate(steps):
-            for slot in _written(step):
+            for slot in written_by(step):
                 self._writers.setdefault(slot, []).append(number)
             for slot in _read(step):
                 self._readers.setdefault(slot, []).append(number)
@@ -167,7 +167,7 @@ class _Plan:
                         loops, since[number] = whole, min(since[number], since[producer])
                         waiting[producer] -= 1
                 self.computed[number] = loops
-            for slot in _written(step):
+            for slot in written_by(step):
                 latest.pop(slot, None)
             if number in self.computed and self._may_be_absent(number):
                 latest[self.computed[number].output.slot] = number
@@ -293,24 +293,6 @@ def _sources(loops: Loops) -> set[Slot]:
     return {read.slot for read in loops.reads} | {atom.memory for atom in atoms if isinstance(atom, Element)}
 
 
-def _written(step: Launch | Call) -> set[Slot]:
-    if isinstance(step, Launch):
-        return set(step.writes)
-    if step.is_view:
-        return set()
-    made = {value.slot for value in values_in(step.result)}
-    if step.loops is not None:
-        return made
-    arguments = {value.slot for value in values_in((step.args, step.kwargs))}
-    return made - arguments if step.is_pure else made | arguments
-
-
 def _read(step: Launch | Call) -> set[Slot]:
-    """Memory that a step needs; views are made where they are needed."""
-    if step.loops is not None:
-        return _sources(step.loops)
-    if isinstance(step, Launch):
-        return {slot for slot, _ in step.references}
-    if step.is_view:
-        return set()
-    return {value.slot for value in values_in((step.args, step.kwargs))}
+    """Memory that a step needs, as loops if it is one of those."""
+    return read_by(step) if step.loops is None else _sources(step.loops)

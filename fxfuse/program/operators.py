@@ -42,13 +42,14 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """What the operator computes; None if loops do not.
 
     Args:
-        args, kwargs: its arguments, tensors as values.
+        args, kwargs: its arguments, tensors as values, but for numbers that torch made tensors of.
         result: the value of its result, which may be that of an argument that it overwrites.
     """
     if isinstance(result, tuple) and result:  # merge.py sees to it that nobody reads the others
         result = result[0]
     if not isinstance(result, Value) or math.prod(result.shape) == 0 or not _is_whole(result):
         return None
+    args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
     names = [argument.name for argument in overload._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     body, packet = Body(), overload.overloadpacket
@@ -312,6 +313,18 @@ def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return body.read(x, [*at[: dims[0]], *own, *at[dims[0] + count :]])
 
 
+def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """One number where a mask is true."""
+    x, value, at = given["self"], given["values"], coordinates(result.shape)
+    mask, *others = given["indices"]
+    if others or not isinstance(mask, Value) or mask.dtype != torch.bool or given.get("accumulate"):
+        raise Unknown
+    if isinstance(value, Value) and (value.shape or value.dtype != result.dtype):
+        raise Unknown
+    number = body.read(value, at) if isinstance(value, Value) else _number(value, result.dtype)
+    return Call("where", (body.read(mask, at[: len(mask.shape)]), number, body.read(x, at)))
+
+
 def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, source, at = given["self"], given["src"], coordinates(result.shape)
     dim, start, size = given.get("dim", 0) % len(at), given.get("start") or 0, result.shape[given.get("dim", 0)]
@@ -461,6 +474,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.embedding: _embedding,
     _aten.gather: _gather,
     _aten.index: _index,
+    _aten.index_put: _index_put,
+    _aten.index_put_: _index_put,
     _aten.slice_scatter: _slice_scatter,
     _aten.avg_pool1d: _avg_pool,
     _aten.avg_pool2d: _avg_pool,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -35,26 +38,40 @@ from fxfuse.program.values import (
     values_in,
 )
 
+logger = logging.getLogger("fxfuse")
+
 KINDS: Final[dict[Any, str]] = {functional.function(kind): kind for kind in ANCHORS}
 """The fused operators."""
 NOT_YET: Final = "a region has no plan yet"
 
 # -------------------------------------------------------------------------------------------- what may be recorded
 
-_LIBRARIES: Final = ("torch", "operator", "_operator", "builtins", "math", "fxfuse")
+_LIBRARIES: Final = ("torch", "torchvision", "operator", "_operator", "builtins", "math", "fxfuse")
 _SWITCHES: Final = ("autocast", "set_grad", "_enter", "_exit", "inference_mode", "checkpoint", "no_grad", "hook")
 """Parts of the names of functions that change how others run."""
+_PLAIN: Final = (
+    bool | int | float | complex | str | bytes | None | slice | range | torch.dtype | torch.device | torch.layout
+    | torch.memory_format | torch.finfo | torch.iinfo | type
+)  # fmt: skip
+"""Types of results that hold no tensors."""
+_AUTOCAST: Final = ("_enter_autocast", "_exit_autocast")
 _METHODS_REFUSED: Final = frozenset(
     {"backward", "requires_grad_", "retain_grad", "numpy", "data_ptr", "set_", "resize_", "resize_as_", "share_memory_",
      "pin_memory", "register_hook", "detach_", "storage", "untyped_storage", "apply_", "map_"}
 )  # fmt: skip
 
 
+def is_variable(node: fx.Node) -> bool:
+    """Whether it stands for further arguments, however many (*args, **kwargs)."""
+    return node.op == "placeholder" and str(node.target).startswith("*")
+
+
 def check_graph(root: nn.Module, graph: fx.Graph) -> None:
     """Raises Refused if a node is of a kind of which nobody can say what else it does than compute."""
+    depth = 0
     for node in graph.nodes:
         target: Any = node.target
-        if node.op == "placeholder" and str(target).startswith("*"):
+        if is_variable(node) and node.users:
             raise Refused("its arguments are not known one by one")
         if node.op == "call_module":
             module = root.get_submodule(str(target))
@@ -65,8 +82,15 @@ def check_graph(root: nn.Module, graph: fx.Graph) -> None:
         if node.op == "call_function":
             home = (getattr(target, "__module__", None) or "torch").split(".")[0]
             name = getattr(target, "__name__", "")
+            depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+            if isinstance(target, type) and issubclass(target, dict) and dataclasses.is_dataclass(target):
+                continue  # transformers' results: they hold what they are given
+            if name in _AUTOCAST:  # what runs within is taken apart, or not recorded
+                continue
             if home not in _LIBRARIES or any(part in name for part in _SWITCHES):
                 raise Refused(f"'{name or target}' may do more than compute")
+    if depth:
+        raise Refused("a vmap begins and does not end")
 
 
 @dataclass(frozen=True)
@@ -83,8 +107,12 @@ class Operation:
     @property
     def is_pure(self) -> bool:
         """Whether nobody could tell if it had not run, but for its result."""
-        random = torch.Tag.nondeterministic_seeded in self.overload.tags
-        return not (self.overload._schema.is_mutable or random or self._updates_statistics)
+        return not (self.overload._schema.is_mutable or self.draws or self._updates_statistics)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.overload.tags
 
     @property
     def _updates_statistics(self) -> bool:
@@ -128,6 +156,11 @@ class Operators(TorchDispatchMode):
         return any("attention" in operation.overload._schema.name for operation in self.operations)
 
     @property
+    def draws(self) -> bool:
+        """As of one operation."""
+        return any(operation.draws for operation in self.operations)
+
+    @property
     def is_pure(self) -> bool:
         """As of one operation."""
         return all(operation.is_pure for operation in self.operations)
@@ -164,6 +197,14 @@ _ALLOCATING: Final = (
 )  # fmt: skip
 
 
+_ASKING: Final = tuple(
+    getattr(_aten, f"{prefix}{name}{suffix}")
+    for name in ("zeros", "ones", "full", "empty")
+    for prefix, suffix in (("new_", ""), ("", "_like"))
+)
+"""Operators that read nothing of a tensor but its shape and dtype."""
+
+
 # ------------------------------------------------------------------------------------------------- recording
 
 
@@ -186,26 +227,30 @@ class Recorder:
         self.given_count = len(tensors)
         self.ties: list[tuple[int, int]] = []
         """Positions of those that are the same tensor."""
-        self.given_slots: dict[int, Slot] = {}
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
-        """By storage; of arguments that share one none, since which one a view is of cannot be told."""
+        """By storage; of arguments that share one the first."""
+        self._numbers: dict[int, int] = {}
+        """Of given tensors, by identity."""
+        self._autocast_then = self._autocast()
         self._alive: dict[int, int] = {}
         self._count = 0
-        shared: set[int] = set()
+        self.distances: list[tuple[int, int, int]] = []
+        """Of arguments in one memory, how many bytes the second lies behind the first."""
+        self.given_names: dict[str, int] = {}
         for number, tensor in enumerate(tensors):
-            if id(tensor) in self.given_slots:
-                self.ties.append((self.given_slots[id(tensor)].index, number))
+            if id(tensor) in self._numbers:
+                self.ties.append((self._numbers[id(tensor)], number))
                 continue
-            slot = self._slot("given", f"g{number}", tensor)
+            self._numbers[id(tensor)] = number
+            name = f"g{number}"
+            self.given_names[name] = number
+            key, slot = tensor.untyped_storage()._cdata, self._slot("given", name, tensor)
             slot.index = number
-            self.given_slots[id(tensor)] = slot
-            key, owner = tensor.untyped_storage()._cdata, Owner.of(slot, tensor)
-            if self._owners.setdefault(key, owner) is not owner:
-                shared.add(key)
-        for key in shared:
-            del self._owners[key]
+            owner = self._owners.setdefault(key, Owner.of(slot, tensor))
+            if owner.slot is not slot:
+                self.distances.append((owner.slot.index, number, address(tensor) - owner.begin))
 
     def run(self) -> Any:
         """The graph's result. Afterwards `reason` says why there is no program, or is None."""
@@ -218,36 +263,39 @@ class Recorder:
         dying: dict[fx.Node, list[fx.Node]] = {}
         for used, user in last.items():
             dying.setdefault(user, []).append(used)
-        for node in self._graph.nodes:
+        for nodes in _groups(self._graph):
+            node = nodes[-1]
             if node in self._given:
                 env[node] = self._given[node]
                 known[node] = self._give(env[node])
                 self._retain(env[node])
                 continue
-            args, kwargs = (as_plain(fx.node.map_arg(item, env.__getitem__)) for item in (node.args, node.kwargs))
             if node.op == "output":
                 if self.reason is None:
                     self.output = fx.node.map_arg(node.args[0], known.__getitem__)
-                return args[0]
-            symbols: Any = None
+                return _filled(node.args, env)[0]
+            made, note = self._ran(node, env) if len(nodes) == 1 else self._ran_together(nodes, env)
+            env.update(made)
             if self.reason is None:
-                symbols = [fx.node.map_arg(item, known.__getitem__) for item in (node.args, node.kwargs)]
-            try:
-                env[node], known[node] = self._node(node, args, kwargs, symbols)
-            except Refused as refused:  # what ran has run: the rest runs as it comes
-                self.reason, env[node] = refused.args
-            self._retain(env[node])
-            for used in dying.get(node, ()):
-                self._forget(env.pop(used))
+                try:
+                    found = note(known)
+                    known.update(found)
+                    self._retain([made[node] for node in found])
+                except Refused as refused:  # what ran has run: the rest runs as it comes
+                    self.reason = str(refused)
+                except Exception as error:
+                    self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    logger.warning("fxfuse: '%s' could not be noted in a program", node, exc_info=error)
+            for used in itertools.chain.from_iterable(dying.get(node, ()) for node in nodes):
+                dead = env.pop(used)
+                if used in known:
+                    self._forget(dead)
         raise AssertionError("a graph ends with its output")
 
     def _give(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.untyped_storage()._cdata not in self._owners:
-            self.reason = "arguments share memory"
-            return None
-        return self._value(value, self.given_slots[id(value)].name)
+        return self._value(value, f"g{self._numbers[id(value)]}")
 
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: Call | None = None) -> Value:
         owner = self._owners[tensor.untyped_storage()._cdata]
@@ -269,6 +317,8 @@ class Recorder:
 
     def _forget(self, dead: Any) -> None:
         """Memory whose last value is gone: what comes to lie there is another's."""
+        if self.reason is not None:
+            return
         for tensor in pytree.tree_leaves(dead):
             if isinstance(tensor, torch.Tensor):
                 key = tensor.untyped_storage()._cdata
@@ -276,38 +326,75 @@ class Recorder:
                 if self._alive[key] == 0 and key in self._owners and self._owners[key].slot.kind != "given":
                     del self._owners[key]
 
-    def _slot(self, kind: str, name: str, tensor: torch.Tensor) -> Slot:
-        return Slot(kind, name, dtype=tensor.dtype, is_apart=tensor.device != self._device)
+    def _slot(self, kind: str, name: str, tensor: torch.Tensor, made_of: Iterable[Value] | None = None) -> Slot:
+        """Memory that a tensor begins, which was made of what those values hold."""
+        is_constant = made_of is not None and all(value.slot.constant is not None for value in made_of)
+        constant = tensor if is_constant else None
+        return Slot(kind, name, dtype=tensor.dtype, is_apart=tensor.device != self._device, constant=constant)
+
+    def _autocast(self) -> torch.dtype | None:
+        """What torch.autocast does to operators now."""
+        return None if self._device is None else functional.current_autocast(self._device.type)
 
     def _name(self) -> str:
         self._count += 1
         return f"v{self._count}"
 
-    def _node(self, node: fx.Node, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
-        if node.op == "call_function" and node.target in KINDS:
-            return self._fused(node, args, kwargs, symbols)
-        target: Any = node.target
-        if node.op == "call_module":
-            target = self._root.get_submodule(str(target))
+    def _ran(self, node: fx.Node, env: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Any], Note]:
+        """What a node's call returns, and what notes it."""
+        args, kwargs = _filled((node.args, node.kwargs), env)
+        is_fused = node.op == "call_function" and node.target in KINDS
+        if is_fused and self._autocast() == self._autocast_then:
+            return self._ran_fused(node, args, kwargs)
         given = tensors_in((args, kwargs))
         before = list(map(_metadata, given))
-        if node.op == "call_method":
-            result, seen = self._observed(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
-        else:
-            result, seen = self._observed(lambda: target(*args, **kwargs))
-        if symbols is None:
-            return result, None
-        if seen.depends_on_values:
-            raise Refused(f"what '{node}' is depends on tensors' values", result)
-        if list(map(_metadata, given)) != before:
-            raise Refused(f"'{node}' changes the shape or the strides of a tensor in place", result)
-        may_change = node.op == "call_module" and target not in self._leaves  # what it does in another call
-        if seen.computing and not may_change and not seen.attends:
-            value = self._taken_apart(seen, (), given, values_in(symbols), result, str(node))
-            if value is not None:
-                return result, value
-        is_method = node.op == "call_method"
-        return result, self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
+        result, seen = self._observed(lambda: _called(node, args, kwargs, self._root))
+
+        def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+            symbols = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            target: Any = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+            if getattr(target, "__name__", "") in _AUTOCAST:
+                return {node: None}
+            if seen.depends_on_values:
+                raise Refused(f"what '{node}' is depends on tensors' values")
+            if list(map(_metadata, given)) != before:
+                raise Refused(f"'{node}' changes the shape or the strides of a tensor in place")
+            may_change = node.op == "call_module" and target not in self._leaves  # what it does in another call
+            if seen.computing and not may_change and not seen.attends:
+                with contextlib.suppress(_Unknown):
+                    return {node: self._taken_apart(seen, (), given, values_in(symbols), result, str(node))}
+            if seen.computing and self._autocast() != self._autocast_then:
+                raise Refused(f"'{node}' runs under a torch.autocast of the model's own")
+            is_method = node.op == "call_method"
+            return {node: self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))}
+
+        return {node: result}, note
+
+    def _ran_together(self, nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Any], Note]:
+        """The same of several nodes of which only the last results are tensors with memory of their own (vmap's)."""
+        inner, made = frozenset(nodes), dict(env)
+        needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inner)
+        results = [node for node in nodes if not node.users.keys() <= inner]
+
+        def compute() -> None:
+            for node in nodes:
+                args, kwargs = _filled((node.args, node.kwargs), made)
+                made[node] = _called(node, args, kwargs, self._root)
+
+        _, seen = self._observed(compute)
+        real, found = [env[node] for node in needed], [made[node] for node in results]
+
+        def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+            symbols = [known[node] for node in needed]
+            if seen.depends_on_values:
+                raise Refused(f"what '{nodes[-1]}' is depends on tensors' values")
+            try:
+                values = self._taken_apart(seen, (), tensors_in(real), values_in(symbols), found, str(nodes[-1]))
+            except _Unknown:
+                raise Refused(f"what is computed up to '{nodes[-1]}' has no memory of its own") from None
+            return dict(zip(results, values, strict=True))
+
+        return {node: made[node] for node in nodes}, note
 
     @staticmethod
     def _observed(call: Callable[[], Any], launched: events.Events | None = None) -> tuple[Any, Operators]:
@@ -319,15 +406,19 @@ class Recorder:
     ) -> Any:
         """A step of the call, and its result's values; none where it is made of sizes alone."""
         is_view = not seen.computing
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not tensors:
-            if not is_view:
-                raise Refused("an operation returns no tensor", result)
+        leaves = pytree.tree_leaves(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        unknown = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | _PLAIN)), None)
+        if unknown is not None:
+            raise Refused(f"'{label}' makes a {type(unknown).__name__}")
+        if not tensors and is_view:
             return result
+        if not tensors and result is not None:
+            raise Refused(f"what '{label}' is depends on tensors' values")
         given = dict(zip(map(id, tensors_in(real)), values_in(symbols), strict=True))
         if is_view and all(id(tensor) in given for tensor in tensors):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], result)
-        call = Call(target, symbols[0], symbols[1], None, is_view, seen.is_pure, is_method, label)
+        call = Call(target, symbols[0], symbols[1], None, is_view, seen.is_pure, is_method, label, draws=seen.draws)
         call.result = self._result_of(call, result, given)
         self.steps.append(call)
         return call.result
@@ -339,18 +430,18 @@ class Recorder:
             if id(tensor) in given:
                 return given[id(tensor)]
             if not is_plain(tensor):
-                raise Refused(f"a {type(tensor).__name__} that is not plain is made", result)
+                raise Refused(f"a {type(tensor).__name__} that is not plain is made")
             key, name = tensor.untyped_storage()._cdata, self._name()
             if key not in self._owners:
                 call.is_view = False  # of memory that nobody else knows of
-                self._owners[key] = Owner.of(self._slot("made", name, tensor), tensor)
+                self._owners[key] = Owner.of(self._slot("made", name, tensor, given.values()), tensor)
                 return self._value(tensor, name)
             return self._value(tensor, name, call)
 
         return pytree.tree_map_only(torch.Tensor, value, result)
 
-    def _fused(self, node: fx.Node, args: Any, kwargs: Any, symbols: Any) -> tuple[Any, Any]:
-        """A fused operator: its kernels, if they are all that its plan takes."""
+    def _ran_fused(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[dict[fx.Node, Any], Note]:
+        """The same of a fused operator: its kernels, if they are all that its plan takes."""
         kind = KINDS[node.target]
         x, weight, bias, operands, epilogue, *values = args
         options = tuple(map(functional._hashable, values))
@@ -359,27 +450,33 @@ class Recorder:
         posed = (kind, epilogue, options, *said, pool, x, weight, bias, operands)
         plan = plans.known_plan(*posed)
         if plan is None or plan.provisional:
-            raise Refused(NOT_YET, functional.function(kind)(*args, **kwargs))
+            return {node: functional.function(kind)(*args, **kwargs)}, _not_yet
         with events.recorded() as seen:
             result, operators = self._observed(lambda: plan.run(x, weight, bias, operands), seen)
-        if symbols is None:
-            return result, None
-        real, inputs = (x, weight, bias, operands), tuple(symbols[0][:4])
-        is_apart = any(item.slot.is_apart for item in values_in(inputs))  # a number that is read at each call
-        if operators.depends_on_values and not is_apart:
-            raise Refused("what a region is depends on tensors' values", result)
-        label = f"{node}: {plan.kernel or 'torch'}"
-        value = None
-        if not is_apart:  # a kernel's arguments hold the number
-            value = self._taken_apart(operators, seen.memory, tensors_in(real), values_in(inputs), result, label)
-        if value is None:
-            step = Call(plan.run, inputs, {}, None, False, False, False, label)
-            given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
-            value = step.result = self._result_of(step, result, given)
-            self.steps.append(step)
-        elif kind == "pointwise" and not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
-            self.steps[-1].loops = loops_of_pass(plans.problem_of(*posed), inputs[0], inputs[3], value)
-        return result, value
+
+        def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+            real = x, weight, bias, operands
+            inputs: Any = fx.node.map_arg(node.args[:4], known.__getitem__)
+            reads_number = any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in operands)
+            if operators.depends_on_values and not reads_number:
+                raise Refused("what a region is depends on tensors' values")
+            label = f"{node}: {plan.kernel or 'torch'}"
+            value = None
+            if not reads_number:  # else a kernel's arguments hold it
+                with contextlib.suppress(_Unknown):
+                    value = self._taken_apart(
+                        operators, seen.memory, tensors_in(real), values_in(inputs), result, label
+                    )
+            if value is None:
+                step = Call(plan.run, inputs, {}, None, False, False, False, label)
+                given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
+                value = step.result = self._result_of(step, result, given)
+                self.steps.append(step)
+            elif kind == "pointwise" and not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
+                self.steps[-1].loops = loops_of_pass(plans.problem_of(*posed), inputs[0], inputs[3], value)
+            return {node: value}
+
+        return {node: result}, note
 
     def _taken_apart(
         self, seen: Operators, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
@@ -387,12 +484,12 @@ class Recorder:
     ) -> Any:  # fmt: skip
         """Steps for each operator and kernel that made `result`, and its values.
 
-        None, and no step, if one reads what nobody knows of, or if a tensor got another shape on the way.
+        Raises _Unknown, and adds no step, if one reads what nobody knows of, or if a tensor gets another shape.
         """
         if any(torch.Tag.inplace_view in operation.overload.tags for operation in seen.operations):
-            return None
+            raise _Unknown
         owners = dict(self._owners)
-        known = dict(zip(map(id, tensors), values, strict=True))
+        known: dict[int, Any] = dict(zip(map(id, tensors), values, strict=True))
         steps: list[Launch | Call] = []
         try:
             for tensor in memory:
@@ -403,13 +500,15 @@ class Recorder:
                 done = operation.launches
                 if operation.allocates:
                     self._own_memory(operation.result)
+                elif operation.overload is _aten.lift_fresh.default and self._is_number(operation.result):
+                    known[id(operation.result)] = operation.result
                 elif not operation.is_view:
                     steps += self._operations(operation, known, label)
             steps += [self._launched(launch) for launch in seen.launches[done:]]
             value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
         except _Unknown:
             self._owners = owners
-            return None
+            raise
         written = {owner.slot for key, owner in self._owners.items() if key not in owners}
         written.update(made.slot for made in values_in(value))  # perhaps in the place of what it was made of
         for step in steps:
@@ -420,14 +519,19 @@ class Recorder:
         self.steps += steps
         return value
 
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one that torch made of a number in Python's hand, without saying so (x[index] = 0)."""
+        is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
+        return is_one and tensor.untyped_storage()._cdata not in self._owners
+
     def _own_memory(self, tensor: torch.Tensor) -> None:
         if tensor.device != self._device:
             raise _Unknown
         slot = Slot("memory", self._name(), tuple(tensor.shape), tensor.stride(), tensor.dtype, extent(tensor))
         self._owners.setdefault(tensor.untyped_storage()._cdata, Owner.of(slot, tensor))
 
-    def _known(self, tensor: torch.Tensor, known: dict[int, Value]) -> Value:
-        """The value that a tensor is, by what it is or by where it lies."""
+    def _known(self, tensor: torch.Tensor, known: dict[int, Any]) -> Any:
+        """The value that a tensor is, by what it is or by where it lies; a number's is itself."""
         if id(tensor) in known:
             return known[id(tensor)]
         owner = self._owners.get(tensor.untyped_storage()._cdata)
@@ -435,7 +539,7 @@ class Recorder:
             raise _Unknown
         return known.setdefault(id(tensor), self._value(tensor, self._name()))
 
-    def _operations(self, operation: Operation, known: dict[int, Value], label: str) -> list[Launch | Call]:
+    def _operations(self, operation: Operation, known: dict[int, Any], label: str) -> list[Launch | Call]:
         """The call of one of torch's operators that computes, behind what torch would do in it without a word."""
         call = self._operation(operation, known, label)
         if not _brings_weight_into_channels_last(operation):
@@ -449,19 +553,22 @@ class Recorder:
         copy = Call(torch.clone, (weight,), kwargs, there, False, True, False, f"{label}: its weight", loops)
         return [copy, dataclasses.replace(call, args=(image, there, *others))]
 
-    def _operation(self, operation: Operation, known: dict[int, Value], label: str) -> Call:
+    def _operation(self, operation: Operation, known: dict[int, Any], label: str) -> Call:
         """The call of one of torch's operators that computes."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda tensor: self._known(tensor, known), (tuple(operation.args), dict(operation.kwargs))
         )
 
-        def made(tensor: torch.Tensor) -> Value:
+        asks_only = operation.overload.overloadpacket in _ASKING
+
+        def made(tensor: torch.Tensor) -> Any:
             key = tensor.untyped_storage()._cdata
             if key not in self._owners:
                 if not is_plain(tensor):
                     raise _Unknown
                 name = self._name()
-                self._owners[key] = Owner.of(self._slot("made", name, tensor), tensor)
+                made_of = [] if asks_only else values_in((args, kwargs))
+                self._owners[key] = Owner.of(self._slot("made", name, tensor, made_of), tensor)
                 known[id(tensor)] = self._value(tensor, name)
             return self._known(tensor, known)
 
@@ -469,8 +576,17 @@ class Recorder:
         target = _function_of(operation.overload)
         loops = loops_of(operation.overload, args, kwargs, result)
         return Call(
-            target, args, kwargs, result, False, operation.is_pure, False, f"{label}: {operation.overload}", loops
-        )
+            target,
+            args,
+            kwargs,
+            result,
+            False,
+            operation.is_pure,
+            False,
+            f"{label}: {operation.overload}",
+            loops,
+            operation.draws, asks_only,
+        )  # fmt: skip
 
     def _launched(self, launch: events.Launch) -> Launch:
         """A step for a kernel, with every address as a place in somebody's memory."""
@@ -512,6 +628,41 @@ def _runs_in_cudnn(*arguments: Any) -> bool:
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """How it lies in its memory."""
     return (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_plain(tensor) else None
+
+
+Note: TypeAlias = Callable[[dict[fx.Node, Any]], dict[fx.Node, Any]]
+"""note(known): what stands for nodes' results, of what stands for others'. Raises Refused."""
+
+
+def _not_yet(_: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    raise Refused(NOT_YET)
+
+
+def _filled(item: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """Arguments of a node, with what nodes made."""
+    return as_plain(fx.node.map_arg(item, env.__getitem__))
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
+    """What a node's call returns."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    return target(*args, **kwargs)
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes one by one; those from the begin of a vmap to its end together, whose tensors are none to look at."""
+    group: list[fx.Node] = []
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+        group.append(node)
+        if depth <= 0:
+            yield group
+            group = []
+    assert not group, "check_graph has seen to it"
 
 
 class _Unknown(Exception):

@@ -42,6 +42,8 @@ class Slot:
     """In the arena."""
     is_apart: bool = False
     """Whether it lies on a CPU beside a program for a GPU: only torch reads it."""
+    constant: torch.Tensor | None = None
+    """What it begins with, if it was made of nothing but numbers and other such memory (constants.py)."""
     first: int = -1
     last: int = -1
     """The steps that use it first and last."""
@@ -126,6 +128,10 @@ class Call:
     """What it is, for who reads the program."""
     loops: Loops | None = None
     """What it computes, if kernels of ours can."""
+    draws: bool = False
+    """Whether it draws random numbers."""
+    asks_only: bool = False
+    """Whether it reads nothing of its arguments but shapes and dtypes."""
 
     @property
     def name(self) -> str:
@@ -192,6 +198,28 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+
+
+def read_by(step: Launch | Call) -> set[Slot]:
+    """Memory that a step needs; views are made where they are needed."""
+    if isinstance(step, Launch):
+        return {slot for slot, _ in step.references}
+    if step.is_view or step.asks_only:
+        return set()
+    return {value.slot for value in values_in((step.args, step.kwargs))}
+
+
+def written_by(step: Launch | Call) -> set[Slot]:
+    """Memory that it may write into."""
+    if isinstance(step, Launch):
+        return set(step.writes)
+    if step.is_view:
+        return set()
+    made = {value.slot for value in values_in(step.result)}
+    if step.loops is not None:
+        return made
+    arguments = {value.slot for value in values_in((step.args, step.kwargs))}
+    return made - arguments if step.is_pure else made | arguments
 
 
 def functions_of(event: events.Launch) -> tuple[int, int] | None:

@@ -81,14 +81,20 @@ def place(slots: Sequence[Slot]) -> int:
 class Writer:
     """The text of a program, and what its names mean."""
 
-    def __init__(self, recorder: Recorder, steps: Sequence[Launch | Call], device: torch.device) -> None:
+    def __init__(
+        self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device
+    ) -> None:
+        """
+        Args:
+            kept: memory that was filled while the call was recorded.
+        """
         self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
         self.references = array("Q")
         self.params: list[array[int]] = []
         self.steps = _mark_wanted(steps, recorder.output)
         self._device = device
-        self._given = recorder.given_count
+        self._given, self._given_names = recorder.given_count, recorder.given_names
         self._lines: list[str] = []
         self._constants = 0
         self._pending: list[Launch] = []
@@ -97,13 +103,15 @@ class Writer:
         self._taken: set[Slot] = set()
         self._typed: set[str] = set()
         self._read: set[int] = set()
-        self._assign_slots()
+        for slot in kept:
+            slot.kind, self.names[slot.name] = "constant", slot.constant
+        self._assign_slots(kept)
         self._last_use = self._uses(recorder.output)
         self.code = self._write(recorder)
 
     # ---- memory
 
-    def _assign_slots(self) -> None:
+    def _assign_slots(self, kept: Sequence[Slot]) -> None:
         memory: dict[Slot, None] = {}
         table: dict[Slot, None] = {}
         for number, step in enumerate(self.steps):
@@ -111,7 +119,7 @@ class Writer:
                 slot.touch(number)
                 if slot.kind == "memory":
                     memory[slot] = None
-                if isinstance(step, Launch) and slot.kind != "given" and (slot.kind == "made" or slot.escapes):
+                if isinstance(step, Launch) and slot.kind != "given" and (slot.kind != "memory" or slot.escapes):
                     table[slot] = None
         self.arena = [slot for slot in memory if not slot.escapes]
         self.arena_size = place(self.arena)
@@ -119,7 +127,9 @@ class Writer:
         for index, slot in enumerate(table, start=self._given + 1):
             slot.index = index
         self.table_size = self._given + 1 + len(table)
-        """Addresses: those of the given tensors, the arena's, and those of what torch makes and the caller gets."""
+        """Addresses: those of the given tensors, the arena's, and of what torch makes, the caller gets, or is kept."""
+        self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
+        """What is kept and kernels read, by its place in the table."""
 
     def _uses(self, output: Any) -> dict[str, int]:
         """The last step at which each variable must be there."""
@@ -242,7 +252,7 @@ class Writer:
             self._line("del results")
 
     def _is_new(self, value: Value) -> bool:
-        return value not in self._written and (value.slot.kind != "given" or value.name != value.slot.name)
+        return value not in self._written and (value.slot.kind != "given" or value.name not in self._given_names)
 
     def _assign(self, value: Value, text: str) -> None:
         if value in self._written:
@@ -276,10 +286,10 @@ class Writer:
     def _variable(self, value: Value) -> str:
         """The name of a value, which is made now if no call has made it."""
         slot = value.slot
-        if slot.kind == "given" and value.name == slot.name:
-            self._read.add(slot.index)
+        if slot.kind == "given" and value.name in self._given_names:
+            self._read.add(self._given_names[value.name])
             return value.name
-        if value in self._written:
+        if value in self._written or (slot.kind == "constant" and value.name == slot.name):
             return value.name
         self._written.add(value)
         self._take(slot)

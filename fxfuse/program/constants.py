@@ -1,0 +1,64 @@
+"""What a program's steps make of nothing but numbers: positions, masks. It is made once, while the call is recorded.
+
+Nothing is kept that depends on a tensor of a call or a model, that the caller gets, or that somebody overwrites
+afterwards. What merge.py has put into kernels is no step any more, and computed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fxfuse.program.values import Call, Launch, Slot, read_by, values_in, written_by
+
+MOST_BYTES: Final = 16 << 20
+"""That a program keeps; those that need the least come first."""
+
+
+def without_constants(steps: Sequence[Launch | Call], output: Any) -> tuple[list[Launch | Call], list[Slot]]:
+    """The steps that must be made at every call, and the memory that others filled while the call was recorded."""
+    leaving = {value.slot for value in values_in(output)}
+    found = {slot for step in steps for slot in written_by(step) if slot.constant is not None} - leaving
+    found -= set(_beyond(found, MOST_BYTES))
+    while True:
+        constant = [_is_constant(step, found) for step in steps]
+        other = _changed(steps, constant) & found
+        if not other:
+            break
+        found -= other
+    left = [step for step, is_constant in zip(steps, constant, strict=True) if not is_constant]
+    return left, sorted({slot for step in left for slot in read_by(step)} & found, key=lambda slot: slot.name)
+
+
+def _is_constant(step: Launch | Call, found: set[Slot]) -> bool:
+    written = written_by(step)
+    draws = isinstance(step, Call) and step.draws
+    return bool(written) and not draws and (written | read_by(step)) <= found
+
+
+def _changed(steps: Sequence[Launch | Call], constant: Sequence[bool]) -> set[Slot]:
+    """What steps that are not constant write, or read before it is whole."""
+    changed: set[Slot] = set()
+    read: set[Slot] = set()
+    for step, is_constant in zip(steps, constant, strict=True):
+        if is_constant:
+            changed |= written_by(step) & read
+        else:
+            changed |= written_by(step)
+            read |= read_by(step)
+    return changed
+
+
+def _beyond(slots: set[Slot], most: int) -> list[Slot]:
+    """Those that `most` bytes do not suffice for."""
+    beyond = []
+    for slot in sorted(slots, key=_nbytes):
+        most -= _nbytes(slot)
+        if most < 0:
+            beyond.append(slot)
+    return beyond
+
+
+def _nbytes(slot: Slot) -> int:
+    assert slot.constant is not None
+    return int(slot.constant.untyped_storage().nbytes())
