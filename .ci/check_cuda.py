@@ -37,7 +37,7 @@ from fxfuse.cuda.precision import Precision
 from fxfuse.expression import parse
 from fxfuse.layout import Layout, contiguous_strides
 from fxfuse.pooling import MaxPool
-from fxfuse.program.loops import inlined
+from fxfuse.program.loops import inlined, reads_alike
 from fxfuse.program.operators import loops_of
 from fxfuse.program.values import Slot, Value
 
@@ -177,6 +177,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
 
     x, rolled, padded = value("x", 8, 56, 56, 96), value("rolled", 8, 56, 56, 96), value("padded", 8, 63, 63, 96)
     windows = replace(padded, shape=(8, 9, 9, 7, 7, 96), strides=(381024, 42336, 672, 6048, 96, 1))
+    residual, normed = value("residual", 8, 56, 56, 96), value("normed", 8, 56, 56, 96)
     table, rows, chosen = value("table", 169, 3), value("rows", 49, 49, dtype=torch.int64), value("chosen", 49, 49, 3)
     products, summed = value("products", 512, 3, 49, 49), value("summed", 512, 3, 49, 49)
     mask = replace(chosen, shape=(1, 3, 49, 49), strides=(7203, 1, 147, 3))
@@ -202,6 +203,14 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             loops_of(aten.add.Tensor, (products, mask), {}, summed),
             loops_of(aten._softmax.default, (summed, -1, False), {}, value("softmax", *summed.shape)),
         ),
+        (
+            loops_of(aten.add.Tensor, (rolled, x), {}, residual),
+            loops_of(aten._fused_rms_norm.default, (residual, [96], value("scale", 96), 1e-6), {}, normed),
+        ),
+        (
+            loops_of(aten.add.Tensor, (rolled, x), {}, residual),
+            loops_of(aten.gelu.default, (residual,), {}, normed),
+        ),
         (loops_of(aten.native_batch_norm.default, weights, {}, value("standardised", 1, 512, 4608)), None),
         (loops_of(aten.mean.dim, (pictures, [2, 3], True), {}, value("mean", 16, 256, 1, 1)), None),
         (loops_of(aten.avg_pool2d.default, (pictures, [2, 2], [2, 2]), {}, halved), None),
@@ -210,10 +219,13 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
         (loops_of(aten.bmm.default, factors, {}, value("product", 26, 13, 49)), None),
     ):
         assert first is not None
-        made = loops.kernel(first if second is None else inlined(second, {first.output.slot: first}))
-        assert made is not None
-        yield made.source()
-        yield made.source(made.most_together)
+        wholes = [first if second is None else inlined(second, {first.output.slot: first})]
+        if second is not None and reads_alike(second, first.output):  # the first one's result is stored, too
+            wholes.append(inlined(second, {first.output.slot: first}, first.output.slot))
+        for made in map(loops.kernel, wholes):
+            assert made is not None
+            yield made.source()
+            yield made.source(made.most_together)
 
 
 def sources() -> dict[str, str]:

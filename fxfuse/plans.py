@@ -576,7 +576,7 @@ def _choosing(problem: Problem, draft: Draft, indices: Sequence[int]) -> Draft:
 
     def decide() -> Plan:
         plan = draft()
-        return plan if plan.kernel is None else dataclasses.replace(plan, run=chosen(plan.run))
+        return plan if plan.kernel is None else dataclasses.replace(plan, run=chosen(plan.run), computes=None)
 
     return decide
 
@@ -621,7 +621,7 @@ def _then_pooled(draft: Draft, pool: tuple[Any, ...]) -> Draft:
             return pooled(plan.run(x, weight, bias, operands), pool)
 
         kernel = None if plan.kernel is None else f"{plan.kernel} + max_pool2d by torch"
-        return dataclasses.replace(plan, run=run, kernel=kernel)
+        return dataclasses.replace(plan, run=run, kernel=kernel, computes=None)
 
     return decide
 

@@ -134,6 +134,18 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """What a plan's only launch computes, element by element or row by row."""
+
+    expression: Expr
+    """Of acc and the problem's operands."""
+    reads_bias: bool
+    """Whether the bias is one more operand, the last."""
+    acc: str
+    """"library": the result of what torch ran before; "layer_norm": the anchor's own, which it computes, too."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a problem is run."""
 
@@ -150,6 +162,8 @@ class Plan:
     """Bytes of scratch memory that a call allocates beside its output."""
     provisional: bool = False
     """Whether it is for this call only: nothing could be measured now."""
+    computes: Pass | None = None
+    """What its only launch does, if kernels that others join could do that, too."""
 
 
 def in_turn(first: Plan, second: Plan, run: Run) -> Plan:

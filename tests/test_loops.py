@@ -367,6 +367,57 @@ def test_drawn_models(seed, device):
     checked(drawn(seed, (2, 6, 4, 8)), device, 2, 6, 4, 8, exact=False)
 
 
+def branches(seed):
+    """A model in which results are read several times, and overwritten here and there."""
+    generator = random.Random(seed)
+    steps = [(generator.randrange(9), generator.randrange(3), generator.randrange(100)) for _ in range(6)]
+    returned = generator.sample(range(8), 3)
+    makes = [
+        lambda x, y: x + y, lambda x, y: x.clone().add_(y), lambda x, y: x.mul_(0.5).sub_(y), lambda x, y: x * y.tanh(),
+        lambda x, y: F.layer_norm(x, (x.shape[-1],)) + y, lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-3),
+        lambda x, y: F.softmax(x + y, -1), lambda x, y: y - x.mean(1, keepdim=True), lambda x, y: x.cumsum(1) * 0.1,
+    ]  # fmt: skip
+
+    def forward(m, x):
+        values = [m.fc(x).relu() * 2, x.cumsum(1) * 0.1]
+        for make, back, other in steps:
+            values.append(makes[make](values[-1 - back % len(values)], values[other % len(values)]))
+        return tuple(values[number] for number in returned)
+
+    return Net(forward, fc=nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_branches(seed, dtype, device):
+    checked(branches(seed), device, 3, 5, 16, dtype=dtype)
+
+
+BRANCHES = {
+    # how many kernels there are beside cumulative sums
+    "a residual and its norm": (lambda r: (F.rms_norm(r, (16,)).cumsum(0), r.cumsum(0)), 1),
+    "that leaves": (lambda r: (r, F.layer_norm(r, (16,)).cumsum(0)), 1),
+    "of another shape": (lambda r: (F.softmax(r, -1).cumsum(0), r.view(-1).cumsum(0)), 1),
+    "three results": (lambda r: (lambda s: (F.softmax(s, -1).cumsum(0), s.cumsum(0), r.cumsum(0)))(r.exp()), 1),
+    "torch reads it first": (lambda r: (r.cumsum(0), F.softmax(r, -1).cumsum(0)), 2),
+    "read elsewhere": (lambda r: ((r.flip(0) * 2).cumsum(0), r.cumsum(0)), 2),
+    "overwritten": (lambda r: (lambda s: (s.cumsum(0), r.mul_(2).cumsum(0)))(F.softmax(r, -1)), 2),
+    "alike": (lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.sin() * 2, r.sin().flip(0) * 2), 2),
+    "alike, of other sizes": (
+        lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.flip(1).clone(), r[1:, :3, :8].flip(1).clone()), 2,
+    ),
+    "alike, one of the other": (lambda r: (r.flip(1).contiguous() + 2).flip(1).contiguous().cumsum(0), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_results_that_are_read_several_times(name, device):
+    compute, kernels = BRANCHES[name]
+    model = Net(lambda m, x: compute(x.cumsum(0) + x.cumsum(1)))
+    made = checked(model, device, 3, 5, 16, exact=False)
+    assert (made.launches, set(made.calls)) == (kernels, {"cumsum"}), made.code
+
+
 def pictures(x):
     """Images of which the channels come last in memory."""
     return x.permute(0, 3, 1, 2)
@@ -391,7 +442,7 @@ ROWS = {
     "sum and what it is divided by": (lambda x: x / x.abs().sum(-1, True), (3, 4, 31), 1),
     "amax": (lambda x: x.amax(-1, keepdim=True) - x, (3, 4, 33), 1),
     "var": (lambda x: x.var(-1) + 1, (4, 70), 1),
-    "normalize": (lambda x: F.normalize(x.cos(), dim=-1), (3, 5, 30), 2),
+    "normalize": (lambda x: F.normalize(x.cos(), dim=-1), (3, 5, 30), 1),
     "RMSNorm, written out": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), (3, 5, 64), 1),
     "LayerNorm, written out": (
         lambda x: (lambda d: d / torch.sqrt((d * d).mean(-1, True) + 1e-5))(x - x.mean(-1, True)), (3, 5, 64), 2,

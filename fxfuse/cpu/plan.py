@@ -21,7 +21,7 @@ from fxfuse.expression import Acc, Expr
 from fxfuse.layout import flatten
 from fxfuse.operands import Addresses, OperandPlan, plan_operands
 from fxfuse.pooling import Separate
-from fxfuse.problem import Draft, Plan, Problem, anchor_alone, channel_operands, run_anchor, typed
+from fxfuse.problem import Draft, Pass, Plan, Problem, anchor_alone, channel_operands, run_anchor, typed
 from fxfuse.reference import evaluate
 
 
@@ -98,7 +98,7 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
         chosen = passes[acc.stride()]
         return evaluate(problem.expression, acc, operands) if chosen is None else _apply(chosen, acc, operands)
 
-    plan = Plan(run, name)
+    plan = Plan(run, name, computes=Pass(typed(problem, acc)[0], False, "library"))
     return lambda: plan
 
 

@@ -76,6 +76,7 @@ using namespace {functions};
 struct Body {{
     using Output = {output};
     static constexpr int kThreads = {threads}, kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
+    static constexpr int kOthers = {others};
     static constexpr int kTogether = {together};
 {body}
 }};
@@ -103,6 +104,7 @@ _RUNS: Final = """\
         for (int lane = 0; lane < kVector; ++lane) {{
 {within}
         }}
+{after}
     }}"""
 _ROWS: Final = """\
     static constexpr int kColumns = {columns}, kLanes = {lanes};
@@ -122,8 +124,15 @@ class LoopsKernel:
     form: str
     """Its text but for how many of it a launch has."""
     params: bytes
+    results: tuple[tuple[Slot, int], ...]
+    """Where its results begin, in the order of the addresses: slots and bytes from there."""
     tensors: tuple[Slot, ...]
-    """What it reads, in the order of the addresses that follow the result's."""
+    """What it reads, in the order of the addresses that follow the results'."""
+
+    @property
+    def addresses(self) -> list[tuple[Slot, int]]:
+        """Of a launch."""
+        return [*self.results, *((slot, 0) for slot in self.tensors)]
 
     def source(self, together: int = 1) -> str:
         """The text, for launches of so many results of this form; params and addresses follow each other there."""
@@ -133,8 +142,9 @@ class LoopsKernel:
     def most_together(self) -> int:
         """How many a launch may have."""
         words = len(self.params) // 4
-        argument_bytes = 16 * words + 8 * (len(self.tensors) + 4)  # a divisor is three words, and each part has a spare
-        return max(1, min(ARGUMENT_BYTES // argument_bytes, MAX_ADDRESSES // (len(self.tensors) + 1)))
+        count = len(self.addresses)
+        argument_bytes = 16 * words + 8 * (count + 4)  # a divisor is three words, and each part has a spare
+        return max(1, min(ARGUMENT_BYTES // argument_bytes, MAX_ADDRESSES // count))
 
 
 def kernel(loops: Loops) -> LoopsKernel | None:
@@ -144,23 +154,30 @@ def kernel(loops: Loops) -> LoopsKernel | None:
     if len(text.tensors) > MAX_TENSORS:
         return None
     output = loops.output.dtype
-    casts = [row.expression for row in loops.reductions if _casts(row.expression)]
+    computed = [(store.expression, store.output.dtype) for store in loops.stores]
+    computed += [(row.expression, output) for row in loops.reductions if _casts(row.expression)]
     form = _TEMPLATE.format(
         header="rows" if loops.reductions else "loops",
-        functions=functions(
-            casts[0] if casts else loops.expression, output if output in RESULT_DTYPES else torch.float32, False
-        ),
+        functions=_functions(computed),
         output=_TYPES[output],
         threads=THREADS,
         numbers=len(text.numbers),
         divisors=len(text.divisors),
         tensors=len(text.tensors),
+        others=len(loops.also),
         together=_TOGETHER,
         body=body,
     )
     values = [count, *text.numbers, *text.divisors]
-    return LoopsKernel(form, struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values)),
-                       tuple(text.tensors))  # fmt: skip
+    params = struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values))
+    results = tuple((store.output.slot, store.output.offset) for store in loops.stores)
+    return LoopsKernel(form, params, results, tuple(text.tensors))
+
+
+def _functions(computed: Sequence[tuple[Expr, torch.dtype]]) -> str:
+    """The namespace of functions that are exact enough for all results."""
+    found = {functions(one, dtype if dtype in RESULT_DTYPES else torch.float32, False) for one, dtype in computed}
+    return found.pop() if len(found) == 1 else functions(computed[0][0], torch.float32, False)
 
 
 def _casts(expression: Expr) -> bool:
@@ -194,15 +211,46 @@ def _runs(loops: Loops, text: _Text) -> tuple[str, int]:
     if sizes:
         leaves = [substituted(leaf, _cut(f"d{len(sizes) - 1}", sizes[-1], vector)) for leaf in leaves]
     text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
-    arguments = [text.leaf(leaf) for leaf in leaves]
-    text.within.append(f"set(out[lane], expression({', '.join(['0.0f', *arguments])}));")
+    arguments = ", ".join(["0.0f", *(text.leaf(leaf) for leaf in leaves)])
+    text.within.append(f"set(out[lane], expression({arguments}));")
+    if loops.also:
+        text.before.insert(0, "const unsigned place = rest * kVector;")
     body = _RUNS.format(
         vector=vector,
-        function=function(loops.expression, len(arguments), _QUALIFIERS, loops.kinds),
+        function="\n\n".join([_function(loops, 0), *_others(loops, vector, arguments, text)]),
         before=_indented(text.before, 8),
         within=_indented(text.within, 12),
+        after=_indented(_stores(loops), 8),
     )
     return body, math.prod(sizes) // vector
+
+
+def _function(loops: Loops, number: int) -> str:
+    """What computes a result."""
+    name = f"other{number - 1}_of" if number else "expression"
+    return function(loops.stores[number].expression, len(loops.leaves), _QUALIFIERS, loops.kinds, name)
+
+
+def _others(loops: Loops, width: int, arguments: str, text: _Text) -> list[str]:
+    """What computes the further results, which are added to the loop over a run of `width` elements."""
+    for number, store in enumerate(loops.also):
+        access = _access(store.output, width)
+        text.before.insert(0, f"Adjacent<{_TYPES[store.output.dtype]}, {width}, {access}> other{number};")
+        text.within.append(f"set(other{number}.element[lane], other{number}_of({arguments}));")
+    return [_function(loops, number + 1) for number in range(len(loops.also))]
+
+
+def _stores(loops: Loops) -> list[str]:
+    """What puts the further results in memory, at `place`."""
+    return [
+        f"other{number}.store(static_cast<{_TYPES[store.output.dtype]}*>(p.other[{number}]) + place);"
+        for number, store in enumerate(loops.also)
+    ]
+
+
+def _access(output: Value, width: int) -> int:
+    """Bytes that an instruction may write at once, of runs of so many elements."""
+    return math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
 
 
 def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
@@ -227,13 +275,13 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         vector = 1 if rows.inner else _vector_of_row(row) if held is None else held.vector
         text.begin(max(vector, beside), held)
         at = _cut(row.over.name, row.over.size, vector)
-        arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
+        terms = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
         kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
         kinds = kinds_of(row.expression, row.leaves)
         functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
         which = "lane" if rows.inner else "0"
         inside = "" if held is None else "if (inside) "
-        text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(arguments)}));")
+        text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(terms)}));")
         runs = text.number(row.over.size // vector)
         loops_ += [
             f"Totals<{kind}, {beside}> {total};",
@@ -245,14 +293,16 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
     text.begin(width, held)
-    access = math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
-    arguments = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)]
-    functions_.append(function(loops.expression, len(leaves), _QUALIFIERS, loops.kinds))
-    text.before.insert(0, f"Adjacent<Output, {width}, {access}> result;")
-    text.within.append(f"set(result.element[lane], expression({', '.join(arguments)}));")
-    place = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(_LANE, width)
-    store = f"{'' if held is None else 'if (inside) '}result.store(out + {text.place(place)});"
-    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, store)]
+    arguments = ", ".join(["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)])
+    functions_.append(_function(loops, 0))
+    text.before.insert(0, f"Adjacent<Output, {width}, {_access(output, width)}> result;")
+    text.within.append(f"set(result.element[lane], expression({arguments}));")
+    functions_ += _others(loops, width, arguments, text)
+    index = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(_LANE, width)
+    text.before.append(f"const unsigned place = {text.place(index)};")
+    inside = "" if held is None else "if (inside) "
+    stores = [f"{inside}{store}" for store in ("result.store(out + place);", *_stores(loops))]
+    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, stores)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
     columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(count, longest)
@@ -331,7 +381,7 @@ def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index
     return values
 
 
-def _loop(runs: str, vector: int, text: _Text, after: str | None = None) -> list[str]:
+def _loop(runs: str, vector: int, text: _Text, after: Sequence[str] = ()) -> list[str]:
     """The loop of a row's threads over its runs; with what is held every thread has as many turns, whose reads need not
     wait for each other."""
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
@@ -349,7 +399,7 @@ def _loop(runs: str, vector: int, text: _Text, after: str | None = None) -> list
         f"    for (int lane = 0; lane < {vector}; ++lane) {{",
         *(f"        {line}" for line in text.within),
         "    }",
-        *([] if after is None else [f"    {after}"]),
+        *(f"    {line}" for line in after),
         "}",
     ]
 

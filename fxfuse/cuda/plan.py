@@ -36,6 +36,7 @@ from fxfuse.problem import (
     ANCHORS,
     PRODUCTS,
     Draft,
+    Pass,
     Plan,
     Problem,
     Run,
@@ -178,8 +179,11 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
         def compiled() -> Run:
             return _fused_runner(region, operands, kernel, region.load(kernel, expression, operands, uses_batch))
 
-        return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace, estimate=kernel.estimate)
+        return tune.Candidate(
+            kernel.name, kernel.type, compiled, kernel.workspace, computes=computes, estimate=kernel.estimate
+        )
 
+    computes = Pass(region.expression, False, "layer_norm") if region.problem.kind == "layer_norm" else None
     return [candidate(kernel) for kernel in kernels]
 
 
@@ -264,7 +268,8 @@ def _library_candidate(region: Region) -> tune.Candidate:
     def compiled() -> Run:
         return _library_runner(region, operands, kernel, region.load(kernel, expression, operands, True), by_pass)
 
-    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True)
+    computes = Pass(expression, len(metas) > len(problem.operands), "library")
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True, computes=computes)
 
 
 def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidate:

@@ -31,7 +31,7 @@ from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
 from fxfuse.errors import BuildError, ExpressionError, LaunchError, ToolchainError
-from fxfuse.problem import Draft, Plan, Problem, Run, TensorMeta
+from fxfuse.problem import Draft, Pass, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
 
@@ -76,6 +76,8 @@ class Candidate:
     """Whether it is measured however low its rank is."""
     library: bool = False
     """Whether its anchor is eager's own, and so as exact."""
+    computes: Pass | None = None
+    """What its only launch does, if kernels that others join could do that, too."""
     estimate: float | None = None
     """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
 
@@ -144,7 +146,10 @@ def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan:
     measured, errors = ((), ()) if choice is None else (choice.measured, choice.errors)
-    return Plan(run, candidate.name, measured=measured, errors=errors, workspace=candidate.workspace)
+    return Plan(
+        run, candidate.name, measured=measured, errors=errors, workspace=candidate.workspace,
+        computes=candidate.computes,
+    )  # fmt: skip
 
 
 def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:

@@ -104,6 +104,15 @@ def substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
 
 
 @dataclass(frozen=True)
+class Store:
+    """A result."""
+
+    output: Value
+    expression: Expr
+    """Of operands: the i-th is the loops' leaves[i]."""
+
+
+@dataclass(frozen=True)
 class Loops:
     """result[coordinates] = expression(leaves), for all coordinates of the output."""
 
@@ -111,6 +120,13 @@ class Loops:
     expression: Expr
     """Of operands: the i-th is leaves[i]."""
     leaves: tuple[Leaf, ...]
+    also: tuple[Store, ...] = ()
+    """Further results, whose elements lie as far from their first as those of the output from its."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """All results."""
+        return (Store(self.output, self.expression), *self.also)
 
     @functools.cached_property
     def reads(self) -> list[Read]:
@@ -125,7 +141,7 @@ class Loops:
     @property
     def size(self) -> tuple[int, int]:
         """Leaves and nodes of its expressions."""
-        expressions = [self.expression, *(row.expression for row in self.reductions)]
+        expressions = [*(store.expression for store in self.stores), *(row.expression for row in self.reductions)]
         return len(set(all_leaves(self.leaves))), sum(len(list(postorder(one))) for one in expressions)
 
     @property
@@ -141,8 +157,11 @@ class Loops:
 
     @functools.cached_property
     def kinds(self) -> dict[Expr, str]:
-        """The C++ type of every value of the expression but numbers that nobody computes with. Raises Inexact."""
-        return kinds_of(self.expression, self.leaves)
+        """The C++ type of every value of the expressions but numbers that nobody computes with. Raises Inexact."""
+        kinds: dict[Expr, str] = {}
+        for store in self.stores:
+            kinds |= kinds_of(store.expression, self.leaves)
+        return kinds
 
     def place(self) -> Index:
         """Where an element of the result lies, of its coordinates."""
@@ -190,17 +209,20 @@ class Body:
     def reduce(self, op: str, over: Variable, made: Callable[[Body], Expr]) -> Expr:
         """The sum, or the greatest, of an expression for all values of a variable."""
         inner = Body()
-        return self.leaf(Reduced(op, over, *inner.finished(made(inner))))
+        (expression,), leaves = inner.finished(made(inner))
+        return self.leaf(Reduced(op, over, expression, leaves))
 
-    def loops(self, output: Value, expression: Expr) -> Loops:
-        return Loops(output, *self.finished(expression))
+    def loops(self, output: Value, expression: Expr, also: Sequence[Store] = ()) -> Loops:
+        expressions, leaves = self.finished(expression, *(store.expression for store in also))
+        others = zip((store.output for store in also), expressions[1:], strict=True)
+        return Loops(output, expressions[0], leaves, tuple(Store(*other) for other in others))
 
-    def finished(self, expression: Expr) -> tuple[Expr, tuple[Leaf, ...]]:
-        """An expression and the leaves that it needs."""
-        used = sorted({node.index for node in postorder(expression) if isinstance(node, Operand)})
+    def finished(self, *expressions: Expr) -> tuple[list[Expr], tuple[Leaf, ...]]:
+        """Expressions and the leaves that they need."""
+        used = sorted({node.index for one in expressions for node in postorder(one) if isinstance(node, Operand)})
         leaves = list(self._leaves)
         operands = {old: Operand(new) for new, old in enumerate(used)}
-        return _with_operands(expression, operands), tuple(leaves[index] for index in used)
+        return [_with_operands(one, operands) for one in expressions], tuple(leaves[index] for index in used)
 
 
 Rule: TypeAlias = Callable[[Body, Mapping[str, Any], Value], Expr]
@@ -278,17 +300,50 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
 # -------------------------------------------------------------------------------------- one into the other
 
 
-def inlined(loops: Loops, producers: Mapping[Slot, Loops]) -> Loops:
+def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = None) -> Loops:
     """`loops`, which computes what it reads of some slots instead of reading it.
 
     Args:
         producers: what fills them; what is read of each has the dtype that it makes.
+        kept: the slot that is filled all the same, of which an element is read at the place of the output's
+            (`reads_alike`).
     """
     body = Body()
     names = max(_height(producer.leaves) for producer in producers.values())
     leaves = [_renamed(leaf, names) if names else leaf for leaf in loops.leaves]
     places = {number: _placed(body, leaf, producers) for number, leaf in enumerate(leaves)}
-    return body.loops(loops.output, _with_operands(loops.expression, places))
+    also = [Store(store.output, _with_operands(store.expression, places)) for store in loops.also]
+    if kept is not None:
+        also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
+    return body.loops(loops.output, _with_operands(loops.expression, places), also)
+
+
+def reads_alike(loops: Loops, value: Value) -> list[int]:
+    """Of the leaves, those that read of a value what lies as far from its first as the result from the output's."""
+    place = _place_alike(loops, value)
+    return [number for number, leaf in enumerate(loops.leaves) if leaf == Read(value.slot, value.dtype, place)]
+
+
+def _place_alike(loops: Loops, value: Value) -> Index:
+    output = loops.output
+    return loops.place() - output.offset // output.dtype.itemsize + value.offset // value.dtype.itemsize
+
+
+def is_read_in_place(loops: Loops, value: Value) -> bool:
+    """Whether an element of a value is read by none but the threads of the result that lies at its place, or of the
+    result's row."""
+    rows = rows_of(loops) if loops.reductions else Rows((), ())
+    if rows is None or rows.inner:
+        return False
+    along = Index()
+    for dim in rows.along:
+        along = along * loops.output.shape[dim] + variable(f"c{dim}", loops.output.shape[dim])
+    own = _place_alike(loops, value)
+    places = [leaf.index for leaf in loops.leaves if isinstance(leaf, Read) and leaf.slot is value.slot]
+    for row in loops.reductions:
+        inner = [leaf.index for leaf in row.leaves if isinstance(leaf, Read) and leaf.slot is value.slot]
+        places += [index.substituted({row.over.name: along}) for index in inner]
+    return all(place == own for place in places)
 
 
 def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:

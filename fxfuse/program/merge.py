@@ -25,6 +25,8 @@ from fxfuse.program.loops import (
     all_leaves,
     indices_of,
     inlined,
+    is_read_in_place,
+    reads_alike,
     rows_pay,
     work_of,
 )
@@ -34,7 +36,9 @@ logger = logging.getLogger("fxfuse")
 
 MOST_LEAVES: Final = 32
 MOST_NODES: Final = 256
-"""Of one kernel's expression."""
+"""Of one kernel's expressions."""
+MOST_RESULTS: Final = 4
+"""Of one kernel, whose threads have registers for all of them."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 SHARE_TOGETHER: Final = 4
@@ -65,12 +69,12 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
         if number in together:
             params, references = b"", list[tuple[Slot, int]]()
             for one in together[number]:
-                kernel, loops = found[one], plan.computed[one]
-                if plan.makes_memory(one):
-                    _give_memory(loops)
-                params += kernel.params
-                references += [(loops.output.slot, loops.output.offset), *((slot, 0) for slot in kernel.tensors)]
-            written = frozenset(plan.computed[one].output.slot for one in together[number])
+                for store in plan.computed[one].stores:
+                    if store.output.slot in plan.made:
+                        _give_memory(store.output)
+                params += found[one].params
+                references += found[one].addresses
+            written = frozenset(store.output.slot for one in together[number] for store in plan.computed[one].stores)
             result.append(Launch(events.Launch(loaded[texts[number]], params, ()), references, written))
         elif number not in found and number not in plan.absent:
             result.append(step)
@@ -80,23 +84,27 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 def _together(
     found: Mapping[int, kernels.LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]
 ) -> dict[int, list[int]]:
-    """By the first of them, the steps that one launch computes: kernels of one form that read nothing but what is given
-    (weights that are standardised, or brought into another order). They are computed before they are needed: as many as
-    a launch is worth, and their memory does not count beside the program's."""
+    """By the first of them, the steps that one launch computes: kernels of one form.
+
+    Those that read nothing but what is given (weights that are standardised, or brought into another order), wherever
+    they are: they are computed before they are needed, so as many as a launch is worth, and their memory does not
+    count beside the program's. Of others those that follow each other, between two calls of torch.
+    """
     room = min(MOST_BYTES_TOGETHER, max(map(_largest, steps), default=0) // SHARE_TOGETHER)
     result: dict[int, list[int]] = {}
-    latest: dict[str, tuple[int, int]] = {}
+    latest: dict[tuple[str, bool], tuple[int, int]] = {}
     """By form, the first of those that more may join, and how many bytes they make."""
     for number, kernel in found.items():
-        nbytes = _span(plan.computed[number].output)[1]
-        if plan.needs_nothing(number):
-            first, before = latest.get(kernel.form, (number, room))
-            if before + nbytes <= room and len(result[first]) < kernel.most_together:
-                result[first].append(number)
-                latest[kernel.form] = first, before + nbytes
-                continue
-            latest[kernel.form] = number, nbytes
-        result[number] = [number]
+        needs_nothing = plan.needs_nothing(number)
+        nbytes = sum(_span(store.output)[1] for store in plan.computed[number].stores) if needs_nothing else 0
+        key = kernel.form, needs_nothing
+        first, before = latest.get(key, (number, room))
+        has_room = first in result and before + nbytes <= room and len(result[first]) < kernel.most_together
+        if has_room and (needs_nothing or plan.may_join(number, result[first])):
+            result[first].append(number)
+            latest[key] = first, before + nbytes
+        else:
+            result[number], latest[key] = [number], (number, nbytes)
     return result
 
 
@@ -107,9 +115,9 @@ def _largest(step: Launch | Call) -> int:
     return max((_span(value)[1] for value in values_in(step.result)), default=0)
 
 
-def _give_memory(loops: Loops) -> None:
+def _give_memory(output: Value) -> None:
     """Makes what torch allocated for a result a piece of the program's own memory."""
-    output, slot = loops.output, loops.output.slot
+    slot = output.slot
     slot.kind, slot.shape, slot.strides = "memory", output.shape, output.strides
     slot.nbytes = math.prod(output.shape) * output.dtype.itemsize
 
@@ -122,6 +130,8 @@ class _Plan:
         """By number of step: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
         """Steps that nothing is left of."""
+        self.made: set[Slot] = set()
+        """Memory of torch's that begins with what a kernel computes."""
         self._steps = steps
         self._leaving = {value.slot for value in values_in(output)}
         self._writers: dict[Slot, list[int]] = {}
@@ -132,20 +142,40 @@ class _Plan:
             for slot in _read(step):
                 self._readers.setdefault(slot, []).append(number)
         self._merge()
-
-    def makes_memory(self, number: int) -> bool:
-        """Whether the memory of a step's result begins with it."""
-        slot = self.computed[number].output.slot
-        return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
+        self._store_on_the_way()
+        for number, loops in self.computed.items():
+            if self._begins(number, loops.output.slot):
+                self.made.add(loops.output.slot)
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""
         loops = self.computed[number]
         return (
-            self.makes_memory(number)
+            loops.output.slot in self.made
+            and not loops.also
             and loops.output.slot not in self._leaving
             and all(source.kind == "given" and source not in self._writers for source in _sources(loops))
         )
+
+    def may_join(self, number: int, others: Sequence[int]) -> bool:
+        """Whether a step may be computed where the first of others is, and together with them."""
+        loops = self.computed[number]
+        reads, writes = _sources(loops), {store.output.slot for store in loops.stores}
+        return not any(self._is_torchs(one) or self._conflict(one, reads, writes) for one in range(others[0], number))
+
+    def _is_torchs(self, number: int) -> bool:
+        """Whether torch computes a step: memory that it frees there is needed by others."""
+        step = self._steps[number]
+        return isinstance(step, Call) and not step.is_view and number not in self.computed and number not in self.absent
+
+    def _conflict(self, number: int, reads: set[Slot], writes: set[Slot]) -> bool:
+        """Whether a step may not change places with one that reads and writes these."""
+        if number in self.absent:
+            return False
+        loops = self.computed.get(number)
+        step = self._steps[number]
+        written = written_by(step) if loops is None else {store.output.slot for store in loops.stores}
+        return bool(written & (reads | writes)) or bool(self.touched(number) & writes)
 
     def _merge(self) -> None:
         latest: dict[Slot, int] = {}
@@ -181,6 +211,63 @@ class _Plan:
             step = self._steps[number]
             if isinstance(step, Launch) and loops is step.loops:  # nothing was put into it: its kernel was chosen
                 del self.computed[number]
+
+    # ---- several results
+
+    def _store_on_the_way(self) -> None:
+        """Lets the first reader of a result compute it, and put it into memory for the others."""
+        for number in reversed(range(len(self._steps))):  # a reader may be computed by its own reader
+            producer = self._loops_of(number)
+            if producer is None or producer.reductions or producer.also:
+                continue
+            slot = producer.output.slot
+            following = (one for one in range(number + 1, len(self._steps)) if slot in self.touched(one))
+            reader = next(following, None)
+            loops = None if reader is None else self._loops_of(reader)
+            if reader is None or loops is None:
+                continue
+            is_needed = slot in self._leaving or any(slot in self.touched(one) for one in following)
+            whole = self._with_store(loops, producer, reader, number, is_needed)
+            if whole is None:
+                continue
+            if is_needed and self._begins(number, slot):
+                self.made.add(slot)
+            self.computed.pop(number, None)
+            self.computed[reader] = whole
+            self.absent.add(number)
+            self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
+
+    def _begins(self, number: int, slot: Slot) -> bool:
+        """Whether memory of torch's begins with what a step puts there."""
+        return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
+
+    def _loops_of(self, number: int) -> Loops | None:
+        """What a step computes, with what was put into it."""
+        if number in self.absent:
+            return None
+        return self.computed.get(number) or (self._steps[number].loops if self._is_loops(number) else None)
+
+    def touched(self, number: int) -> set[Slot]:
+        """Memory that a step reads or writes, as it is at last."""
+        if number in self.absent:
+            return set()
+        loops = self.computed.get(number)
+        if loops is None:
+            return _read(self._steps[number]) | written_by(self._steps[number])
+        return _sources(loops) | {store.output.slot for store in loops.stores}
+
+    def _with_store(self, loops: Loops, producer: Loops, reader: int, number: int, is_needed: bool) -> Loops | None:
+        """`loops`, which computes what `producer` does, and stores it if it is needed; None as `_with` has it."""
+        value, slot = producer.output, producer.output.slot
+        if any(store.output.slot is slot for store in loops.stores) or len(loops.stores) == MOST_RESULTS:
+            return None
+        if math.prod(loops.output.shape) != math.prod(value.shape) or not reads_alike(loops, value):
+            return None
+        if any(read.where for read in loops.reads if read.slot is slot):
+            return None
+        if slot in _sources(producer) and not is_read_in_place(loops, value):
+            return None  # what it overwrites would be read after that
+        return self._with(loops, producer, reader, number, slot if is_needed else None)
 
     def _drop_unread(self) -> None:
         """Results that no step reads any more."""
@@ -247,8 +334,12 @@ class _Plan:
         assert loops is not None, "all readers are loops"
         return bool(loops.reductions) or sum(read.slot is slot for read in loops.reads) == 1
 
-    def _with(self, loops: Loops, producer: Loops, number: int, first: int) -> Loops | None:
-        """`loops` with one producer put into it; None where that would not pay, or not be the same."""
+    def _with(self, loops: Loops, producer: Loops, number: int, first: int, kept: Slot | None = None) -> Loops | None:
+        """`loops` with one producer put into it; None where that would not pay, or not be the same.
+
+        Args:
+            kept: the producer's memory, if it is filled all the same.
+        """
         slot, output = producer.output.slot, loops.output
         if any(read.dtype != producer.output.dtype for read in loops.reads if read.slot is slot):
             return None
@@ -257,10 +348,11 @@ class _Plan:
             return None  # computed again for each of many
         if producer.reductions and any(read.where for read in loops.reads if read.slot is slot):
             return None  # there may be no such row
+        results = [store.output.slot for store in loops.stores]
         for source in _sources(producer):
-            if source is output.slot or any(first < writer < number for writer in self._writers.get(source, ())):
+            if source in results or any(first < writer < number for writer in self._writers.get(source, ())):
                 return None
-        whole = inlined(loops, {slot: producer})
+        whole = inlined(loops, {slot: producer}, kept)
         leaves, nodes = whole.size
         if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > kernels.MAX_TENSORS:
             return None
@@ -269,10 +361,12 @@ class _Plan:
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
         try:
-            is_alike = whole.kinds[whole.expression] == loops.kinds[loops.expression]
+            kinds = [whole.kinds[store.expression] for store in whole.stores]
+            before = [loops.kinds[store.expression] for store in loops.stores]
+            before += [] if kept is None else [producer.kinds[producer.expression]]
         except Inexact:
             return None
-        return whole if is_alike else None
+        return whole if kinds == before else None
 
 
 def _span(value: Value) -> tuple[int, int]:

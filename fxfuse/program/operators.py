@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,7 @@ from fxfuse.program.loops import (
     place_of,
     rows_pay,
 )
-from fxfuse.program.reductions import REDUCTIONS
+from fxfuse.program.reductions import LAYER_NORM, REDUCTIONS
 from fxfuse.program.values import Value
 
 _INDICES: Final = (torch.int64, torch.int32)
@@ -62,19 +63,42 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     return loops if _is_possible(loops) else None
 
 
-def loops_of_pass(problem: Problem, x: Value, operands: Sequence[Value], result: Value) -> Loops | None:
+def loops_of_chain(problem: Problem, x: Value, operands: Sequence[Value], result: Value) -> Loops | None:
     """What a fused region without an anchor computes; None if loops do not."""
     try:
         expression, _ = settle(problem, problem.x.empty())
-        read = (*operands, x)  # x may be anything that an operand may be
-        whole = rewrite(expression, lambda node: Operand(len(operands)) if isinstance(node, Acc) else node)
+    except UnsupportedError:
+        return None
+    return _loops_of_epilogue(expression, lambda body, at: body.read(x, at), operands, result)
+
+
+def loops_of_pass(expression: Expr, acc: Value, operands: Sequence[Value], result: Value) -> Loops | None:
+    """The same of an epilogue, after a library has computed `acc`, perhaps in the result's memory."""
+    alike = dataclasses.replace(acc, shape=result.shape, strides=result.strides)
+    return _loops_of_epilogue(expression, lambda body, at: body.read(alike, at), operands, result)
+
+
+def loops_of_layer_norm(
+    expression: Expr, given: Mapping[str, Any], operands: Sequence[Value], result: Value
+) -> Loops | None:
+    """The same of an epilogue and LayerNorm, by the arguments of aten's native_layer_norm."""
+    return _loops_of_epilogue(expression, lambda body, _: LAYER_NORM(body, given, result), operands, result)
+
+
+def _loops_of_epilogue(
+    expression: Expr, acc: Callable[[Body, Sequence[Index]], Expr], operands: Sequence[Value], result: Value
+) -> Loops | None:
+    last = len(operands)  # acc is one more, which a chain may read like any other
+    try:
+        whole = rewrite(expression, lambda node: Operand(last) if isinstance(node, Acc) else node)
         along_channels = channel_operands(whole)
         body, at = Body(), coordinates(result.shape)
 
         def leaf(node: Expr) -> Expr:
             if not isinstance(node, Operand):
                 return node
-            return body.read(read[node.index], [at[1]] if node.index in along_channels else at)
+            own = [at[1]] if node.index in along_channels else at
+            return acc(body, own) if node.index == last else body.read(operands[node.index], own)
 
         loops = body.loops(result, rewrite(whole, leaf))
     except (Unknown, UnsupportedError):

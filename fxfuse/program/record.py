@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import events, functional, plans
 from fxfuse.patterns.anchors import has_hooks
-from fxfuse.problem import ANCHORS
+from fxfuse.problem import ANCHORS, Plan, Problem
 from fxfuse.program.leaves import Leaves
-from fxfuse.program.operators import loops_of, loops_of_pass
+from fxfuse.program.loops import Loops
+from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_norm, loops_of_pass
 from fxfuse.program.values import (
     Call,
     Launch,
@@ -472,11 +474,33 @@ class Recorder:
                 given = dict(zip(map(id, tensors_in(real)), values_in(inputs), strict=True))
                 value = step.result = self._result_of(step, result, given)
                 self.steps.append(step)
-            elif kind == "pointwise" and not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
-                self.steps[-1].loops = loops_of_pass(plans.problem_of(*posed), inputs[0], inputs[3], value)
+            elif not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
+                self.steps[-1].loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
             return {node: value}
 
         return {node: result}, note
+
+    def _loops_of(
+        self, plan: Plan, kind: str, problem: Callable[[], Problem], inputs: Sequence[Any], result: Value
+    ) -> Loops | None:
+        """What a plan's launch, the last step, computes."""
+        x, weight, bias, operands = inputs
+        if kind == "pointwise":
+            return loops_of_chain(problem(), x, operands, result)
+        if plan.computes is None:
+            return None
+        if plan.computes.acc == "layer_norm":
+            given = {"input": x, "weight": weight, "bias": bias, **dict(problem().options)}
+            return loops_of_layer_norm(plan.computes.expression, given, operands, result)
+        before = self.steps[-2]
+        made = values_in(before.result) if isinstance(before, Call) else []
+        if len(made) != 1 or math.prod(made[0].shape) != math.prod(result.shape):
+            return None
+        if plan.computes.reads_bias:
+            planes = (1,) * (len(result.shape) - 2) if kind == "conv2d" else ()
+            strides = (*bias.strides, *(0 for _ in planes))
+            operands = [*operands, dataclasses.replace(bias, shape=(*bias.shape, *planes), strides=strides)]
+        return loops_of_pass(plan.computes.expression, made[0], operands, result)
 
     def _taken_apart(
         self, seen: Operators, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],

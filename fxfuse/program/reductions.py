@@ -212,6 +212,7 @@ def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return _affine(body, Call("mul", (left, scale)), given, [at[1]])
 
 
+LAYER_NORM: Final[Rule] = _layer_norm
 _aten = torch.ops.aten
 REDUCTIONS: Final[Mapping[Any, Rule]] = {
     getattr(_aten, name): rule

@@ -2,7 +2,8 @@
 // copies, paddings, rolls and whatever is pointwise between them. The generated Body knows the places.
 //
 // The result's memory is cut into runs of kVector elements, a run for each thread. Elements that lie side by side where
-// a run reads them are read together. A launch may have kTogether results of one form, none of which needs another.
+// a run reads them are read together. A kernel may have kOthers further results of as many elements, which lie in the same
+// order. A launch may have kTogether of them of one form, none of which needs another.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@ struct LoopsArguments {
     FastDivisor divisor[Body::kDivisors + 1];
     const void* memory[Body::kTensors + 1];
     typename Body::Output* out;
+    void* other[Body::kOthers + 1];  // further results
 
 #ifndef __CUDACC_RTC__
     // Moves `values` and `pointers` behind what it takes.
@@ -30,6 +32,7 @@ struct LoopsArguments {
         for (int i = 0; i < Body::kNumbers; ++i) arguments.number[i] = *values++;
         for (int i = 0; i < Body::kDivisors; ++i) arguments.divisor[i] = FastDivisor(*values++);
         arguments.out = reinterpret_cast<typename Body::Output*>(*pointers++);
+        for (int i = 0; i < Body::kOthers; ++i) arguments.other[i] = reinterpret_cast<void*>(*pointers++);
         for (int i = 0; i < Body::kTensors; ++i) arguments.memory[i] = reinterpret_cast<const void*>(*pointers++);
         return arguments;
     }
