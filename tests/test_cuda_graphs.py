@@ -716,7 +716,7 @@ class TestOnGpu:
     def test_the_library_s_workspaces_are_its_own(self):
         """torch.compile's graphs give those of all streams back, and others get their memory."""
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(9216, 4096), nn.Linear(4096, 1000)).cuda().bfloat16()
+        model = nn.Sequential(nn.Linear(9216, 4096), nn.Linear(4096, 1000)).cuda().bfloat16().eval()
         x = torch.randn(16, 9216, device="cuda", dtype=torch.bfloat16)
         fast = fxfuse.optimize(model, (x,), cuda_graphs=True)
         want = fast(x).clone()

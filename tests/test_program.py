@@ -47,6 +47,7 @@ def a_mask_of_numbers(m, x):
 MODELS = {
     "parts are set": parts_are_set,
     "a mask of numbers": a_mask_of_numbers,
+    "the shape of numbers": lambda m, x: m.fc(x).relu() + torch.ones_like(torch.arange(8)).cumsum(0) + x.cumsum(1),
     "numbers that the caller gets": lambda m, x: (torch.arange(4), m.fc(x).relu() * torch.arange(8)),
     "numbers that are overwritten": lambda m, x: (lambda n: (n.add_(x), m.fc(n).relu() + n)[1])(x.new_ones(4, 8)),
     "a chain": lambda m, x: (x * 2 + 1).sigmoid() * x.tanh(),
@@ -201,9 +202,16 @@ def under_autocast(enabled):
     return computed
 
 
+def asking(x):
+    torch._check(x.sum().item() < 1e9)
+    return x.cumsum(0)
+
+
 CAPTURED = {
     "a mask by vmap": with_a_mask_by_vmap,
     "values by vmap": lambda x: torch.vmap(lambda row: row.cumsum(0) * 2)(x),
+    "a question about values": asking,
+    "a question about numbers": lambda x: (torch._check(torch.ones(3).all().item()), x.cumsum(0))[1],
     "autocast": under_autocast(True),
     "without autocast": under_autocast(False),
 }

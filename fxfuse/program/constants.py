@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fxfuse.program.values import Call, Launch, Slot, read_by, values_in, written_by
+from fxfuse.program.values import Call, Launch, Slot, read_by, slots_of, values_in, written_by
 
 MOST_BYTES: Final = 16 << 20
 """That a program keeps; those that need the least come first."""
@@ -27,7 +27,8 @@ def without_constants(steps: Sequence[Launch | Call], output: Any) -> tuple[list
             break
         found -= other
     left = [step for step, is_constant in zip(steps, constant, strict=True) if not is_constant]
-    return left, sorted({slot for step in left for slot in read_by(step)} & found, key=lambda slot: slot.name)
+    needed = {slot for step in left for slot in slots_of(step)} & found
+    return left, sorted(needed, key=lambda slot: slot.name)
 
 
 def _is_constant(step: Launch | Call, found: set[Slot]) -> bool:

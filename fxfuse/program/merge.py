@@ -142,7 +142,9 @@ class _Plan:
             for slot in _read(step):
                 self._readers.setdefault(slot, []).append(number)
         self._merge()
+        self._drop_unread()
         self._store_on_the_way()
+        self._drop_unread()
         for number, loops in self.computed.items():
             if self._begins(number, loops.output.slot):
                 self.made.add(loops.output.slot)
@@ -206,7 +208,6 @@ class _Plan:
             if count == 0:
                 del self.computed[number]
                 self.absent.add(number)
-        self._drop_unread()
         for number, loops in list(self.computed.items()):
             step = self._steps[number]
             if isinstance(step, Launch) and loops is step.loops:  # nothing was put into it: its kernel was chosen
@@ -274,7 +275,7 @@ class _Plan:
         needed = set(self._leaving)
         for number in reversed(range(len(self._steps))):
             loops = self.computed.get(number)
-            if loops is not None and loops.output.slot not in needed:
+            if loops is not None and needed.isdisjoint(store.output.slot for store in loops.stores):
                 del self.computed[number]
                 self.absent.add(number)
             elif loops is not None:
@@ -388,5 +389,7 @@ def _sources(loops: Loops) -> set[Slot]:
 
 
 def _read(step: Launch | Call) -> set[Slot]:
-    """Memory that a step needs, as loops if it is one of those."""
-    return read_by(step) if step.loops is None else _sources(step.loops)
+    """Memory that a step needs, as loops if it is one of those; of a kernel's also copies that it was given."""
+    if step.loops is None:
+        return read_by(step)
+    return _sources(step.loops) | (read_by(step) - {step.loops.output.slot} if isinstance(step, Launch) else set())

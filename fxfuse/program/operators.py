@@ -372,6 +372,34 @@ def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return body.read(x, at)
 
 
+def _bilinear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """Between the two rows and columns that an element lies between; positions are fractions of integers, exactly."""
+    x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
+    if not isinstance(x, Value) or kind_of(x.dtype) != "float":
+        raise Unknown
+    scales = [given.get("scales_h"), given.get("scales_w")]
+    scales = list(given["scale_factors"]) if given.get("scale_factors") else scales
+    ways = []
+    for dim, scale in zip((2, 3), scales, strict=True):
+        size, length = x.shape[dim], result.shape[dim]
+        if scale is not None and scale * size != length and not given["align_corners"]:
+            raise Unknown
+        place, by = (at[dim] * 2 + 1) * size - length, 2 * length  # pixels' middles meet
+        if given["align_corners"]:
+            place, by = at[dim] * (size - 1), max(1, length - 1)
+        before, share = place // by, body.leaf(Position(place % by))
+        share = Call("mul", (share, Call("reciprocal", (body.leaf(Position(Index() + by)),))))
+        both = [Inside(before, size), Inside(before + 1, size)]  # beyond the border there is one
+        share = body.choose(both[1:], body.choose(both[:1], share, Const(1.0)), Const(0.0))
+        ways.append([(both[0], Call("sub", (Const(1.0), share))), (both[1], share)])
+    parts: list[Expr] = []
+    for where in itertools.product(*ways):
+        places, shares = tuple(one for one, _ in where), [share for _, share in where]
+        read = body.read(x, [*at[:2], *(one.index for one in places)], places)
+        parts.append(Call("mul", (body.choose(places, read, Const(0.0)), Call("mul", (shares[0], shares[1])))))
+    return _joined("add", parts)
+
+
 def _pixel_shuffle(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, factor = given["self"], given["upscale_factor"]
     *batch, channel, row, column = coordinates(result.shape)
@@ -506,6 +534,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
     _aten.max_pool2d_with_indices: _max_pool,
     _aten.upsample_nearest2d: _nearest,
+    _aten.upsample_bilinear2d: _bilinear,
     _aten.mm: _product,
     _aten.bmm: _product,
     _aten.pixel_shuffle: _pixel_shuffle,

@@ -26,6 +26,7 @@ from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_no
 from fxfuse.program.values import (
     Call,
     Launch,
+    Number,
     Owner,
     Refused,
     Slot,
@@ -36,6 +37,7 @@ from fxfuse.program.values import (
     extent,
     functions_of,
     is_plain,
+    numbers_in,
     tensors_in,
     values_in,
 )
@@ -357,6 +359,11 @@ class Recorder:
             target: Any = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
             if getattr(target, "__name__", "") in _AUTOCAST:
                 return {node: None}
+            is_asked = seen.depends_on_values or numbers_in(symbols)
+            if is_asked and isinstance(result, bool | int | float | None):
+                return {node: self._asked(node, target, symbols, result)}
+            if numbers_in(symbols):
+                raise Refused(f"what '{node}' is depends on tensors' values")
             if seen.depends_on_values:
                 raise Refused(f"what '{node}' is depends on tensors' values")
             if list(map(_metadata, given)) != before:
@@ -371,6 +378,13 @@ class Recorder:
             return {node: self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))}
 
         return {node: result}, note
+
+    def _asked(self, node: fx.Node, target: Any, symbols: Any, result: Any) -> Number | None:
+        """A step that makes a number of tensors' values, asks about such a number, or raises by it."""
+        answer = None if result is None else Number(self._name())
+        is_method = node.op == "call_method"
+        self.steps.append(Call(target, symbols[0], symbols[1], answer, False, False, is_method, str(node)))
+        return answer
 
     def _ran_together(self, nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Any], Note]:
         """The same of several nodes of which only the last results are tensors with memory of their own (vmap's)."""
@@ -459,7 +473,7 @@ class Recorder:
         def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
             real = x, weight, bias, operands
             inputs: Any = fx.node.map_arg(node.args[:4], known.__getitem__)
-            reads_number = any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in operands)
+            reads_number = any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in (x, *operands))
             if operators.depends_on_values and not reads_number:
                 raise Refused("what a region is depends on tensors' values")
             label = f"{node}: {plan.kernel or 'torch'}"

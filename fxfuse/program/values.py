@@ -73,6 +73,13 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Number:
+    """What Python learns of a tensor's values at every call, and only asks questions about."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Owner:
     """Whose a storage is, while it is recorded."""
 
@@ -173,6 +180,11 @@ def values_in(tree: Any) -> list[Value]:
     return _found_in(tree, Value)
 
 
+def numbers_in(tree: Any) -> list[Number]:
+    """The numbers that only a call knows, in the same."""
+    return _found_in(tree, Number)
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors that they are while it is recorded, in the same order."""
     return _found_in(tree, torch.Tensor)
@@ -200,6 +212,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
 PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
 
 
+def slots_of(step: Launch | Call) -> list[Slot]:
+    """All memory that a step has to do with."""
+    if isinstance(step, Launch):
+        return [slot for slot, _ in step.references]
+    return [value.slot for value in step.values()]
+
+
 def read_by(step: Launch | Call) -> set[Slot]:
     """Memory that a step needs; views are made where they are needed."""
     if isinstance(step, Launch):
@@ -213,7 +232,7 @@ def written_by(step: Launch | Call) -> set[Slot]:
     """Memory that it may write into."""
     if isinstance(step, Launch):
         return set(step.writes)
-    if step.is_view:
+    if step.is_view or isinstance(step.result, Number):
         return set()
     made = {value.slot for value in values_in(step.result)}
     if step.loops is not None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from fxfuse.program.record import Recorder
-from fxfuse.program.values import DICTS, LISTS, Call, Launch, Slot, Value, functions_of, values_in
+from fxfuse.program.values import DICTS, LISTS, Call, Launch, Number, Slot, Value, functions_of, slots_of, values_in
 
 ALIGNMENT: Final = 512
 """Bytes between values in the arena: as torch's allocator aligns them."""
@@ -240,6 +240,8 @@ class Writer:
         else:
             called = f"{self._constant(step.target)}({', '.join([*args, *kwargs])})"
         called = f"{called}  # {step.label}" if step.label.isprintable() else called
+        if isinstance(step.result, Number):
+            called = f"{step.result.name} = {called}"
         new = [(path, value) for path, value in _paths(step.result) if self._is_new(value)]
         if not new:
             self._line(called)
@@ -268,6 +270,8 @@ class Writer:
         """An argument as text."""
         if isinstance(item, Value):
             return self._variable(item)
+        if isinstance(item, Number):
+            return item.name
         if isinstance(item, slice):
             return f"slice({self._tree(item.start)}, {self._tree(item.stop)}, {self._tree(item.step)})"
         if isinstance(item, dict):
@@ -311,12 +315,6 @@ class Writer:
             self._line(f"{value.name} = reinterpret({base}, {value.shape}, {value.strides}, {at})")
         self._variables.add(value.name)
         return value.name
-
-
-def slots_of(step: Launch | Call) -> list[Slot]:
-    if isinstance(step, Launch):
-        return [slot for slot, _ in step.references]
-    return [value.slot for value in step.values()]
 
 
 def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
