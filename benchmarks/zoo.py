@@ -9,8 +9,9 @@ and are timed one after the other while the others wait; before that, what fxfus
 and measured again. A crash, an error or a network that takes too long is a row. A family that eager does not run with
 the inputs made here was "not drawn", with the reason.
 
-torch.compile needs minutes where many are built at once: no more --processes than a third of the cores, and a --limit
-of 150 s. A row without its time is in no geometric mean. Memory in the pools of CUDA graphs is not counted.
+While they build, each has its share of the processors to itself; torch.compile needs minutes where that is less than
+two, and then a --limit of 150 s or more. A row without its time is in no geometric mean. Memory in the pools of CUDA
+graphs is not counted.
 
 Wall is a call with the GPU waited for, issuing the part of it before that wait, GPU the time with at least one kernel
 there. Time to the first result is taken side by side with other networks' building, for all contestants alike: compare
@@ -603,13 +604,18 @@ def _cold_seconds(limit: float) -> float:
 class _Process:
     """This script in a process and a process group of its own, killed after `limit` seconds."""
 
-    def __init__(self, options: Sequence[str], environment: dict[str, str], limit: float) -> None:
+    def __init__(self, options: Sequence[str], environment: dict[str, str], limit: float, processors: set[int]) -> None:
+        """
+        Args:
+            processors: those that it builds on, so that each network has as many, whatever the others do.
+        """
         self.said: list[dict[str, Any]] = []
         self.killed = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, __file__, *options], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, processors),
         )  # fmt: skip
         self._allow(limit)
 
@@ -636,7 +642,9 @@ class _Process:
         return False
 
     def go_on(self, limit: float) -> None:
+        """Lets it measure: its main thread, on any processor."""
         assert self._process.stdin is not None
+        os.sched_setaffinity(self._process.pid, os.sched_getaffinity(0))
         self._allow(limit)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
@@ -793,14 +801,18 @@ def main() -> None:
     same = ["--seed", str(given.seed), "--dtype", given.dtype, "--device", given.device, "--batch", str(given.batch),
             "--limit", str(given.limit), "--seconds", str(given.seconds), "--compare", *given.compare]  # fmt: skip
 
-    def built(network: Network, folder: str) -> _Process:
+    available = sorted(os.sched_getaffinity(0))
+    share = max(1, len(available) // given.processes)
+
+    def built(network: Network, folder: str, place: int) -> _Process:
         cache = tempfile.mkdtemp(dir=folder)
         os.chmod(cache, 0o700)
         environment = {
             **os.environ, "FXFUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "inductor"),
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
         }  # fmt: skip
-        process = _Process([*same, "--network", json.dumps(asdict(network))], environment, given.limit)
+        processors = {available[(place * share + number) % len(available)] for number in range(share)}
+        process = _Process([*same, "--network", json.dumps(asdict(network))], environment, given.limit, processors)
         process.run_to("built")
         return process
 
@@ -810,7 +822,7 @@ def main() -> None:
                 print(f"no time left for {len(todo) - start} of the draw", flush=True)
                 break
             group = todo[start : start + given.processes]
-            processes = list(pool.map(built, group, itertools.repeat(folder)))
+            processes = list(pool.map(built, group, itertools.repeat(folder), itertools.count()))
             for network, process in zip(group, processes, strict=True):
                 if process.said and "built" in process.said[-1]:
                     process.go_on(given.limit)
