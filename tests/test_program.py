@@ -548,6 +548,14 @@ def test_no_two_values_that_live_at_once_share_memory():
         assert size <= sum(-(-slot.nbytes // write.ALIGNMENT) * write.ALIGNMENT for slot in slots)
 
 
+def test_products_of_torch_lie_where_kernels_results_do():
+    """Memory of the first is that of the third, and the caller's result is none of it."""
+    model = Net(lambda m, x: ((m.fc(m.fc(m.fc(x).relu() * 2).relu() * 2) + 1).exp() @ x.t()) @ x, fc=linear())
+    model.fc = nn.Linear(8, 8)
+    made = program_of(model, randn(64, 8))
+    assert made.code.count("out=") == 4 and made.arena_size <= 2 * 64 * 64 * 4, made.code
+
+
 def test_values_that_die_leave_their_memory():
     def body(m, x):
         for _ in range(6):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
+from fxfuse.layout import contiguous_strides
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import DICTS, LISTS, Call, Launch, Number, Slot, Value, functions_of, slots_of, values_in
 
@@ -54,6 +56,24 @@ def _is_reinterpreted(value: Value) -> bool:
     return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
 
 
+_PRODUCTS: Final = frozenset(getattr(torch._C._VariableFunctions, name) for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Of torch's, which compute the same into memory that is there (`out=`)."""
+
+
+def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
+    """Lets torch's products be written where results of kernels lie: memory that one needs the next one has."""
+    for step in steps:
+        if not isinstance(step, Call) or not any(step.target is product for product in _PRODUCTS):
+            continue
+        value = step.result
+        slot = value.slot
+        is_plain = value.offset == 0 and value.name == slot.name and value.strides == contiguous_strides(value.shape)
+        if is_plain and slot.kind == "made" and not slot.escapes and not slot.is_apart:
+            slot.kind, slot.shape, slot.strides = "memory", value.shape, value.strides
+            slot.nbytes = math.prod(value.shape) * value.dtype.itemsize
+            step.kwargs = {**step.kwargs, "out": value}
+
+
 def place(slots: Sequence[Slot]) -> int:
     """Gives each slot an offset in the arena, such that none overlaps another that lives at the same time.
 
@@ -93,6 +113,7 @@ class Writer:
         self.references = array("Q")
         self.params: list[array[int]] = []
         self.steps = _mark_wanted(steps, recorder.output)
+        _put_products_into_arena(self.steps)
         self._device = device
         self._given, self._given_names = recorder.given_count, recorder.given_names
         self._lines: list[str] = []
