@@ -227,7 +227,7 @@ _finished = 0
 _compilers: dict[bool, threading.Semaphore] = {}
 """As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks.
 
-Where kernels are for a GPU one less: what is compiled already is measured meanwhile.
+Where kernels are for a GPU one less, if there are several: what is compiled already is measured meanwhile.
 """
 _worked: set[str] = set()
 """Compilers that made a kernel in this process."""
@@ -236,7 +236,7 @@ _hung: dict[tuple[str, float], ToolchainError] = {}
 
 
 def _processors(cuda: bool) -> int:
-    return max(1, PROCESSORS - 1) if cuda else PROCESSORS
+    return PROCESSORS - 1 if cuda and PROCESSORS > 2 else PROCESSORS
 
 
 def _renew() -> None:

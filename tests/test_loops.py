@@ -126,6 +126,8 @@ MOVES = {
     "corners on corners": lambda x: F.interpolate(x, (13, 5), mode="bilinear", align_corners=True).flip(1),
     "corners on one corner": lambda x: F.interpolate(x, (1, 1), mode="bilinear", align_corners=True).flip(1),
     "from one pixel": lambda x: F.interpolate(x[:, :, :1, :1], (5, 3), mode="bilinear"),
+    "a lower triangle": lambda x: x.tril(-1).flip(1),
+    "an upper triangle of truths": lambda x: (x > 0).triu(2),
     "channels_last": lambda x: F.pad(x.to(memory_format=torch.channels_last), (1, 1, 1, 1)),
     "in place": lambda x: x.clone().add_(x.transpose(1, 2)).mul_(2),
     "in place, twice over": lambda x: (lambda y: (y.flip(1), y.add_(1).mul_(x)))(x.roll(1, 0))[1].roll(1, 2),

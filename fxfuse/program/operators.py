@@ -349,6 +349,17 @@ def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return Call("where", (body.read(mask, at[: len(mask.shape)]), number, body.read(x, at)))
 
 
+def _triangle(row: str) -> Rule:
+    """What lies on one side of a diagonal; zeros elsewhere."""
+
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        at = coordinates(result.shape)
+        places = [body.leaf(Position(one)) for one in (at[-1], at[-2] + given.get("diagonal", 0))]
+        return Call("where", (Call(row, tuple(places)), body.read(given["self"], at), _number(0, result.dtype)))
+
+    return rule
+
+
 def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, source, at = given["self"], given["src"], coordinates(result.shape)
     dim, start, size = given.get("dim", 0) % len(at), given.get("start") or 0, result.shape[given.get("dim", 0)]
@@ -529,6 +540,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.index_put: _index_put,
     _aten.index_put_: _index_put,
     _aten.slice_scatter: _slice_scatter,
+    _aten.tril: _triangle("le"),
+    _aten.triu: _triangle("ge"),
     _aten.avg_pool1d: _avg_pool,
     _aten.avg_pool2d: _avg_pool,
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
