@@ -217,17 +217,18 @@ class _Plan:
 
     def _store_on_the_way(self) -> None:
         """Lets the first reader of a result compute it, and put it into memory for the others."""
+        touched = [self.touched(number) for number in range(len(self._steps))]
         for number in reversed(range(len(self._steps))):  # a reader may be computed by its own reader
             producer = self._loops_of(number)
             if producer is None or producer.reductions or producer.also:
                 continue
             slot = producer.output.slot
-            following = (one for one in range(number + 1, len(self._steps)) if slot in self.touched(one))
+            following = (one for one in range(number + 1, len(self._steps)) if slot in touched[one])
             reader = next(following, None)
             loops = None if reader is None else self._loops_of(reader)
             if reader is None or loops is None:
                 continue
-            is_needed = slot in self._leaving or any(slot in self.touched(one) for one in following)
+            is_needed = slot in self._leaving or next(following, None) is not None
             whole = self._with_store(loops, producer, reader, number, is_needed)
             if whole is None:
                 continue
@@ -237,6 +238,7 @@ class _Plan:
             self.computed[reader] = whole
             self.absent.add(number)
             self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
+            touched[number], touched[reader] = set(), self.touched(reader)
 
     def _begins(self, number: int, slot: Slot) -> bool:
         """Whether memory of torch's begins with what a step puts there."""
