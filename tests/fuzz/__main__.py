@@ -22,6 +22,9 @@ from typing import Any
 LIMIT_S = {"cpu": 90.0, "cuda": 300.0}
 """A model that takes longer is a finding; on a GPU it waits for compilers."""
 
+WITHOUT_PROGRAMS = 3
+"""One of so many models runs without programs, so that what calls of single regions do is looked at, too."""
+
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
@@ -52,7 +55,7 @@ def _work(options: argparse.Namespace) -> None:
 
     from . import drive, faults
     from .draw import draw
-    from .interpret import interpreted, sampled
+    from .interpret import interpreted, sampled, without_programs
     from .minimise import minimise
 
     warnings.simplefilter("ignore")
@@ -66,6 +69,8 @@ def _work(options: argparse.Namespace) -> None:
                 stack.enter_context(sampled(options.compile))
             elif not compiled:
                 stack.enter_context(interpreted())
+            if seed % WITHOUT_PROGRAMS == 0:
+                stack.enter_context(without_programs())
             case = draw(seed, options.slow, options.device)
             if options.fault:
                 with faults.planted(options.fault):
