@@ -426,6 +426,18 @@ def test_results_that_are_read_several_times(name, device):
     assert (made.launches, set(made.calls)) == (kernels, {"cumsum"}), made.code
 
 
+def test_layers_of_kernels_that_are_alike(device):
+    """Each layer's kernel, in the place of two passes after a library's products, needs what the one before made."""
+
+    def forward(m, x):
+        for _ in range(4):
+            x = F.silu(m.fc(x)) * m.other(x)
+        return x.cumsum(0)
+
+    made = checked(Net(forward, fc=nn.Linear(16, 16), other=nn.Linear(16, 16)), device, 3, 5, 16)
+    assert made.launches == 4 or device == "cuda"
+
+
 def pictures(x):
     """Images of which the channels come last in memory."""
     return x.permute(0, 3, 1, 2)

@@ -127,7 +127,7 @@ class _Plan:
 
     def __init__(self, steps: Sequence[Launch | Call], output: Any) -> None:
         self.computed: dict[int, Loops] = {}
-        """By number of step: what a kernel computes, with all that was put into it."""
+        """By number of step, in their order: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
         """Steps that nothing is left of."""
         self.made: set[Slot] = set()
@@ -145,6 +145,7 @@ class _Plan:
         self._drop_unread()
         self._store_on_the_way()
         self._drop_unread()
+        self.computed = dict(sorted(self.computed.items()))
         for number, loops in self.computed.items():
             if self._begins(number, loops.output.slot):
                 self.made.add(loops.output.slot)
@@ -161,6 +162,7 @@ class _Plan:
 
     def may_join(self, number: int, others: Sequence[int]) -> bool:
         """Whether a step may be computed where the first of others is, and together with them."""
+        assert others[-1] < number, "kernels are asked for in their order"
         loops = self.computed[number]
         reads, writes = _sources(loops), {store.output.slot for store in loops.stores}
         return not any(self._is_torchs(one) or self._conflict(one, reads, writes) for one in range(others[0], number))
