@@ -370,6 +370,7 @@ def returning(number, text=""):
 @pytest.fixture
 def units(monkeypatch, new_cache, forget):
     """What is compiled together from now on, by the kernels' labels, on one processor."""
+    end_of_builds()
     monkeypatch.setattr(build, "PROCESSORS", 1)
     build._renew()
     labels, inline = [], build._load_inline
@@ -380,8 +381,17 @@ def units(monkeypatch, new_cache, forget):
 
     monkeypatch.setattr(build, "_load_inline", recording)
     yield labels
+    end_of_builds()
     monkeypatch.undo()
     build._renew()
+
+
+def end_of_builds():
+    """Waits for threads whose kernels others have compiled: they would take those of the next test."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("fxfuse: "):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def loaded_at_once(sources):
