@@ -438,6 +438,29 @@ def test_layers_of_kernels_that_are_alike(device):
     assert made.launches == 4 or device == "cuda"
 
 
+def test_memory_of_which_the_first_element_is_overwritten(device):
+    def forward(m, x):
+        v = torch.ones(4096, device=x.device)
+        v[0] = x.cumsum(-1).sum()
+        return (x.cumsum(-1) * v).cumsum(-1)
+
+    made = checked(Net(forward), device, 2, 4096)
+    assert made.arena_size >= 4096 * 4
+
+
+def test_memory_that_is_overwritten_with_parameters_after_it_was_read(device):
+    """What needs nothing but parameters could be computed early, but not before others have read what was there."""
+
+    def forward(m, x):
+        first, second = m.w * 2, m.v * 2
+        y = (x * first).cumsum(-1) + first
+        first.copy_(second)
+        return y.cumsum(-1) * first
+
+    w, v = (nn.Parameter(torch.randn(64)) for _ in range(2))
+    checked(Net(forward, w=w, v=v), device, 2, 64)
+
+
 def pictures(x):
     """Images of which the channels come last in memory."""
     return x.permute(0, 3, 1, 2)

@@ -64,14 +64,15 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
     with ThreadPoolExecutor(len(sources)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
+    for number in found:
+        for store in plan.computed[number].stores:
+            if plan.made.get(store.output.slot) is store.output:
+                _give_memory(store.output)
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):
         if number in together:
             params, references = b"", list[tuple[Slot, int]]()
             for one in together[number]:
-                for store in plan.computed[one].stores:
-                    if store.output.slot in plan.made:
-                        _give_memory(store.output)
                 params += found[one].params
                 references += found[one].addresses
             written = frozenset(store.output.slot for one in together[number] for store in plan.computed[one].stores)
@@ -130,8 +131,8 @@ class _Plan:
         """By number of step, in their order: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
         """Steps that nothing is left of."""
-        self.made: set[Slot] = set()
-        """Memory of torch's that begins with what a kernel computes."""
+        self.made: dict[Slot, Value] = {}
+        """Memory of torch's that begins with what a kernel computes: with which value."""
         self._steps = steps
         self._leaving = {value.slot for value in values_in(output)}
         self._writers: dict[Slot, list[int]] = {}
@@ -148,13 +149,13 @@ class _Plan:
         self.computed = dict(sorted(self.computed.items()))
         for number, loops in self.computed.items():
             if self._begins(number, loops.output.slot):
-                self.made.add(loops.output.slot)
+                self.made[loops.output.slot] = loops.output
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""
         loops = self.computed[number]
         return (
-            loops.output.slot in self.made
+            self._begins(number, loops.output.slot)
             and not loops.also
             and loops.output.slot not in self._leaving
             and all(source.kind == "given" and source not in self._writers for source in _sources(loops))
@@ -235,7 +236,7 @@ class _Plan:
             if whole is None:
                 continue
             if is_needed and self._begins(number, slot):
-                self.made.add(slot)
+                self.made[slot] = producer.output
             self.computed.pop(number, None)
             self.computed[reader] = whole
             self.absent.add(number)

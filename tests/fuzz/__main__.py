@@ -22,8 +22,9 @@ from typing import Any
 LIMIT_S = {"cpu": 90.0, "cuda": 300.0}
 """A model that takes longer is a finding; on a GPU it waits for compilers."""
 
-WITHOUT_PROGRAMS = 3
-"""One of so many models runs without programs, so that what calls of single regions do is looked at, too."""
+RUNS = ("without programs", "merged", "as it is")
+"""How one model after another is run: without programs what calls of single regions do is looked at, too; merged on a
+CPU are programs as on a GPU (loops.py)."""
 
 
 def _options() -> argparse.Namespace:
@@ -56,6 +57,7 @@ def _work(options: argparse.Namespace) -> None:
     from . import drive, faults
     from .draw import draw
     from .interpret import interpreted, sampled, without_programs
+    from .loops import interpreted_loops
     from .minimise import minimise
 
     warnings.simplefilter("ignore")
@@ -69,8 +71,11 @@ def _work(options: argparse.Namespace) -> None:
                 stack.enter_context(sampled(options.compile))
             elif not compiled:
                 stack.enter_context(interpreted())
-            if seed % WITHOUT_PROGRAMS == 0:
+            run = RUNS[seed % len(RUNS)]
+            if run == "without programs":
                 stack.enter_context(without_programs())
+            if run == "merged" and options.device == "cpu":
+                stack.enter_context(interpreted_loops())
             case = draw(seed, options.slow, options.device)
             if options.fault:
                 with faults.planted(options.fault):

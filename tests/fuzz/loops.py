@@ -1,0 +1,226 @@
+"""Programs as on a GPU, without one: what stands between regions is merged, and torch computes the kernels' loops.
+
+What is lost: the generated CUDA text is not run. What stays: which loops were put into which, where their elements
+lie, what each launch reads and writes, and that neither other launches nor other threads write what one reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fxfuse import build, ops, program
+from fxfuse.cuda import loops as kernels
+from fxfuse.expression import Call, Const, Expr, Operand, postorder
+from fxfuse.program import loops, merge
+from fxfuse.program.indices import Element, Index, Quotient, Remainder, Variable
+from fxfuse.program.values import Slot
+
+_Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
+_Message = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)
+
+_known: dict[tuple[str, bytes], tuple[loops.Loops, kernels.LoopsKernel]] = {}
+"""By text and arguments: kernels for which these are the same compute the same of other memory."""
+_callbacks: list[Any] = []
+"""What programs have the addresses of."""
+
+
+@contextlib.contextmanager
+def interpreted_loops() -> Iterator[None]:
+    """Inside, programs for a CPU are merged as those for a GPU are, and their kernels interpreted."""
+    generate = kernels.kernel
+
+    def remembering(one: loops.Loops) -> kernels.LoopsKernel | None:
+        kernel = generate(one)
+        if kernel is not None:
+            _known[kernel.form, kernel.params] = one, kernel
+        return kernel
+
+    with (
+        mock.patch.object(kernels, "kernel", remembering),
+        mock.patch.object(kernels.LoopsKernel, "source", lambda kernel, together=1: f"{together} {kernel.form}"),
+        mock.patch.object(merge, "build", types.SimpleNamespace(load=_load, Source=build.Source)),
+        mock.patch.object(program, "MERGING", ("cpu",)),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
+    ):
+        yield
+    _known.clear()
+    _callbacks.clear()
+
+
+def _load(source: build.Source) -> Any:
+    together, _, form = source.text.partition(" ")
+    size = next(len(params) for known, params in _known if known == form)
+    failed: list[BaseException] = []
+
+    def launch(params: int, pointers: Any, _: int) -> int:
+        try:
+            _run(form, ctypes.string_at(params, size * int(together)), pointers, int(together))
+        except BaseException as error:
+            failed.append(error)
+            return 1
+        return 0
+
+    function, message = _Function(launch), _Message(lambda code: repr(failed[-1]).encode())
+    _callbacks.extend((function, message))
+    addresses = tuple(ctypes.cast(one, ctypes.c_void_p).value for one in (function, message))
+    return types.MethodType(lambda *_: None, types.SimpleNamespace(functions=addresses))
+
+
+def _run(form: str, params: bytes, pointers: Any, together: int) -> None:
+    """What a launch of so many kernels of one form does, which run at a time."""
+    size = len(params) // together
+    parts = []
+    at = 0
+    for number in range(together):
+        one, kernel = _known[form, params[number * size :][:size]]
+        addresses = [pointers[at + place] for place in range(len(kernel.addresses))]
+        at += len(addresses)
+        parts.append(_Kernel(one, kernel, addresses))
+    for one in parts:
+        one.compute()
+    for one in parts:
+        for other in parts:
+            if one is not other and torch.isin(one.written(), torch.cat([other.read(), other.written()])).any():
+                raise AssertionError("kernels of one launch write what others of it use")
+    for one in parts:
+        one.store()
+
+
+class _Kernel:
+    """Loops over memory at these addresses."""
+
+    def __init__(self, one: loops.Loops, kernel: kernels.LoopsKernel, addresses: Sequence[int]) -> None:
+        self._loops = one
+        self._results = addresses[: len(kernel.results)]
+        self._memory = dict(zip(kernel.tensors, addresses[len(kernel.results) :], strict=True))
+        self._read: list[torch.Tensor] = [torch.zeros(0, dtype=torch.int64)]
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def compute(self) -> None:
+        """Reads and computes all that is stored."""
+        shape = self._loops.output.shape
+        values: dict[str, torch.Tensor] = {}
+        for dim, size in enumerate(shape):
+            values[f"c{dim}"] = torch.arange(size).view(-1, *[1] * (len(shape) - dim - 1))
+        place = self._loops.place() - self._loops.output.offset // self._loops.output.dtype.itemsize
+        places = self._index(place, values).expand(shape)
+        for store, address in zip(self._loops.stores, self._results, strict=True):
+            dtype = store.output.dtype
+            made = self._evaluated(store.expression, self._loops.leaves, values)
+            self._made.append((address + places * dtype.itemsize, torch.as_tensor(made).expand(shape).to(dtype)))
+        self._check_order(values)
+
+    def _check_order(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Threads that read what the kernel overwrites read it at the places that they write."""
+        for store in self._loops.stores:
+            for read in self._loops.reads:
+                if read.slot is store.output.slot and not loops.is_read_in_place(self._loops, store.output):
+                    raise AssertionError("a kernel overwrites what other threads of it read")
+
+    def read(self) -> torch.Tensor:
+        """Addresses of elements."""
+        return torch.cat(self._read)
+
+    def written(self) -> torch.Tensor:
+        return torch.cat([places.flatten() for places, _ in self._made])
+
+    def store(self) -> None:
+        for places, made in self._made:
+            first, size = int(places.min()), made.element_size()
+            memory = (ctypes.c_char * (int(places.max()) + size - first)).from_address(first)
+            torch.frombuffer(memory, dtype=made.dtype)[(places - first) // size] = made
+
+    # ---- what is computed
+
+    def _evaluated(self, expression: Expr, leaves: Sequence[loops.Leaf], values: Mapping[str, torch.Tensor]) -> Any:
+        made: dict[Expr, Any] = {}
+        for node in postorder(expression):
+            match node:
+                case Operand(index):
+                    made[node] = self._leaf(leaves[index], values)
+                case Const(number):
+                    made[node] = number
+                case Call(op, args):
+                    made[node] = _as_number(ops.row(op).reference(*_tensors(made[arg] for arg in args)))
+        return made[expression]
+
+    def _leaf(self, leaf: loops.Leaf, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        match leaf:
+            case loops.Position(index):
+                return self._index(index, values)
+            case loops.Inside():
+                return self._is_inside(leaf, values)
+            case loops.Reduced(op, over, expression, leaves):
+                inner = {name: value.unsqueeze(-1) for name, value in values.items()}
+                terms = self._evaluated(expression, leaves, inner | {over.name: torch.arange(over.size)})
+                rank = max((value.dim() for value in inner.values()), default=1)
+                terms = terms.expand(*terms.shape[:-1], over.size) if terms.dim() else terms.expand(over.size)
+                assert terms.dim() <= rank
+                return terms.sum(-1) if op == "sum" else terms.amax(-1)
+        where = torch.tensor(True)
+        for condition in leaf.where:
+            where = where & self._is_inside(condition, values)
+        elements = self._elements(leaf.slot, leaf.dtype, self._index(leaf.index, values), where)
+        return _as_number(elements)
+
+    def _is_inside(self, condition: loops.Inside, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        index = self._index(condition.index, values)
+        return (index >= 0) & (index < condition.size)
+
+    def _index(self, index: Index, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        total = torch.tensor(index.constant)
+        for atom, coefficient in index.terms:
+            match atom:
+                case Variable(name):
+                    value = values[name]
+                case Quotient(of, by):
+                    value = self._index(of, values) // by
+                case Remainder(of, by):
+                    value = self._index(of, values) % by
+                case Element(memory, at, dtype, size, wraps):
+                    value = self._elements(memory, dtype, self._index(at, values), torch.tensor(True)).long()
+                    value = torch.where(value < 0, value + size, value) if wraps else value
+            total = total + value * coefficient
+        return total
+
+    def _elements(self, slot: Slot, dtype: torch.dtype, places: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Elements of a piece of memory; something conspicuous where they are not to be read."""
+        places, where = torch.broadcast_tensors(places, where)
+        result = torch.full(places.shape, _CONSPICUOUS[dtype], dtype=dtype)
+        wanted = places[where]
+        if wanted.numel() == 0:
+            return result
+        assert int(wanted.min()) >= 0, "a kernel reads what lies before a piece of memory"
+        self._read.append((self._memory[slot] + wanted * dtype.itemsize).flatten())
+        extent = (int(wanted.max()) + 1) * dtype.itemsize
+        memory = (ctypes.c_char * extent).from_address(self._memory[slot])
+        result[where] = torch.frombuffer(memory, dtype=dtype)[wanted]
+        return result
+
+
+_CONSPICUOUS = {dtype: torch.nan for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)} | {
+    torch.bool: True, torch.uint8: 201, torch.int8: -101, torch.int16: -20101, torch.int32: -2**30 - 1,
+    torch.int64: -2**40 - 1,
+}  # fmt: skip
+
+
+def _tensors(items: Any) -> list[Any]:
+    """Numbers beside tensors as they are; those by themselves as tensors."""
+    found = list(items)
+    if any(isinstance(item, torch.Tensor) for item in found):
+        return found
+    return [torch.tensor(item) for item in found]
+
+
+def _as_number(value: torch.Tensor) -> torch.Tensor:
+    """As kernels compute with it: in float32 what has less bits, integers as those of 64."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value if value.is_floating_point() or value.dtype is torch.bool else value.long()
