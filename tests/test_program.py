@@ -34,6 +34,7 @@ def parts_are_set(m, x):
     y[y > 0.5] = 0
     y[1:3, 2:4] = x[:2, :2] * 2
     y[torch.tensor([0, 2]), torch.tensor([1, 3])] = -1.0
+    y[:, torch.tensor([1])] = x[:, :1]
     return (y * 2 + 1).sigmoid()
 
 

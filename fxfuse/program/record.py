@@ -715,6 +715,8 @@ def _function_of(overload: Any) -> Any:
     name = overload._schema.name.split("::")[-1]
     if overload.namespace != "aten" or overload._overloadname.endswith("out"):
         return overload
+    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in overload._schema.arguments):
+        return overload  # where there is no index the parsers want tensors, too
     for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
         found = getattr(home, name, None)
         if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # and none in Python

@@ -76,7 +76,7 @@ def _work(options: argparse.Namespace) -> None:
                 stack.enter_context(without_programs())
             if run == "merged" and options.device == "cpu":
                 stack.enter_context(interpreted_loops())
-            case = draw(seed, options.slow, options.device)
+            case = draw(seed, options.slow, options.device, programs=run == "merged")
             if options.fault:
                 with faults.planted(options.fault):
                     finding = drive.run(case)
@@ -145,7 +145,7 @@ def _main() -> int:
     if options.show is not None:
         from .draw import draw
 
-        case = draw(options.show, options.slow, options.device)
+        case = draw(options.show, options.slow, options.device, RUNS[options.show % len(RUNS)] == "merged")
         print(case.source(), f"# inputs {case.inputs}, {case.dtype}; steps: {case.steps}", sep="")
         return 0
     if options.work:

@@ -194,6 +194,61 @@ VIEWS: list[Row] = [
     ("detach", 0, "", "{x}.detach() + {x}"),
     ("unbind", 3, "", "torch.stack({x}.unbind(1), 1)"),
 ]
+MOVES: list[Row] = [
+    ("pad", 0, "", "F.pad({x}, (1, 2))"),
+    ("pad with a number", 4, "", "F.pad({x}, (1, 0, 2, 1), value=-1.5)"),
+    ("crop", 0, "", "F.pad({x}, (-1, 1))"),
+    ("index_select", 0, "", "{x}.index_select(-1, torch.tensor([{n} - 1, 0]{d}))"),
+    ("index", 0, "", "{x}[:, torch.tensor([0, -1, 0]{d})]"),
+    ("gather", 0, "", "{x}.gather(-1, {x}.detach().argsort(-1))"),
+    ("take_along_dim", 0, "", "torch.take_along_dim({x}, {x}.detach().argmax(-1, keepdim=True), -1)"),
+    ("tril", 0, "", "{x}.tril()"),
+    ("triu", 3, "", "{x}.triu(1) + {x}"),
+    ("pixel_shuffle", 4, "", "F.pixel_shuffle({x}.repeat_interleave(4, 1), 2)"),
+    ("pixel_unshuffle", 4, "", "F.pixel_unshuffle({x}, 2)"),
+    ("nearest", 4, "", "F.interpolate({x}, scale_factor=2)"),
+    ("bilinear", 4, "", "F.interpolate({x}, scale_factor=2, mode='bilinear')"),
+    ("heads", 3, "", "{x}.reshape({x}.shape[0], {x}.shape[1], 2, -1).transpose(1, 2)"),
+    ("heads put together", 4, "", "{x}.transpose(1, 2).flatten(2)"),
+    ("windows", 4, "", "{x}.unflatten(-1, (2, -1)).transpose(2, 3).flatten(0, 1).contiguous()"),
+    ("shifted", 4, "", "torch.roll({x}, (1, -1), (2, 3))"),
+    ("halves turned", 0, "", "torch.cat([-{x}[..., {n} // 2 :], {x}[..., : {n} // 2]], -1)"),
+    ("stack", 0, "", "torch.stack([{x}, {y}], 1)"),
+    ("cat of some", 0, "", "torch.cat([{x}[:, :1], {y}, {x}[:, -1:]], 1)"),
+    ("repeat", 3, "", "{x}.repeat(1, 2, 1)"),
+    ("new_zeros", 0, "", "torch.cat([{x}, {x}.new_zeros({x}.shape)], 1)"),
+    ("split", 0, "", "(lambda a, b: a * b.sigmoid())(*{x}.chunk(2, 1))"),
+    ("swapped", 0, "", "{x}.swapaxes(0, 1) + 1"),
+    ("mask", 0, "", "{x}.masked_fill(torch.ones({n}, {n}{d}).tril()[0] == 0, -1e4)"),
+    ("positions", 0, "", "{x} * torch.arange({n}{d}).float().mul(.1).cos()"),
+    ("cumsum", 0, "", "{x}.cumsum(-1)"),
+    ("sort", 0, "", "{x}.sort(-1)[0]"),
+    ("sum", 0, "", "{x} / ({x}.abs().sum(1, keepdim=True) + 1)"),
+    ("amax", 0, "", "{x} - {x}.amax(-1, keepdim=True)"),
+    ("var", 0, "", "{x} * ({x}.var(-1, keepdim=True, correction=0) + 1e-3)"),
+    ("normalize", 0, "", "F.normalize({x}, dim=-1)"),
+    ("mean of two", 3, "", "{x} + {x}.mean((1, 2), keepdim=True)"),
+    ("mean of pixels", 4, "", "{x} * {x}.mean((2, 3), keepdim=True).sigmoid()"),
+    ("mean of rows", 0, "", "{x}.mean(1)"),
+    ("softmax of columns", 0, "", "{x}.softmax(1)"),
+    ("log_softmax", 0, "", "F.log_softmax({x}, -1)"),
+    ("scores", 3, "", "(({x} @ {x}.transpose(1, 2)) * .5).softmax(-1) @ {x}"),
+    ("max_pool", 4, "", "F.max_pool2d({x}, 3, 2, 1)"),
+    ("pool", 4, "", "F.adaptive_avg_pool2d({x}, 1)"),
+    ("standardised weight", 4, "self.w{k} = nn.Parameter(torch.randn({c}, {c}, 1, 1))",
+     "F.conv2d({x}, (self.w{k} - self.w{k}.mean((1, 2, 3), True)) * .5)"),
+]  # fmt: skip
+"""Of programs: what moves elements, and reductions."""
+WRITES: list[Row] = [
+    ("part written", 0, "", "{v} = torch.zeros_like({x})\n{v}[..., 1:] = {x}[..., :-1]"),
+    ("column written", 0, "", "{v} = {x} * 2\n{v}[:, 0] = {y}[:, 0] + 1"),
+    ("first written", 0, "", "{v} = torch.ones({n}{d})\n{v}[0] = {x}.sum()\n{v} = {x} * {v}"),
+    ("index written", 0, "", "{v} = {x} * 2\n{v}[:, torch.tensor([0]{d})] = {y}[:, :1]"),
+    ("written after it was read", 0, "", "{v} = {x} * 2\nw = {v}.tanh() + {y}\n{v}.mul_(.5)\n{v} = {v} + w"),
+    ("copy_", 0, "", "{v} = torch.empty_like({x})\n{v}.copy_({y} * 2)\n{v} = {v} + {x}"),
+    ("masked_fill_", 0, "", "{v} = {x} + 0\n{v}.masked_fill_({y} > 0, .25)"),
+]
+"""Of programs: memory that is overwritten in part."""
 STATEFUL: list[Row] = [
     ("randn", 0, "", "{x} + torch.randn_like({x})"),
     ("rand", 0, "", "{x} * torch.rand({n}{d})"),
@@ -337,8 +392,13 @@ class Case:
         ]
 
 
-def draw(seed: int, slow: float = 0.01, device: str = "cpu") -> Case:
-    """The model of this seed; on a GPU, where kernels take seconds to compile, of few operations in short regions."""
+def draw(seed: int, slow: float = 0.01, device: str = "cpu", programs: bool = False) -> Case:
+    """The model of this seed; on a GPU, where kernels take seconds to compile, of few operations in short regions.
+
+    Args:
+        slow: which part of the steps exports or compiles.
+        programs: draw what programs merge, and calls that are repeated.
+    """
     dice = random.Random(seed)
     torch.manual_seed(seed)
     sizes = list(dice.choice(INPUTS))
@@ -350,22 +410,28 @@ def draw(seed: int, slow: float = 0.01, device: str = "cpu") -> Case:
     scope |= {"self": module, "F": F, "x": torch.randn(3, *sizes)}
     names = ["x"]
     for k in range(dice.randint(2, 8)):
-        _add(case, dice, scope, names, k)
+        _add(case, dice, scope, names, k, programs)
     a, b = names[-1], dice.choice(names)
     case.output = dice.choice(OUTPUTS).format(a=a, b=b)
     for _ in range(dice.randint(4, 9)):
         what = dice.choice(SLOW_STEPS) if dice.random() < slow else dice.choice(STEPS)
+        if programs and dice.random() < 0.4:
+            what = "repeat"
         batch = dice.choice((3, 3, 3, 5, 2, 1, 0))
         case.steps.append((what, batch, dice.choice(LAYOUTS)))
     return case
 
 
-def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int) -> None:
+def _add(
+    case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int, programs: bool
+) -> None:
     """One more line, if one is found that eager takes."""
     tables = (LAYERS, POINTWISE, VIEWS, STATEFUL, STATEMENTS)
     weights = (10, 12, 4, 1.2, 1.2)
     if case.device != "cpu":
         tables, weights = (ON_GPU, POINTWISE[:: len(POINTWISE) // 7], VIEWS, STATEFUL, STATEMENTS), (10, 7, 8, 1, 1)
+    weights = (*weights, 0, 0) if not programs else (5, 6, 4, 0.3, 0.7, 10, 2)
+    tables = (*tables, MOVES, WRITES)
     for _ in range(8):
         (table,) = dice.choices(tables, weights)
         feature, rank, init, text = dice.choice(table)
@@ -376,7 +442,7 @@ def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str
         y = dice.choice([name for name in names if scope[name].shape == shape])
         v = f"v{k}"
         words = {"x": x, "y": y, "v": v, "k": k, "n": shape[-1], "c": shape[1], "m": dice.choice((4, 6, shape[-1]))}
-        if table is not STATEMENTS:
+        if table not in (STATEMENTS, WRITES):
             text = f"{v} = {text}"
         made, done = (part.format(**words, d="") for part in (init, text))
         before = {name: scope[name].clone() for name in names}

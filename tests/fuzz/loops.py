@@ -205,7 +205,7 @@ class _Kernel:
         return result
 
 
-_CONSPICUOUS = {dtype: torch.nan for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)} | {
+_CONSPICUOUS = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), torch.nan) | {
     torch.bool: True, torch.uint8: 201, torch.int8: -101, torch.int16: -20101, torch.int32: -2**30 - 1,
     torch.int64: -2**40 - 1,
 }  # fmt: skip
