@@ -2,17 +2,21 @@
 
 `isinstance(x, torch.Tensor)` is False of fx's proxies, so that the wrong branch would be traced. While a model is
 traced, its questions are answered for the value that will be there (`answering`), where that is sure whatever the model
-is called with; otherwise they end the trace.
+is called with; otherwise they end the trace. `x is None` asks nobody: where a part of what a module returns is taken
+that may be None, the code that takes it is looked at (`_asked_for_none`).
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
+import functools
 import operator
+import re
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -35,7 +39,22 @@ class Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         if not hasattr(torch.Tensor, name) and _is_users(sys._getframe(1)) and self._is_surely_tensor():
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if not hasattr(torch.Tensor, name):
+            _check_no_question(self.node, sys._getframe(1), [f".{name}"])
         return _Attribute(self, name)
+
+    def __getitem__(self, index: Any) -> fx.Proxy:
+        _check_no_question(self.node, sys._getframe(1), [f"[{index!r}]"] if isinstance(index, int | str) else [])
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        """As fx.Proxy's: the code that asks says how many values there are."""
+        frame = sys._getframe(1)
+        count, names = _unpacked_into(frame)
+        if count is None:
+            return self.tracer.iter(self)
+        _check_no_question(self.node, frame, names)
+        return (self[place] for place in range(count))
 
     def _is_surely_tensor(self) -> bool:
         """Whether it is one by what was done until now, not because an argument was taken for one."""
@@ -103,6 +122,62 @@ def _augmented_buffer(function: Callable[..., Any]) -> Callable[[BufferProxy, An
 
 for _name in _AUGMENTED:
     setattr(BufferProxy, f"__i{_name}__", _augmented_buffer(getattr(operator, f"__i{_name}__")))
+
+
+# ------------------------------------------------------------------------- whether a value is None
+
+
+def _check_no_question(node: fx.Node, frame: FrameType, names: Iterable[str]) -> None:
+    """Raises TraceError if the code asks whether one of these, which it takes of a module's result, is None."""
+    while node.op == "call_function" and node.target in (operator.getitem, getattr):
+        if not isinstance(node.args[0], fx.Node):
+            return
+        node = node.args[0]
+    if node.op != "call_module":
+        return
+    asked = _asked_for_none(frame.f_code).intersection(names)
+    if asked:
+        raise fx.proxy.TraceError(f"'{min(asked)}' of what '{node}' returns is None or not, which a graph does not know")
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_for_none(code: CodeType) -> frozenset[str]:
+    """Of what a function asks whether it is None: variables, attributes as ".name", elements as "[0]"."""
+    asked = set()
+    steps = list(dis.get_instructions(code))
+    for place, step in enumerate(steps):
+        if step.opname == "IS_OP" and place and _is_none(steps[place - 1]):
+            place -= 1
+        elif not re.search(r"IF_(NOT_)?NONE$", step.opname):
+            continue
+        asked.add(_loaded(steps[:place]))
+    return frozenset(asked)
+
+
+def _is_none(step: dis.Instruction) -> bool:
+    return step.opname == "LOAD_CONST" and step.argval is None
+
+
+def _loaded(steps: list[dis.Instruction]) -> str:
+    """What the last of these steps puts on the stack, in the words of `_asked_for_none`."""
+    step = steps[-1]
+    if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return f".{step.argval}"
+    if step.opname.startswith("BINARY_") and len(steps) > 1:  # of a container
+        return f"[{steps[-2].argval!r}]"
+    return step.argval[-1] if isinstance(step.argval, tuple) else str(step.argval)
+
+
+def _unpacked_into(frame: FrameType) -> tuple[int | None, list[str]]:
+    """How many values the frame now takes a tuple apart into, and the variables that get them. None if it does not."""
+    steps = iter(dis.get_instructions(frame.f_code))
+    current = next(step for step in steps if step.offset == frame.f_lasti)
+    if current.opname != "UNPACK_SEQUENCE":
+        return None, []
+    names: list[str] = []
+    for step, _ in zip(steps, range(current.argval), strict=False):
+        names += step.argval if isinstance(step.argval, tuple) else [str(step.argval)]
+    return current.argval, names
 
 
 # ------------------------------------------------------------------------------ what a value is

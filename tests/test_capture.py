@@ -458,6 +458,69 @@ def test_questions_about_a_values_class(name):
     assert_as_eager(model, fxfuse.optimize(model), X)
 
 
+class Sparing(nn.Module):
+    """Returns less than it could, after a question that no graph answers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.fc = linear()
+        self.kind = kind
+
+    def forward(self, x):
+        x = self.fc(x)
+        return self.kind(x if x.sum() > -1e9 else -x, None)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def unpacked(m, x):
+    first, second = m.child(x)
+    return m.fc(first) if second is None else m.fc(first + second)
+
+
+def unpacked_after_a_question(m, x):
+    second = m.fc(x)
+    if second is not None:
+        first, second = m.child(second)
+    return m.fc(first).relu() if second is None else second.relu()
+
+
+def weights_of_attention(m, x):
+    first, weights = m.attention(x, x, x, need_weights=False)
+    return first.relu() if weights is None else weights.relu()
+
+
+ASKING_FOR_NONE = {
+    "unpacked": unpacked,
+    "unpacked after a question": unpacked_after_a_question,
+    "an element": lambda m, x: (lambda both: both[0].relu() if both[1] is None else both[1].relu())(m.child(x)),
+    "an attribute": lambda m, x: (lambda p: p.second.relu() if p.second is not None else p.first.relu())(m.child(x)),
+    "weights of attention": weights_of_attention,
+}
+
+
+@pytest.mark.parametrize("name", ASKING_FOR_NONE)
+def test_what_a_module_returns_may_be_none(name):
+    attention = nn.MultiheadAttention(8, 2)
+    model = Net(ASKING_FOR_NONE[name], fc=linear(), child=Sparing(Pair), attention=attention)
+    for _ in range(2):
+        assert_as_eager(model, fxfuse.optimize(model), X)
+
+
+def test_no_question_is_asked_about_what_a_module_returns():
+    """Its None is part of what the graph returns."""
+
+    def forward(m, x):
+        first, second = m.child(x)
+        return m.fc(first).relu(), second
+
+    model = Net(forward, fc=linear(), child=Sparing(Pair))
+    fast = fxfuse.optimize(model)
+    assert fast(X)[1] is None
+    assert [untraced.path for untraced in state_of(fast).captured.untraced] == ["child"]
+
+
 def test_arguments_of_another_class_than_before():
     model = Net(ASKING_FOR_CLASSES["an argument that may be a list"], fc=linear())
     fast = fxfuse.optimize(model)
