@@ -438,6 +438,21 @@ def test_layers_of_kernels_that_are_alike(device):
     assert made.launches == 4 or device == "cuda"
 
 
+@pytest.mark.parametrize("like", [torch.empty_like, torch.zeros_like, lambda y: y.new_full(y.shape, 2)])
+def test_memory_like_that_of_what_lies_nowhere(like, device):
+    """Whatever is to be of the same shape needs no tensor, which the loops that move it never make."""
+
+    def forward(m, x):
+        y = torch.cat([x.cumsum(-1), x], 1)
+        z = like(y)
+        z[:, 1:] = y[:, :-1]
+        z[:, 0] = 1
+        return z.cumsum(-1)
+
+    for dtype in (torch.float32, torch.float64):
+        assert "cat" not in checked(Net(forward), device, 1, 6, dtype=dtype).calls
+
+
 def test_memory_of_which_the_first_element_is_overwritten(device):
     def forward(m, x):
         v = torch.ones(4096, device=x.device)

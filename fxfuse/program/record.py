@@ -201,12 +201,20 @@ _ALLOCATING: Final = (
 )  # fmt: skip
 
 
-_ASKING: Final = tuple(
-    getattr(_aten, f"{prefix}{name}{suffix}")
-    for name in ("zeros", "ones", "full", "empty")
+_FILLED: Final = {
+    getattr(_aten, f"{prefix}{name}{suffix}"): number
+    for name, number in (("zeros", 0), ("ones", 1), ("full", None), ("empty", None))
     for prefix, suffix in (("new_", ""), ("", "_like"))
-)
-"""Operators that read nothing of a tensor but its shape and dtype."""
+} | {_aten.new_empty_strided: None}
+"""Operators that read nothing of a tensor but its shape and dtype, and what they fill theirs with if not arguments say.
+"""
+
+
+def full_strided(
+    shape: Sequence[int], strides: Sequence[int], number: complex, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of one number."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(number)
 
 
 # ------------------------------------------------------------------------------------------------- recording
@@ -597,7 +605,7 @@ class Recorder:
             torch.Tensor, lambda tensor: self._known(tensor, known), (tuple(operation.args), dict(operation.kwargs))
         )
 
-        asks_only = operation.overload.overloadpacket in _ASKING
+        new = _made_of_nothing(operation)
 
         def made(tensor: torch.Tensor) -> Any:
             key = tensor.untyped_storage()._cdata
@@ -605,14 +613,14 @@ class Recorder:
                 if not is_plain(tensor):
                     raise _Unknown
                 name = self._name()
-                made_of = [] if asks_only else values_in((args, kwargs))
+                made_of = [] if new is not None else values_in((args, kwargs))
                 self._owners[key] = Owner.of(self._slot("made", name, tensor, made_of), tensor)
                 known[id(tensor)] = self._value(tensor, name)
             return self._known(tensor, known)
 
         result = pytree.tree_map_only(torch.Tensor, made, operation.result)
-        target = _function_of(operation.overload)
         loops = loops_of(operation.overload, args, kwargs, result)
+        target, args, kwargs = new or (_function_of(operation.overload), args, kwargs)
         return Call(
             target,
             args,
@@ -623,8 +631,8 @@ class Recorder:
             False,
             f"{label}: {operation.overload}",
             loops,
-            operation.draws, asks_only,
-        )  # fmt: skip
+            operation.draws,
+        )
 
     def _launched(self, launch: events.Launch) -> Launch:
         """A step for a kernel, with every address as a place in somebody's memory."""
@@ -637,6 +645,22 @@ class Recorder:
                 raise _Unknown
             references.append(place)
         return Launch(launch, references)
+
+
+def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:
+    """What makes the same without the tensor that it is to be like, which need not be there: function and arguments."""
+    packet, result = operation.overload.overloadpacket, operation.result
+    if packet not in _FILLED or operation.overload._overloadname.endswith("out"):
+        return None
+    args = tuple(result.shape), tuple(result.stride())
+    kwargs = {"dtype": result.dtype, "device": result.device}
+    if "empty" in str(packet):
+        return torch.empty_strided, args, kwargs
+    number = _FILLED[packet]
+    if number is None:
+        names = [argument.name for argument in operation.overload._schema.arguments]
+        number = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}["fill_value"]
+    return full_strided, (*args, number), kwargs
 
 
 def _brings_weight_into_channels_last(operation: Operation) -> bool:

@@ -137,8 +137,6 @@ class Call:
     """What it computes, if kernels of ours can."""
     draws: bool = False
     """Whether it draws random numbers."""
-    asks_only: bool = False
-    """Whether it reads nothing of its arguments but shapes and dtypes."""
 
     @property
     def name(self) -> str:
@@ -223,7 +221,7 @@ def read_by(step: Launch | Call) -> set[Slot]:
     """Memory that a step needs; views are made where they are needed."""
     if isinstance(step, Launch):
         return {slot for slot, _ in step.references}
-    if step.is_view or step.asks_only:
+    if step.is_view:
         return set()
     return {value.slot for value in values_in((step.args, step.kwargs))}
 
