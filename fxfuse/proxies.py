@@ -137,7 +137,7 @@ def _check_no_question(node: fx.Node, frame: FrameType, names: Iterable[str]) ->
         return
     asked = _asked_for_none(frame.f_code).intersection(names)
     if asked:
-        raise fx.proxy.TraceError(f"'{min(asked)}' of what '{node}' returns is None or not, which a graph does not know")
+        raise fx.proxy.TraceError(f"whether '{min(asked)}' of what '{node}' returns is None is asked, and not known")
 
 
 @functools.lru_cache(maxsize=1024)
