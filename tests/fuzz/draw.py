@@ -422,9 +422,7 @@ def draw(seed: int, slow: float = 0.01, device: str = "cpu", programs: bool = Fa
     return case
 
 
-def _add(
-    case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int, programs: bool
-) -> None:
+def _add(case: Case, dice: random.Random, scope: dict[str, Any], names: list[str], k: int, programs: bool) -> None:
     """One more line, if one is found that eager takes."""
     tables = (LAYERS, POINTWISE, VIEWS, STATEFUL, STATEMENTS)
     weights = (10, 12, 4, 1.2, 1.2)
