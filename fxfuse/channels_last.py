@@ -285,6 +285,18 @@ class _Known:
             return 0
         return weight.numel()
 
+    def behind(self, value: fx.Node) -> fx.Node:
+        """What `value` is the contiguous copy of, if that is a permutation, which may be in channels_last, and nobody
+        overwrites either of them afterwards; else `value` itself."""
+        if value.op != "call_method" or value.target != "contiguous" or len(value.args) != 1 or value.kwargs:
+            return value
+        (source,) = value.args
+        if not isinstance(source, fx.Node) or not any(map(is_never_contiguous, self.origins[source])):
+            return value
+        order = self.mutations.order
+        is_overwritten = self.mutations.between(order[value], len(order), [value, source], [])
+        return value if is_overwritten else source
+
     def outside(self, node: fx.Node) -> bool:
         """Whether it is a value that may be a picture, and has eager's layout in any case."""
         return node not in self.roles and node.op != "get_attr" and is_tensor(node)
@@ -320,7 +332,8 @@ def _cheapest(known: _Known) -> set[fx.Node]:
             others = [user for user in value.users if user not in readers and not forgets(known.root, value, user)]
             for reader in [*readers, *([SINK] if others else [])]:
                 network.add(("back", value), reader, NEVER)
-        network.add(("there", value), vertex, NEVER if role is not None and role.several else price)
+        there = price if known.behind(value) is value else 1
+        network.add(("there", value), vertex, NEVER if role is not None and role.several else there)
         for reader in readers:
             network.add(reader, ("there", value), NEVER)
     for first, *others in known.tied:
@@ -438,10 +451,11 @@ class _Conversions:
             made, since = self._made[key]
             if not self._known.mutations.between(since, place, [value], []):
                 return made
+        known = self._known
         conversion = Conversion(next(self._numbers), value.name, reader.name, there)
         with self._graph.inserting_before(reader):
             if there:
-                made = self._graph.call_function(to_channels_last, (value, *flags, conversion.number))
+                made = self._graph.call_function(to_channels_last, (known.behind(value), *flags, conversion.number))
             else:
                 converted, *stays = flags
                 made = self._graph.call_function(as_before, (value, converted, conversion.number, *stays))

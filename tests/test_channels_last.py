@@ -174,6 +174,36 @@ def test_conversions_stand_at_the_borders(name, back, monkeypatch):
     assert layouts and all(layouts)
 
 
+def pooled_tokens(m, x, change=lambda image: image):
+    """As in multiscale vision transformers: tokens are an image for one convolution."""
+    image = change(x.view(2, 6, 5, 8).permute(0, 3, 1, 2).contiguous())
+    y = m.norm(m.conv(image).reshape(2, 2, 4, 30).transpose(2, 3).reshape(2, 60, 4))
+    return y * 2 + x.sum()
+
+
+def depthwise():
+    return nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+
+
+def test_images_that_are_copies_of_tokens_lie_as_the_tokens_do():
+    model = Net(pooled_tokens, conv=depthwise(), norm=nn.LayerNorm(4)).eval()
+    fast = fxfuse.optimize(model)
+    for seed in range(4):
+        with torch.no_grad():
+            assert_as_eager(model, fast, randn(2, 30, 8, seed=seed))
+    assert borders(fast) == (1, 0)
+    assert "is converted for 'conv': no copy so far" in str(fxfuse.explain(fast))
+
+
+@pytest.mark.parametrize("change", [F.relu_, lambda image: (image.mul_(2), image)[1]])
+def test_images_that_are_overwritten_are_copies_of_the_tokens(change):
+    model = Net(lambda m, x: pooled_tokens(m, x, change), conv=depthwise(), norm=nn.LayerNorm(4)).eval()
+    fast = fxfuse.optimize(model)
+    for seed in range(4):
+        with torch.no_grad():
+            assert_as_eager(model, fast, randn(2, 30, 8, seed=seed))
+
+
 def test_gradients_pass_through():
     model = MODELS["residual"].eval()
     fast = fxfuse.optimize(model)
