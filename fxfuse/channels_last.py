@@ -29,7 +29,16 @@ from torch import fx, nn
 from fxfuse.layout import channels_last_strides, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
 from fxfuse.patterns.anchors import known_tensor
-from fxfuse.patterns.layouts import Role, forgets, is_never_contiguous, known_elements, role_of, stays_contiguous
+from fxfuse.patterns.layouts import (
+    Role,
+    forgets,
+    is_contiguous_copy,
+    is_copied,
+    is_never_contiguous,
+    known_elements,
+    role_of,
+    stays_contiguous,
+)
 from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.values import is_tensor
 
@@ -288,7 +297,7 @@ class _Known:
     def behind(self, value: fx.Node) -> fx.Node:
         """What `value` is the contiguous copy of, if that is a permutation, which may be in channels_last, and nobody
         overwrites either of them afterwards; else `value` itself."""
-        if value.op != "call_method" or value.target != "contiguous" or len(value.args) != 1 or value.kwargs:
+        if not is_contiguous_copy(value):
             return value
         (source,) = value.args
         if not isinstance(source, fx.Node) or not any(map(is_never_contiguous, self.origins[source])):
@@ -326,7 +335,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
         else:
             vertex = value
             if role.is_convolution:
-                network.add(SOURCE, value, known.left(value))
+                network.add(SOURCE, value, known.left(value) + (price if is_copied(value) else 0))
             back = NEVER if role.is_alias or role.several else price  # others would not see it overwritten
             network.add(value, ("back", value), back)
             others = [user for user in value.users if user not in readers and not forgets(known.root, value, user)]

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import channels_last, functional, plans
+from fxfuse import channels_last, functional, plans, row_major
 from fxfuse.capture import Captured
 from fxfuse.errors import FxfuseError
 from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_regions, keep_numbers
@@ -92,6 +92,7 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
             epilogue = str(region.epilogue) if region.pool is None else f"{region.epilogue}; {region.pool}"
             regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
         if not _trains(root, graph):
+            row_major.make_tokens_contiguous(root, graph)
             layouts = channels_last.assign_layouts(root, graph)
     keep_numbers(graph)
     for node in graph.nodes:

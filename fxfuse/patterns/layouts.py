@@ -208,7 +208,7 @@ _REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
 
 def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
     """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has."""
-    if asks_shape(user):
+    if asks_shape(user) or is_contiguous_copy(user):
         return True
     if user.op == "call_module":
         module = root.get_submodule(str(user.target))
@@ -222,6 +222,19 @@ def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
     if name in _REDUCTIONS:
         return reduced_dimensions(user) == (_PICTURE, False)
     return name in _REARRANGING and bool(user.users) and all(forgets(root, user, later) for later in user.users)
+
+
+def is_contiguous_copy(node: fx.Node) -> bool:
+    """Whether it is x.contiguous(), which is x itself if that is contiguous already."""
+    return node.op == "call_method" and node.target == "contiguous" and len(node.args) == 1 and not node.kwargs
+
+
+def is_copied(value: fx.Node) -> bool:
+    """Whether it is made contiguous in another order of its dimensions, which in channels_last may be no copy."""
+    return any(
+        _name_of(user) in _REARRANGING and (any(map(is_contiguous_copy, user.users)) or is_copied(user))
+        for user in value.users
+    )
 
 
 def _is_operand(value: fx.Node, user: fx.Node) -> bool:
@@ -244,8 +257,7 @@ _NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "movea
 
 def is_never_contiguous(node: fx.Node) -> bool:
     """Whether its result is contiguous at best where its sizes are 1."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_method", "call_function") and name in _NEVER
+    return node.op in ("call_method", "call_function") and _name_of(node) in _NEVER
 
 
 _STAYING: Final = frozenset(
@@ -258,11 +270,15 @@ def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
     """Whether its result is surely contiguous if all tensors are that it is given."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_method", "call_function") and name in _STAYING
+    return node.op in ("call_method", "call_function") and _name_of(node) in _STAYING
 
 
 # -------------------------------------------------------------------------------------------------- arguments
+
+
+def _name_of(node: fx.Node) -> str:
+    """Of a function or method."""
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

@@ -1,0 +1,119 @@
+"""Where an image becomes tokens that are the columns of a matrix, the matrix is made contiguous, once.
+
+`conv(x).flatten(2).transpose(1, 2)` begins most vision transformers. Where nothing that follows makes it contiguous
+torch's pointwise operators pass the order of its dimensions on, from one residual to the next, and each LayerNorm and
+linear of the model copies what it reads:
+
+    image ─ conv ─ flatten ─ transpose ─┬─ layer_norm ─ … ─ add ─┬─ layer_norm ─ … ─ add ─ …
+                                        └────────────────────────┘
+
+It is copied where it begins if nothing that leaves the graph can have its strides. (Where the convolution works in
+channels_last it is contiguous already, and the copy is none.)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import fx, nn
+
+from fxfuse import functional, ops
+from fxfuse.patterns.anchors import has_hooks, noted
+from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous
+from fxfuse.patterns.mutation import Mutations, asks_shape, spelling
+from fxfuse.patterns.values import is_nothing
+
+_PASSING_ON: Final = frozenset(
+    {"permute", "transpose", "swapaxes", "movedim", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
+     "getitem", "chunk", "split", "unbind", "narrow", "select", "expand", "cat", "stack", "roll", "pad", "matmul",
+     "bmm", "scaled_dot_product_attention", "softmax", "mean", "sum", "amax", "amin", "conv2d", "max_pool2d",
+     "avg_pool2d", "adaptive_avg_pool2d", "clone"}
+)  # fmt: skip
+"""Names of what computes the same whatever strides it is given, and whose result may have others then."""
+_PASSING_ON_MODULES: Final = (
+    nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.BatchNorm2d, nn.Softmax, nn.Flatten,
+)  # fmt: skip
+_OURS: Final = frozenset({functional.pointwise, functional.linear, functional.layer_norm, functional.conv2d})
+FEWEST: Final = 2
+"""Readers that would copy it, for which one copy pays."""
+
+
+def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
+    """Puts copies into `graph`, whose regions are fused already, and returns them."""
+    mutations = Mutations(root, graph)
+    written = frozenset().union(*mutations.visible())
+    made = []
+    for value in [node for node in graph.nodes if is_never_contiguous(node)]:
+        followers = _followers(root, value)
+        if followers is None or any(mutations.memory(node) & written for node in followers):
+            continue
+        readers = [user for node in followers for user in node.users if _copies(root, node, user)]
+        if len(readers) >= FEWEST:
+            with graph.inserting_after(value):
+                copy = graph.call_method("contiguous", (value,))
+            value.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+            made.append(copy)
+    return made
+
+
+def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
+    """`value` and all whose strides may depend on its; None if that may be seen."""
+    followers = {value: None}
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user in followers or _is_end(root, node, user):
+                continue
+            if not _passes_on(root, user):
+                return None
+            followers[user] = None
+            waiting.append(user)
+    return list(followers)
+
+
+def _is_end(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
+    """Whether nothing that `user` makes of `node` depends on its strides."""
+    return asks_shape(user) or is_contiguous_copy(user) or _is_cat_of_matrices(user) or _copies(root, node, user)
+
+
+def _is_cat_of_matrices(user: fx.Node) -> bool:
+    """Whether it puts tensors together that are no pictures: those alone may be in channels_last then."""
+    if _name_of(user) != "cat" or not user.args or not isinstance(user.args[0], list | tuple):
+        return False
+    return any(isinstance(arg, fx.Node) and _rank(arg) == 3 for arg in user.args[0])
+
+
+def _rank(node: fx.Node) -> int | None:
+    """The number of dimensions, where it is known."""
+    value = noted(node)
+    if isinstance(value, torch.Tensor):
+        return value.dim()
+    first = node.args[0] if node.args else None
+    if is_never_contiguous(node) and isinstance(first, fx.Node):
+        return 3 if _name_of(first) == "flatten" and first.args[1:] == (2,) else _rank(first)
+    return None
+
+
+def _copies(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
+    """Whether it makes `node` contiguous before it reads it."""
+    is_one = user.op == "call_module" or user.target in _OURS or _name_of(user) in ("linear", "layer_norm")
+    return is_one and forgets(root, node, user)
+
+
+def _passes_on(root: nn.Module, node: fx.Node) -> bool:
+    if node.op not in ("call_module", "call_function", "call_method") or "out" in node.kwargs:
+        return False
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if module is not None and has_hooks(module):
+        return False
+    if is_nothing(root, node) or node.target in _OURS or type(module) in _PASSING_ON_MODULES:
+        return True
+    found = spelling(root, node)
+    return not found.in_place if found is not None else module is None and _name_of(node) in _PASSING_ON
+
+
+def _name_of(node: fx.Node) -> str:
+    """Of a function or method."""
+    return str(node.target) if node.op == "call_method" else getattr(ops.function_of(node.target), "__name__", "")
