@@ -438,6 +438,27 @@ def test_layers_of_kernels_that_are_alike(device):
     assert made.launches == 4 or device == "cuda"
 
 
+def test_what_overwrites_a_librarys_result_is_computed_where_it_is_moved(device):
+    def forward(m, x):
+        y = x.cumsum(-1)
+        y.mul_(2).sigmoid_()
+        return y.t().contiguous().cumsum(-1)
+
+    made = checked(Net(forward), device, 6, 8)
+    assert made.launches == 1, made.code
+
+
+def test_what_is_overwritten_and_read_by_two(device):
+    """Both readers need what was computed in place: it is, before the first of them."""
+
+    def forward(m, x):
+        y = torch.sort(x, -1)[0]
+        y.mul_(2).add_(1)
+        return y.flip(-1).cumsum(-1), y.t().contiguous().cumsum(-1)
+
+    checked(Net(forward), device, 6, 8)
+
+
 @pytest.mark.parametrize("like", [torch.empty_like, torch.zeros_like, lambda y: y.new_full(y.shape, 2)])
 def test_memory_like_that_of_what_lies_nowhere(like, device):
     """Whatever is to be of the same shape needs no tensor, which the loops that move it never make."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -189,19 +189,24 @@ class _Plan:
         """By number of such a step: how many others still read its result."""
         since: dict[int, int] = {}
         """By number of step: the first of those that it stands for."""
+        gone: dict[int, set[int]] = {}
+        """The same: those in place among them, which overwrite nothing if it is computed where its result is read."""
         for number, step in enumerate(self._steps):
             loops = step.loops
             if loops is not None and self._is_loops(number):
-                since[number] = number
+                since[number], gone[number] = number, set()
                 for slot in dict.fromkeys(read.slot for read in loops.reads):
                     producer = latest.get(slot)
                     if producer is None:
                         continue
-                    whole = self._with(loops, self.computed[producer], number, since[producer])
+                    whole = self._with(loops, self.computed[producer], number, since[producer], gone[producer])
                     if whole is not None:
                         loops, since[number] = whole, min(since[number], since[producer])
+                        gone[number] |= gone[producer]
                         waiting[producer] -= 1
                 self.computed[number] = loops
+                if loops.output.slot in _sources(loops):
+                    gone[number].add(number)
             for slot in written_by(step):
                 latest.pop(slot, None)
             if number in self.computed and self._may_be_absent(number):
@@ -273,7 +278,7 @@ class _Plan:
             return None
         if slot in _sources(producer) and not is_read_in_place(loops, value):
             return None  # what it overwrites would be read after that
-        return self._with(loops, producer, reader, number, slot if is_needed else None)
+        return self._with(loops, producer, reader, number, kept=slot if is_needed else None)
 
     def _drop_unread(self) -> None:
         """Results that no step reads any more."""
@@ -295,7 +300,7 @@ class _Plan:
         readers = self._readers_of(number)
         return (
             slot.kind != "given"
-            and slot not in _sources(loops)  # what it would have overwritten is there in one case only
+            and (slot not in _sources(loops) or len(readers) == 1)  # others would need what it overwrites, too
             and self._is_whole(number)
             and (slot not in self._leaving if following is None else self._is_whole(following))
             and all(map(self._is_loops, readers))
@@ -320,8 +325,8 @@ class _Plan:
             return False
         loops = self._steps[number].loops
         assert loops is not None
-        first = self._steps[self._writers[loops.output.slot][0]].loops
-        return first is not None and _span(loops.output) == _span(first.output)
+        first = self._steps[self._writers[loops.output.slot][0]]
+        return _span(loops.output) == _made_by(first, loops.output.slot)
 
     def _is_loops(self, number: int) -> bool:
         """Whether loops compute all of a step that anybody reads."""
@@ -340,10 +345,15 @@ class _Plan:
         assert loops is not None, "all readers are loops"
         return bool(loops.reductions) or sum(read.slot is slot for read in loops.reads) == 1
 
-    def _with(self, loops: Loops, producer: Loops, number: int, first: int, kept: Slot | None = None) -> Loops | None:
+    def _with(
+        self, loops: Loops, producer: Loops, number: int, first: int, gone: Set[int] = frozenset(),
+        kept: Slot | None = None,
+    ) -> Loops | None:  # fmt: skip
         """`loops` with one producer put into it; None where that would not pay, or not be the same.
 
         Args:
+            first: the step from which on what the producer reads must not be overwritten until `number`.
+            gone: steps that overwrite nothing then.
             kept: the producer's memory, if it is filled all the same.
         """
         slot, output = producer.output.slot, loops.output
@@ -354,11 +364,13 @@ class _Plan:
             return None  # computed again for each of many
         if producer.reductions and any(read.where for read in loops.reads if read.slot is slot):
             return None  # there may be no such row
-        results = [store.output.slot for store in loops.stores]
         for source in _sources(producer):
-            if source in results or any(first < writer < number for writer in self._writers.get(source, ())):
+            if any(first < writer < number for writer in self._writers.get(source, ()) if writer not in gone):
                 return None
         whole = inlined(loops, {slot: producer}, kept)
+        overwritten = [store.output for store in loops.stores if store.output.slot in _sources(producer)]
+        if not all(is_read_in_place(whole, value) for value in overwritten):
+            return None
         leaves, nodes = whole.size
         if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > kernels.MAX_TENSORS:
             return None
@@ -378,6 +390,17 @@ class _Plan:
 def _span(value: Value) -> tuple[int, int]:
     """Where in its slot a value begins and how long it is, in bytes."""
     return value.offset, math.prod(value.shape) * value.dtype.itemsize
+
+
+def _made_by(step: Launch | Call, slot: Slot) -> tuple[int, int] | None:
+    """Where what a step first puts into a piece of memory begins and how long it is, in bytes; None if it is several
+    values."""
+    if step.loops is not None and step.loops.output.slot is slot:
+        return _span(step.loops.output)
+    if isinstance(step, Launch):
+        return 0, slot.nbytes
+    made = [value for value in values_in(step.result) if value.slot is slot]
+    return _span(made[0]) if len(made) == 1 else None
 
 
 def _questions(loops: Loops) -> list[Any]:

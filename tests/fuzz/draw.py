@@ -207,7 +207,7 @@ MOVES: list[Row] = [
     ("pixel_shuffle", 4, "", "F.pixel_shuffle({x}.repeat_interleave(4, 1), 2)"),
     ("pixel_unshuffle", 4, "", "F.pixel_unshuffle({x}, 2)"),
     ("nearest", 4, "", "F.interpolate({x}, scale_factor=2)"),
-    ("bilinear", 4, "", "F.interpolate({x}, scale_factor=2, mode='bilinear')"),
+    ("bilinear", 4, "", "F.interpolate({x}.nan_to_num(), scale_factor=2, mode='bilinear')"),
     ("heads", 3, "", "{x}.reshape({x}.shape[0], {x}.shape[1], 2, -1).transpose(1, 2)"),
     ("heads put together", 4, "", "{x}.transpose(1, 2).flatten(2)"),
     ("windows", 4, "", "{x}.unflatten(-1, (2, -1)).transpose(2, 3).flatten(0, 1).contiguous()"),

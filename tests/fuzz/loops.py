@@ -93,6 +93,9 @@ def _run(form: str, params: bytes, pointers: Any, together: int) -> None:
         one.store()
 
 
+_EVERYWHERE = torch.tensor(True)
+
+
 class _Kernel:
     """Loops over memory at these addresses."""
 
@@ -164,28 +167,31 @@ class _Kernel:
                 terms = terms.expand(*terms.shape[:-1], over.size) if terms.dim() else terms.expand(over.size)
                 assert terms.dim() <= rank
                 return terms.sum(-1) if op == "sum" else terms.amax(-1)
-        where = torch.tensor(True)
+        where = _EVERYWHERE
         for condition in leaf.where:
             where = where & self._is_inside(condition, values)
-        elements = self._elements(leaf.slot, leaf.dtype, self._index(leaf.index, values), where)
+        elements = self._elements(leaf.slot, leaf.dtype, self._index(leaf.index, values, where), where)
         return _as_number(elements)
 
     def _is_inside(self, condition: loops.Inside, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index = self._index(condition.index, values)
         return (index >= 0) & (index < condition.size)
 
-    def _index(self, index: Index, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _index(
+        self, index: Index, values: Mapping[str, torch.Tensor], where: torch.Tensor = _EVERYWHERE
+    ) -> torch.Tensor:
+        """`where`: where what it is made of may be read."""
         total = torch.tensor(index.constant)
         for atom, coefficient in index.terms:
             match atom:
                 case Variable(name):
                     value = values[name]
                 case Quotient(of, by):
-                    value = self._index(of, values) // by
+                    value = self._index(of, values, where) // by
                 case Remainder(of, by):
-                    value = self._index(of, values) % by
+                    value = self._index(of, values, where) % by
                 case Element(memory, at, dtype, size, wraps):
-                    value = self._elements(memory, dtype, self._index(at, values), torch.tensor(True)).long()
+                    value = self._elements(memory, dtype, self._index(at, values, where), where).long()
                     value = torch.where(value < 0, value + size, value) if wraps else value
             total = total + value * coefficient
         return total
