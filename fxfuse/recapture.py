@@ -164,7 +164,7 @@ class Recapture:
             _capturing.made = None
         with _said("eager"):
             result = python(*args, **kwargs)
-        apart = 0.0 if is_random else _apart(result, made)
+        apart = 0.0 if is_random else _apart(result, [made, copies])  # of which some may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
             self._failures, self.reason = (
                 FAILURES,
@@ -295,7 +295,7 @@ def _copied(args: Sequence[Any], kwargs: Mapping[str, Any], by: float = 0.0) -> 
 def _apart(expected: Any, made: Any) -> float:
     """How far a graph's results are from eager's at most, as a multiple of what rounding explains.
 
-    Of the results of a shape and dtype the nearest counts: a graph's are in another order.
+    Of the tensors of a shape and dtype the nearest counts: a graph's results are in another order.
     """
     from fxfuse.verify import leaves_of
 

@@ -1158,6 +1158,26 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert len(recapture.graphs) == 1 and recapture.reason is None
 
 
+def test_arguments_among_the_results_are_no_other_results():
+    """As the biases that T5's layers hand on: Dynamo's graph does not return them."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x, bias):
+            return bias, self.first(x.view(*x.shape[:-1], -1)).relu() + bias
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(5):
+            assert_as_eager(model, fast, torch.randn(4, 8), torch.randn(4, 8))
+    recapture = state_of(fast).recapture
+    assert len(recapture.graphs) == 1 and recapture.reason is None
+
+
 def test_results_that_rounding_decides_are_no_other_results():
     """As those of detectors, which take the best few of many: of eager's own, an ulp beside, as much is another."""
 
