@@ -66,6 +66,8 @@ def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
         for user in node.users:
             if user in followers or _is_end(root, node, user):
                 continue
+            if is_contiguous_copy(user) and is_never_contiguous(node) and node is not value:
+                continue  # a copy in any case, of which nobody sees whose
             if not _passes_on(root, user):
                 return None
             followers[user] = None
@@ -75,7 +77,7 @@ def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
 
 def _is_end(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
     """Whether nothing that `user` makes of `node` depends on its strides."""
-    return asks_shape(user) or is_contiguous_copy(user) or _is_cat_of_matrices(user) or _copies(root, node, user)
+    return asks_shape(user) or _is_cat_of_matrices(user) or _copies(root, node, user)
 
 
 def _is_cat_of_matrices(user: fx.Node) -> bool:

@@ -195,6 +195,16 @@ def test_images_that_are_copies_of_tokens_lie_as_the_tokens_do():
     assert "is converted for 'conv': no copy so far" in str(fxfuse.explain(fast))
 
 
+def test_results_that_are_one_tensor_stay_one():
+    model = Net(lambda m, x: (lambda y: (y, y.contiguous()))(chain(m, x)), layers=convolutions(3, 8, 8, 8, 8)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, randn(2, 3, 9, 10))
+            first, second = fast(randn(2, 3, 9, 10))
+            assert first.data_ptr() == second.data_ptr()
+
+
 @pytest.mark.parametrize("change", [F.relu_, lambda image: (image.mul_(2), image)[1]])
 def test_images_that_are_overwritten_are_copies_of_the_tokens(change):
     model = Net(lambda m, x: pooled_tokens(m, x, change), conv=depthwise(), norm=nn.LayerNorm(4)).eval()

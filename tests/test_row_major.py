@@ -42,6 +42,7 @@ def overwritten(m, x):
     return x
 
 
+# how to begin and to end, and how many copies the graph has then, with the model's own
 CHANGES = {
     "plain": ({}, 1),
     "permuted": ({"embed": lambda m, x: m.conv(x).flatten(2).permute(0, 2, 1)}, 1),
@@ -57,6 +58,12 @@ CHANGES = {
         0,
     ),
     "it is overwritten": ({"embed": overwritten}, 0),
+    "a copy of it is overwritten": ({"leave": lambda m, x: m.norm(x.contiguous().mul_(2) + x)}, 1),
+    "two copies of it leave": ({"leave": lambda m, x: (x.contiguous(), x.contiguous())}, 2),
+    "a copy of the image is overwritten": (
+        {"leave": lambda m, x: m.norm(x.transpose(1, 2).contiguous().mul_(2).transpose(1, 2) + x)},
+        1,
+    ),
 }
 
 

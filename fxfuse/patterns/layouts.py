@@ -208,7 +208,7 @@ _REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
 
 def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
     """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has."""
-    if asks_shape(user) or is_contiguous_copy(user):
+    if asks_shape(user) or (is_never_contiguous(value) and is_contiguous_copy(user)):
         return True
     if user.op == "call_module":
         module = root.get_submodule(str(user.target))
@@ -232,7 +232,8 @@ def is_contiguous_copy(node: fx.Node) -> bool:
 def is_copied(value: fx.Node) -> bool:
     """Whether it is made contiguous in another order of its dimensions, which in channels_last may be no copy."""
     return any(
-        _name_of(user) in _REARRANGING and (any(map(is_contiguous_copy, user.users)) or is_copied(user))
+        _name_of(user) in _REARRANGING
+        and ((is_never_contiguous(user) and any(map(is_contiguous_copy, user.users))) or is_copied(user))
         for user in value.users
     )
 
