@@ -576,7 +576,8 @@ def _choosing(problem: Problem, draft: Draft, indices: Sequence[int]) -> Draft:
 
     def decide() -> Plan:
         plan = draft()
-        return plan if plan.kernel is None else dataclasses.replace(plan, run=chosen(plan.run), computes=None)
+        run = problem.reference if plan.kernel is None else chosen(plan.run)
+        return dataclasses.replace(plan, run=run, computes=None)
 
     return decide
 

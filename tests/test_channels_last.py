@@ -195,6 +195,18 @@ def test_images_that_are_copies_of_tokens_lie_as_the_tokens_do():
     assert "is converted for 'conv': no copy so far" in str(fxfuse.explain(fast))
 
 
+def test_programs_give_pooled_images_the_strides_that_torch_sets():
+    """Those of dimensions of size 1, after the fact."""
+    model = Net(lambda m, x: (lambda y: (y, y.sigmoid()))(F.adaptive_avg_pool2d(m.layer(x).relu(), 1)),
+                layer=nn.Conv2d(3, 8, 3)).eval()  # fmt: skip
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for seed in range(4):
+            x = randn(2, 3, 9, 10, seed=seed).to(memory_format=torch.channels_last)
+            assert_as_eager(model, fast, x)
+            assert [y.stride() for y in fast(x)] == [y.stride() for y in model(x)]
+
+
 def test_results_that_are_one_tensor_stay_one():
     model = Net(lambda m, x: (lambda y: (y, y.contiguous()))(chain(m, x)), layers=convolutions(3, 8, 8, 8, 8)).eval()
     fast = fxfuse.optimize(model)

@@ -195,6 +195,23 @@ def test_intermediate_values_that_are_not_floats(name):
         assert_as_eager(model, fast, randn(5, 8), torch.full((8,), 200, dtype=torch.uint8), exact=False)
 
 
+def test_what_torch_runs_gets_all_operands():
+    """Of one only the dtype counts; the others are not numbered anew where no kernel is chosen."""
+
+    def forward(m, x):
+        y = F.gelu(x)
+        torch.ops.aten.relu(y)
+        return F.logsigmoid(x * 0.5).type_as(y) + 1 + m.v
+
+    model = Net(forward, v=torch.arange(6.0) + 10)
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, randn(3, 6, 6, 3).transpose(1, -1))
+    (region,) = fxfuse.explain(fast).regions
+    assert region.kernel is None and "other strides" in region.fallback
+
+
 FUNCTIONS = {
     "lerp at infinity": lambda y: torch.lerp(y * torch.inf, y, 0.7),
     "lerp to the end": lambda y: torch.lerp(y * 1e8, y, 1.0),

@@ -148,6 +148,8 @@ class Operators(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.launches: list[events.Launch] = [] if seen is None else seen.launches
         self.depends_on_values = False
+        self.strides_before: dict[int, tuple[int, ...]] = {}
+        """By identity of a tensor, strides that it had before some of dimensions of size 1 were set."""
 
     @property
     def computing(self) -> int:
@@ -176,10 +178,12 @@ class Operators(TorchDispatchMode):
             indexed = func is _aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
         changes_view = torch.Tag.inplace_view in func.tags
-        before = _places(args[0]) if changes_view else None
+        before = (_places(args[0]), args[0].stride()) if changes_view else None
         result = func(*args, **(kwargs or {}))
-        if not changes_view or _places(args[0]) != before:  # torch's pooling to 1 x 1 sets strides that nobody uses
+        if before is None or _places(args[0]) != before[0]:
             self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
+        else:  # torch's pooling to 1 x 1
+            self.strides_before.setdefault(id(args[0]), before[1])
         return result
 
 
@@ -551,6 +555,10 @@ class Recorder:
                 elif not operation.is_view:
                     steps += self._operations(operation, known, label)
             steps += [self._launched(launch) for launch in seen.launches[done:]]
+            for tensor in tensors_in(result):
+                if id(tensor) in seen.strides_before:  # what a step makes is viewed in another way
+                    self._known(tensor, known).strides = seen.strides_before[id(tensor)]
+                    known[id(tensor)] = self._value(tensor, self._name())
             value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
         except _Unknown:
             self._owners = owners
