@@ -53,6 +53,9 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
             with graph.inserting_after(value):
                 copy = graph.call_method("contiguous", (value,))
             value.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+            for node in followers:
+                if _is_view(node):
+                    node.target = "reshape"  # of other strides there may be no view
             made.append(copy)
     return made
 
@@ -113,7 +116,15 @@ def _passes_on(root: nn.Module, node: fx.Node) -> bool:
     if is_nothing(root, node) or node.target in _OURS or type(module) in _PASSING_ON_MODULES:
         return True
     found = spelling(root, node)
-    return not found.in_place if found is not None else module is None and _name_of(node) in _PASSING_ON
+    if found is not None:
+        return not found.in_place
+    return _is_view(node) or (module is None and _name_of(node) in _PASSING_ON)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether it is x.view(…) of another shape."""
+    others = node.args[1:]
+    return node.op == "call_method" and node.target == "view" and all(isinstance(a, int | fx.Node) for a in others)
 
 
 def _name_of(node: fx.Node) -> str:

@@ -49,6 +49,10 @@ CHANGES = {
     "with positions": ({"embed": with_positions}, 1),
     "a mean leaves": ({"leave": lambda m, x: m.fc(x.mean(1))}, 1),
     "an image leaves": ({"leave": lambda m, x: m.norm(x).transpose(1, 2).reshape(x.shape[0], 8, 2, 3)}, 1),
+    "a view of it": ({"leave": lambda m, x: m.norm(x.view(x.shape[0], 2, 3, 8)).flatten(1, 2)}, 1),
+    "a view of its image": (
+        {"leave": lambda m, x: m.norm(x.transpose(1, 2).view(x.shape[0], 8, 2, 3).permute(0, 2, 3, 1))}, 1,
+    ),
     "with a token": ({"embed": with_token}, 0),
     "the stream leaves": ({"leave": lambda m, x: x}, 0),
     "part of the stream leaves": ({"leave": lambda m, x: (m.norm(x), x[:, 1])}, 0),
