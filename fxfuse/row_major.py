@@ -13,14 +13,14 @@ channels_last it is contiguous already, and the copy is none.)
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
 
 from fxfuse import functional, ops
 from fxfuse.patterns.anchors import has_hooks, noted
-from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous
+from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous, is_pool, role_of
 from fxfuse.patterns.mutation import Mutations, asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
 
@@ -44,7 +44,7 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
     mutations = Mutations(root, graph)
     written = frozenset().union(*mutations.visible())
     made = []
-    for value in [node for node in graph.nodes if is_never_contiguous(node)]:
+    for value in [node for node in graph.nodes if is_never_contiguous(node) and _is_of_image(root, node)]:
         followers = _followers(root, value)
         if followers is None or any(mutations.memory(node) & written for node in followers):
             continue
@@ -58,6 +58,19 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
                     node.target = "reshape"  # of other strides there may be no view
             made.append(copy)
     return made
+
+
+def _is_of_image(root: nn.Module, value: fx.Node) -> bool:
+    """Whether what it permutes was convolved or pooled; images that are made of tokens lie well in channels_last."""
+    source: Any = value.args[0] if value.args else None
+    while isinstance(source, fx.Node):
+        role = role_of(root, source)
+        if role is not None and (role.is_convolution or is_pool(root, source)):
+            return True
+        if role is None and _name_of(source) not in ("flatten", "reshape", "view"):
+            return False
+        source = source.args[0] if role is None else role.inputs[0]
+    return False
 
 
 def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:

@@ -23,7 +23,20 @@ def transformer(m, x, embed=lambda m, x: m.conv(x).flatten(2).transpose(1, 2), l
 def model_of(**changed):
     layers = {"conv": nn.Conv2d(3, 8, 4, 4), "norm": nn.LayerNorm(8), "fc": nn.Linear(8, 16), "out": nn.Linear(16, 8)}
     token = nn.Parameter(torch.randn(1, 1, 8))
+    layers["again"] = nn.Conv2d(8, 8, 3, padding=1, groups=8)
     return Net(lambda m, x: transformer(m, x, **changed), **layers, token=token).eval()
+
+
+def test_images_that_are_made_of_tokens_stay_as_they_lie():
+    """As in ConvNeXt, whose normalisations are of pixels: convolutions work in channels_last there."""
+
+    def forward(m, x):
+        for _ in range(3):
+            x = x + m.conv(m.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        return m.norm(x.permute(0, 2, 3, 1))
+
+    fast = fxfuse.optimize(Net(forward, conv=nn.Conv2d(8, 8, 3, padding=1), norm=nn.LayerNorm(8)).eval())
+    assert not any(node.target == "contiguous" for node in fast.graph.nodes)
 
 
 def with_positions(m, x):
@@ -51,7 +64,12 @@ CHANGES = {
     "an image leaves": ({"leave": lambda m, x: m.norm(x).transpose(1, 2).reshape(x.shape[0], 8, 2, 3)}, 1),
     "a view of it": ({"leave": lambda m, x: m.norm(x.view(x.shape[0], 2, 3, 8)).flatten(1, 2)}, 1),
     "a view of its image": (
-        {"leave": lambda m, x: m.norm(x.transpose(1, 2).view(x.shape[0], 8, 2, 3).permute(0, 2, 3, 1))}, 1,
+        {"leave": lambda m, x: m.norm(x.transpose(1, 2).view(x.shape[0], 8, 2, 3).permute(0, 2, 3, 1))},
+        1,
+    ),
+    "an image of tokens is convolved": (
+        {"leave": lambda m, x: m.norm(m.again(m.norm(x).transpose(1, 2).reshape(-1, 8, 2, 3)).permute(0, 2, 3, 1))},
+        1,
     ),
     "with a token": ({"embed": with_token}, 0),
     "the stream leaves": ({"leave": lambda m, x: x}, 0),

@@ -87,6 +87,13 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
     return _of_spelling(root, node) or _of_library(node, target)
 
 
+def is_pool(root: nn.Module, node: fx.Node) -> bool:
+    """Whether it pools an image."""
+    if node.op == "call_module":
+        return type(root.get_submodule(str(node.target))) in (*_POOL_MODULES, *_ADAPTIVE_MODULES)
+    return node.op == "call_function" and ops.function_of(node.target) in _POOLS | _ADAPTIVE
+
+
 def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None:
     inputs = tuple(node.all_input_nodes)
     kind = type(module)
