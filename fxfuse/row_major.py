@@ -13,14 +13,14 @@ channels_last it is contiguous already, and the copy is none.)
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx, nn
 
-from fxfuse import functional, ops
+from fxfuse import functional
 from fxfuse.patterns.anchors import has_hooks, noted
-from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous, is_pool, role_of
+from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous, is_pool, name_of, role_of
 from fxfuse.patterns.mutation import Mutations, asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
 
@@ -39,11 +39,10 @@ FEWEST: Final = 2
 """Readers that would copy it, for which one copy pays."""
 
 
-def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
-    """Puts copies into `graph`, whose regions are fused already, and returns them."""
+def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> None:
+    """Puts copies into `graph`, whose regions are fused already."""
     mutations = Mutations(root, graph)
     written = frozenset().union(*mutations.visible())
-    made = []
     for value in [node for node in graph.nodes if is_never_contiguous(node) and _is_of_image(root, node)]:
         followers = _followers(root, value)
         if followers is None or any(mutations.memory(node) & written for node in followers):
@@ -56,20 +55,18 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> list[fx.Node]:
             for node in followers:
                 if _is_view(node):
                     node.target = "reshape"  # of other strides there may be no view
-            made.append(copy)
-    return made
 
 
 def _is_of_image(root: nn.Module, value: fx.Node) -> bool:
     """Whether what it permutes was convolved or pooled; images that are made of tokens lie well in channels_last."""
-    source: Any = value.args[0] if value.args else None
-    while isinstance(source, fx.Node):
+    source = next(iter(value.all_input_nodes), None)
+    while source is not None:
         role = role_of(root, source)
         if role is not None and (role.is_convolution or is_pool(root, source)):
             return True
-        if role is None and _name_of(source) not in ("flatten", "reshape", "view"):
+        if role is None and name_of(source) not in ("flatten", "reshape", "view"):
             return False
-        source = source.args[0] if role is None else role.inputs[0]
+        source = next(iter(source.all_input_nodes if role is None else role.inputs), None)
     return False
 
 
@@ -98,7 +95,7 @@ def _is_end(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
 
 def _is_cat_of_matrices(user: fx.Node) -> bool:
     """Whether it puts tensors together that are no pictures: those alone may be in channels_last then."""
-    if _name_of(user) != "cat" or not user.args or not isinstance(user.args[0], list | tuple):
+    if name_of(user) != "cat" or not user.args or not isinstance(user.args[0], list | tuple):
         return False
     return any(isinstance(arg, fx.Node) and _rank(arg) == 3 for arg in user.args[0])
 
@@ -110,13 +107,13 @@ def _rank(node: fx.Node) -> int | None:
         return value.dim()
     first = node.args[0] if node.args else None
     if is_never_contiguous(node) and isinstance(first, fx.Node):
-        return 3 if _name_of(first) == "flatten" and first.args[1:] == (2,) else _rank(first)
+        return 3 if name_of(first) == "flatten" and first.args[1:] == (2,) else _rank(first)
     return None
 
 
 def _copies(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
     """Whether it makes `node` contiguous before it reads it."""
-    is_one = user.op == "call_module" or user.target in _OURS or _name_of(user) in ("linear", "layer_norm")
+    is_one = user.op == "call_module" or user.target in _OURS or name_of(user) in ("linear", "layer_norm")
     return is_one and forgets(root, node, user)
 
 
@@ -131,15 +128,10 @@ def _passes_on(root: nn.Module, node: fx.Node) -> bool:
     found = spelling(root, node)
     if found is not None:
         return not found.in_place
-    return _is_view(node) or (module is None and _name_of(node) in _PASSING_ON)
+    return _is_view(node) or (module is None and name_of(node) in _PASSING_ON)
 
 
 def _is_view(node: fx.Node) -> bool:
     """Whether it is x.view(…) of another shape."""
     others = node.args[1:]
     return node.op == "call_method" and node.target == "view" and all(isinstance(a, int | fx.Node) for a in others)
-
-
-def _name_of(node: fx.Node) -> str:
-    """Of a function or method."""
-    return str(node.target) if node.op == "call_method" else getattr(ops.function_of(node.target), "__name__", "")

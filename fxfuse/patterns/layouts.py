@@ -239,7 +239,7 @@ def is_contiguous_copy(node: fx.Node) -> bool:
 def is_copied(value: fx.Node) -> bool:
     """Whether it is made contiguous in another order of its dimensions, which in channels_last may be no copy."""
     return any(
-        _name_of(user) in _REARRANGING
+        name_of(user) in _REARRANGING
         and ((is_never_contiguous(user) and any(map(is_contiguous_copy, user.users))) or is_copied(user))
         for user in value.users
     )
@@ -265,7 +265,7 @@ _NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "movea
 
 def is_never_contiguous(node: fx.Node) -> bool:
     """Whether its result is contiguous at best where its sizes are 1."""
-    return node.op in ("call_method", "call_function") and _name_of(node) in _NEVER
+    return node.op in ("call_method", "call_function") and name_of(node) in _NEVER
 
 
 _STAYING: Final = frozenset(
@@ -278,15 +278,15 @@ def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
     """Whether its result is surely contiguous if all tensors are that it is given."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
-    return node.op in ("call_method", "call_function") and _name_of(node) in _STAYING
+    return node.op in ("call_method", "call_function") and name_of(node) in _STAYING
 
 
 # -------------------------------------------------------------------------------------------------- arguments
 
 
-def _name_of(node: fx.Node) -> str:
-    """Of a function or method."""
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+def name_of(node: fx.Node) -> str:
+    """Of a function, operator or method."""
+    return str(node.target) if node.op == "call_method" else getattr(ops.function_of(node.target), "__name__", "")
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
