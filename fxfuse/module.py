@@ -489,7 +489,7 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
                     self._renew(lambda: state.captured)
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return forward(self, *args, **kwargs)
+            return state.captured.root.forward(*args, **kwargs) if state.outdated else forward(self, *args, **kwargs)
         if state.outdated == 2:  # perhaps it is set before every call, and a trace is no call's work
             state.outdated = 1
             return state.captured.root.forward(*args, **kwargs)

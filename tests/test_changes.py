@@ -423,3 +423,25 @@ def test_a_mode_and_an_attribute_at_once():
         each.drop.eval()
     for _ in range(3):
         torch.testing.assert_close(fast(x), model(x))
+
+
+def test_compilers_see_attributes_that_were_set():
+    """A compiler that meets an optimised model after one of its attributes was set traces the model as it is now."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = linear()
+            self.flag = True
+
+        def forward(self, x):
+            return self.fc(x).relu() * 2 if self.flag else self.fc(x)
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    compiled = torch.compile(fast, backend="eager")
+    for flag in (True, False, True):
+        model.flag = fast.flag = flag
+        with torch.no_grad():
+            for _ in range(3):
+                assert_as_eager(model, compiled, randn(4, 8))
