@@ -454,17 +454,17 @@ class _Conversions:
 
     def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:
         """The conversion of `value` for `reader`; the same for all, unless the value is overwritten in between."""
+        behind = self._known.behind
         key = (value, there, flags)
         place = self._order[reader]
         if key in self._made:
             made, since = self._made[key]
             if not self._known.mutations.between(since, place, [value], []):
                 return made
-        known = self._known
         conversion = Conversion(next(self._numbers), value.name, reader.name, there)
         with self._graph.inserting_before(reader):
             if there:
-                made = self._graph.call_function(to_channels_last, (known.behind(value), *flags, conversion.number))
+                made = self._graph.call_function(to_channels_last, (behind(value), *flags, conversion.number))
             else:
                 converted, *stays = flags
                 made = self._graph.call_function(as_before, (value, converted, conversion.number, *stays))

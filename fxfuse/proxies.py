@@ -37,10 +37,11 @@ class Proxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
-        if not hasattr(torch.Tensor, name) and _is_users(sys._getframe(1)) and self._is_surely_tensor():
-            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         if not hasattr(torch.Tensor, name):
-            _check_no_question(self.node, sys._getframe(1), [f".{name}"])
+            frame = sys._getframe(1)
+            if _is_users(frame) and self._is_surely_tensor():
+                raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+            _check_no_question(self.node, frame, [f".{name}"])
         return _Attribute(self, name)
 
     def __getitem__(self, index: Any) -> fx.Proxy:

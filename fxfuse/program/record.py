@@ -210,8 +210,8 @@ _FILLED: Final = {
     for name, number in (("zeros", 0), ("ones", 1), ("full", None), ("empty", None))
     for prefix, suffix in (("new_", ""), ("", "_like"))
 } | {_aten.new_empty_strided: None}
-"""Operators that read nothing of a tensor but its shape and dtype, and what they fill theirs with if not arguments say.
-"""
+"""Operators that read nothing of a tensor but its shape and dtype, and the number that fills their result: None if an
+argument says it, or if nothing does."""
 
 
 def full_strided(

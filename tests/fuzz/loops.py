@@ -20,7 +20,7 @@ from fxfuse.cuda import loops as kernels
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
 from fxfuse.program import loops, merge
 from fxfuse.program.indices import Element, Index, Quotient, Remainder, Variable
-from fxfuse.program.values import Slot
+from fxfuse.program.values import Slot, Value
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
 _Message = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)
@@ -118,14 +118,17 @@ class _Kernel:
             dtype = store.output.dtype
             made = self._evaluated(store.expression, self._loops.leaves, values)
             self._made.append((address + places * dtype.itemsize, torch.as_tensor(made).expand(shape).to(dtype)))
-        self._check_order(values)
+        self._check_order()
 
-    def _check_order(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _check_order(self) -> None:
         """Threads that read what the kernel overwrites read it at the places that they write."""
-        for store in self._loops.stores:
-            for read in self._loops.reads:
-                if read.slot is store.output.slot and not loops.is_read_in_place(self._loops, store.output):
-                    raise AssertionError("a kernel overwrites what other threads of it read")
+        if not all(loops.is_read_in_place(self._loops, output) for output in self._overwritten()):
+            raise AssertionError("a kernel overwrites what other threads of it read")
+
+    def _overwritten(self) -> list[Value]:
+        """Results that lie where it reads."""
+        read = {one.slot for one in self._loops.reads}
+        return [store.output for store in self._loops.stores if store.output.slot in read]
 
     def read(self) -> torch.Tensor:
         """Addresses of elements."""
@@ -163,9 +166,7 @@ class _Kernel:
             case loops.Reduced(op, over, expression, leaves):
                 inner = {name: value.unsqueeze(-1) for name, value in values.items()}
                 terms = self._evaluated(expression, leaves, inner | {over.name: torch.arange(over.size)})
-                rank = max((value.dim() for value in inner.values()), default=1)
                 terms = terms.expand(*terms.shape[:-1], over.size) if terms.dim() else terms.expand(over.size)
-                assert terms.dim() <= rank
                 return terms.sum(-1) if op == "sum" else terms.amax(-1)
         where = _EVERYWHERE
         for condition in leaf.where:
