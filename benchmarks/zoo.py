@@ -7,7 +7,8 @@ One network for each architecture family, from its configuration, with random we
 are installed take turns. Each network has a process of its own. Processes build side by side (kernels, torch.compile)
 and are timed one after the other while the others wait; before that, what fxfuse measured on the busy GPU is forgotten
 and measured again. A crash, an error or a network that takes too long is a row. A family that eager does not run with
-the inputs made here was "not drawn", with the reason.
+the inputs made here was "not drawn", with the reason. A peer that computes something else than eager counts as one
+that did not run.
 
 While they build, each has its share of the processors to itself; torch.compile needs minutes where that is less than
 two, and then a --limit of 150 s or more. A row without its time is in no geometric mean. Memory in the pools of CUDA
@@ -50,6 +51,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
+from fxfuse.verify import leaves_of
 
 EAGER, COMPILE, REDUCE, OWN, GRAPH = "eager", "torch.compile", "reduce-overhead", "fxfuse", "fxfuse, CUDA graphs"
 PEERS = (EAGER, COMPILE, REDUCE)
@@ -57,6 +59,8 @@ BATCH = 16
 SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
 MOST_PARAMETERS = 150_000_000
+APART = 0.2
+"""Of a norm: what rounding explains in no network that is worth its time."""
 NOTHING = 1e-3
 """Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
 COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
@@ -349,7 +353,7 @@ class Row:
     contestants: dict[str, Any] = field(default_factory=dict)
     first_result: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Contestants that did not run, with the reason."""
+    """Contestants that did not run, or computed something else, with the reason."""
     commit: str = ""
 
     @property
@@ -375,18 +379,39 @@ class Row:
 
 
 def _warmed(trial: Trial, calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons."""
+    """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons.
+
+    A peer that computes something else than eager is none (some models do under a compiler); fxfuse was verified.
+    """
     device = next(iter(trial.inputs.values())).device
     failed = {}
     for name, call in list(calls.items()):
         try:
             for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
-                call()
+                result = call()
             _wait(device)
+            if name in PEERS:
+                apart = _apart(expected := calls[EAGER](), result)
+                if apart > APART and _apart(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
+                    raise ArithmeticError(f"it computes something else than eager, {apart:.2f} of the norm apart")
         except Exception as reason:
             failed[name] = f"{type(reason).__name__}: {reason}"[:200]
             del calls[name]
     return failed
+
+
+def _apart(expected: Any, made: Any) -> float:
+    """The largest distance between two results' tensors, where they are finite, as a part of the expected one's norm;
+    infinite where they are not the same tensors."""
+    pairs = [[leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)] for result in (expected, made)]
+    if [leaf.shape for leaf in pairs[0]] != [leaf.shape for leaf in pairs[1]]:
+        return math.inf
+    worst = 0.0
+    for want, have in zip(*pairs, strict=True):
+        finite = want.isfinite() & have.isfinite()
+        norm, apart = (float(one.double()[finite].norm()) for one in (want, have.double() - want.double()))
+        worst = max(worst, apart / max(norm, 1e-30))
+    return worst
 
 
 def _measured(trial: Trial, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Contestant]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -66,6 +67,24 @@ def test_a_summary_names_what_is_below_1_and_what_was_not_drawn(zoo):
     assert "- timm absent: its main input is bbox" in summary
     assert "Did not finish: none." in summary
     assert "absent" not in zoo.render(rows)
+
+
+def test_a_peer_that_computes_something_else_is_none(zoo):
+    x = torch.randn(64)
+    calls = {
+        "eager": lambda: {"result": x, "more": [x > 0]},
+        "torch.compile": lambda: {"result": -x, "more": [x > 0]},
+        "reduce-overhead": lambda: {"result": x * 1.01, "more": [x > 0]},
+        "fxfuse": lambda: {"result": x},
+    }
+    failed = zoo._warmed(zoo.Trial(torch.nn.Identity(), {"image": x}), calls)
+    assert failed == {"torch.compile": "ArithmeticError: it computes something else than eager, 2.00 of the norm apart"}
+    assert list(calls) == ["eager", "reduce-overhead", "fxfuse"]
+
+
+def test_a_peer_of_a_model_that_draws_random_numbers_is_one(zoo):
+    calls = {name: lambda: torch.randn(64) for name in ("eager", "torch.compile")}
+    assert not zoo._warmed(zoo.Trial(torch.nn.Identity(), {"image": torch.ones(1)}), calls)
 
 
 @pytest.mark.slow
