@@ -76,6 +76,14 @@ def table(x):
     return x.reshape(-1, 8)[rows].view(8, 8, 8).permute(2, 0, 1).contiguous()
 
 
+def rows_are_set(x):
+    y = x.roll(1, 0)
+    y[x[..., 0] > 0] = x[0, 0, 0]
+    y[x[..., 0, 0] < 0] = x[:1, 0, :, :1]
+    y[x > 2] = x[0, 0, 0, 0]
+    return y * 2
+
+
 def greater(n):
     return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
 
@@ -154,6 +162,7 @@ MOVES = {
     "truth values of numbers": lambda x: (x.round().bool() & (x * float("inf")).to(torch.bool)).roll(1, 0),
     "integers of truth values": lambda x: F.pad((x > 1).long(), (1, 0)) * 5 + 2,
     "large integers": lambda x: (x.long() * (2**40 + 1) + 3).roll(1, 0),
+    "rows set where a mask is true": rows_are_set,
     "masks": lambda x: x.masked_fill((x > 2).flip(1), -torch.inf).roll(1, 0),
     "numbers": lambda x: torch.cat([x.new_zeros(2, 8, 8, 1), x, x.new_full((2, 8, 8, 2), 0.25)], -1),
     "in place on what torch made": lambda x: x.cumsum(1).mul_(x.flip(1)).cumsum(2).add_(1),
@@ -324,6 +333,13 @@ def test_numbers_and_indices_on_a_cpu(device):
                 each.scale.fill_(number)
             assert_as_eager(model, fast, torch.randn(4, 8, device=device))
     assert state_of(fast).programs.programs, state_of(fast).programs.reason
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_indices_made_of_numbers_on_a_cpu(device):
+    """torch copies them to the GPU at every call; a program keeps the copies."""
+    model = moved(lambda x: x[:, (torch.arange(4)[:, None] - torch.arange(4) + 3).long()].flip(-1))
+    assert checked(model, device, 2, 8, 3).calls == {"cumsum": 1}
 
 
 def drawn(seed, shape):

@@ -15,6 +15,7 @@ from fxfuse import program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
 from fxfuse.program import constants, record, values, write
+from fxfuse.program.leaves import Leaves
 
 X = randn(4, 8)
 
@@ -119,6 +120,20 @@ def test_no_more_numbers_are_kept_than_there_is_room_for(monkeypatch):
     assert not program_of(model, randn(4, 8)).calls.keys() & {"ones", "arange"}
     monkeypatch.setattr(constants, "MOST_BYTES", 100)
     assert program_of(model, randn(4, 8)).calls.keys() & {"ones", "arange"} == {"arange"}
+
+
+def test_indices_on_a_cpu_are_brought_to_the_device_once(monkeypatch):
+    """Another device than the CPU is wanted, and its memory never read."""
+    monkeypatch.setattr(record.Recorder, "_autocast", lambda _: None)
+    fast = fxfuse.optimize(Net(lambda m, x: torch.ops.aten.index(x, [torch.arange(2).flip(0), None, torch.arange(2)])))
+    x = torch.randn(8, 3, 4, device="meta")
+    given = {node: x for node in fast.graph.nodes if node.op == "placeholder"}
+    recorder = record.Recorder(fast, fast.graph, Leaves([]), given, [x])
+    recorder.run()
+    assert recorder.reason is None
+    left, kept = constants.without_constants(recorder.steps, recorder.output)
+    assert [step.name for step in left] == ["index.Tensor"]
+    assert [slot.constant.device.type for slot in kept] == ["meta", "meta"]
 
 
 class Further(nn.Module):

@@ -338,15 +338,21 @@ def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """One number where a mask is true."""
+    """The same where a mask is true, wherever that is: torch counts such places, and waits for the count."""
     x, value, at = given["self"], given["values"], coordinates(result.shape)
     mask, *others = given["indices"]
     if others or not isinstance(mask, Value) or mask.dtype != torch.bool or given.get("accumulate"):
         raise Unknown
-    if isinstance(value, Value) and (value.shape or value.dtype != result.dtype):
-        raise Unknown
-    number = body.read(value, at) if isinstance(value, Value) else _number(value, result.dtype)
-    return Call("where", (body.read(mask, at[: len(mask.shape)]), number, body.read(x, at)))
+    if isinstance(value, Value):
+        own = at[len(mask.shape) :]
+        if len(value.shape) > len(own) and value.shape[0] == 1:
+            value = dataclasses.replace(value, shape=value.shape[1:], strides=value.strides[1:])
+        if len(value.shape) > len(own) or value.dtype != result.dtype:
+            raise Unknown  # another value for each place
+        put = body.read(value, own)
+    else:
+        put = _number(value, result.dtype)
+    return Call("where", (body.read(mask, at[: len(mask.shape)]), put, body.read(x, at)))
 
 
 def _triangle(row: str) -> Rule:

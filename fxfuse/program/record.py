@@ -205,6 +205,8 @@ _ALLOCATING: Final = (
 )  # fmt: skip
 
 
+_INDEXED: Final = (_aten.index, _aten.index_put, _aten.index_put_)
+"""Operators whose second argument lists indices, which may lie on a CPU."""
 _FILLED: Final = {
     getattr(_aten, f"{prefix}{name}{suffix}"): number
     for name, number in (("zeros", 0), ("ones", 1), ("full", None), ("empty", None))
@@ -595,7 +597,10 @@ class Recorder:
 
     def _operations(self, operation: Operation, known: dict[int, Any], label: str) -> list[Launch | Call]:
         """The call of one of torch's operators that computes, behind what torch would do in it without a word."""
+        moved, operation = self._indices_moved(operation, known, label)
         call = self._operation(operation, known, label)
+        if moved:
+            return [*moved, call]
         if not _brings_weight_into_channels_last(operation):
             return [call]
         image, weight, *others = call.args
@@ -606,6 +611,25 @@ class Recorder:
         loops = loops_of(_aten.clone.default, (weight,), kwargs, there)
         copy = Call(torch.clone, (weight,), kwargs, there, False, True, False, f"{label}: its weight", loops)
         return [copy, dataclasses.replace(call, args=(image, there, *others))]
+
+    def _indices_moved(self, operation: Operation, known: dict[int, Any], label: str) -> tuple[list[Call], Operation]:
+        """The operation with indices that are made of numbers on the CPU brought to the device: torch copies them there
+        at every call, and waits for that; constants.py keeps the copies."""
+        if operation.overload.overloadpacket not in _INDEXED:
+            return [], operation
+        target, indices, *others = operation.args
+        calls, there = [], list(indices)
+        for number, index in enumerate(indices):
+            if index is None or index.device == target.device:
+                continue
+            value = self._known(index, known)
+            if not isinstance(value, Value) or value.slot.constant is None:
+                continue
+            kwargs = {"device": target.device}
+            there[number] = index.to(**kwargs)
+            copied = Operation(_aten._to_copy.default, (index,), kwargs, there[number], operation.launches)
+            calls.append(self._operation(copied, known, f"{label}: an index"))
+        return calls, dataclasses.replace(operation, args=(target, there, *others))
 
     def _operation(self, operation: Operation, known: dict[int, Any], label: str) -> Call:
         """The call of one of torch's operators that computes."""
