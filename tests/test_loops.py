@@ -244,6 +244,15 @@ def test_copies_into_what_an_operator_allocates(device):
     assert (made.launches, made.calls) == (2, {"cumsum": 1, "copy_": 2})
 
 
+def test_softmax_lies_where_its_scores_lay(device):
+    def forward(m, x):
+        x = (x.relu() * 2).neg().cumsum(0)
+        return F.softmax((x @ x.mT) * 2, -1) @ x
+
+    made = checked(Net(forward), device, 64, 8, exact=False)
+    assert made.arena_size == 64 * 64 * 4, made.code
+
+
 @pytest.mark.parametrize("computed", [False, True], ids=["a parameter", "computed"])
 def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, device, monkeypatch):
     monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)

@@ -14,7 +14,7 @@ import fxfuse
 from fxfuse import program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
-from fxfuse.program import constants, record, values, write
+from fxfuse.program import constants, record
 from fxfuse.program.leaves import Leaves
 
 X = randn(4, 8)
@@ -542,26 +542,6 @@ def test_tied_parameters():
             net.b.weight = nn.Parameter(torch.ones(8, 8))
         for _ in range(3):
             assert_as_eager(model, fast, x)
-
-
-def test_no_two_values_that_live_at_once_share_memory():
-    torch.manual_seed(0)
-    for _ in range(200):
-        slots = []
-        for number in range(20):
-            first, life = torch.randint(20, (2,)).tolist()
-            slots.append(
-                values.Slot(
-                    "memory", f"v{number}", nbytes=int(torch.randint(1, 5000, ())), first=first, last=first + life
-                )
-            )
-        size = write.place(slots)
-        for a in slots:
-            assert a.offset % write.ALIGNMENT == 0 and a.offset + a.nbytes <= size
-            for b in slots:
-                if a is not b and a.first <= b.last and b.first <= a.last:
-                    assert a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-        assert size <= sum(-(-slot.nbytes // write.ALIGNMENT) * write.ALIGNMENT for slot in slots)
 
 
 def test_products_of_torch_lie_where_kernels_results_do():

@@ -3,7 +3,7 @@
 The code of a graph looks up a plan for every region, makes a tensor for every result and launches kernels one by one.
 A program does that once, for one kind of call (shapes, strides, dtypes, switches): it is recorded from what plans do in
 the second call of its kind, node by node. What they launched becomes entries of a list that one call into C works
-off (executor.h); results that only kernels read are places in one piece of memory, the arena, reused as values die;
+off (executor.h); results that only kernels read are places in a piece of memory, the arena, reused as values die;
 views are addresses. What torch's library runs stays a call from Python. The rest is a function written for this kind of
 call, of which `Program.code` is the text.
 
@@ -65,7 +65,8 @@ class Program:
         steps, kept = without_constants(_merged(recorder, device), recorder.output)
         writer = Writer(recorder, steps, kept, device)
         self.code = writer.code
-        self.arena_size = writer.arena_size
+        self.arena_size = max((arena.size for arena in writer.arenas), default=0)
+        """Bytes for results of kernels at once, but for those that the caller gets."""
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
         """Of torch, by the names of operators and modules."""

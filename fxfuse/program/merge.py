@@ -7,6 +7,7 @@ launches, so that Python calls less of torch, too.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -76,7 +77,9 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
                 params += found[one].params
                 references += found[one].addresses
             written = frozenset(store.output.slot for one in together[number] for store in plan.computed[one].stores)
-            result.append(Launch(events.Launch(loaded[texts[number]], params, ()), references, written))
+            in_place = _in_place([plan.computed[one] for one in together[number]])
+            event = events.Launch(loaded[texts[number]], params, ())
+            result.append(Launch(event, references, written, in_place=in_place))
         elif number not in found and number not in plan.absent:
             result.append(step)
     return result
@@ -107,6 +110,24 @@ def _together(
         else:
             result[number], latest[key] = [number], (number, nbytes)
     return result
+
+
+def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
+    """Of what one launch computes: memory that is read, and that of a result which may lie there."""
+    pairs = []
+    for loops in together:
+        others = {slot for other in together if other is not loops for slot in _sources(other)}
+        others |= {atom.memory for atom in _elements(loops)} | {store.output.slot for store in loops.stores}
+        for slot, dtype in dict.fromkeys((read.slot, read.dtype) for read in loops.reads):
+            alike = {read.dtype for read in loops.reads if read.slot is slot} == {dtype}
+            for output in (store.output for store in loops.stores):
+                value = dataclasses.replace(output, slot=slot, dtype=dtype)
+                is_alike = (
+                    alike and slot not in others and (output.offset, output.dtype.itemsize) == (0, dtype.itemsize)
+                )
+                if is_alike and is_read_in_place(loops, value):
+                    pairs.append((slot, output.slot))
+    return pairs
 
 
 def _largest(step: Launch | Call) -> int:
@@ -412,8 +433,13 @@ def _questions(loops: Loops) -> list[Any]:
 
 def _sources(loops: Loops) -> set[Slot]:
     """The memory that they read, indices included."""
+    return {read.slot for read in loops.reads} | {element.memory for element in _elements(loops)}
+
+
+def _elements(loops: Loops) -> list[Element]:
+    """The indices that they read."""
     atoms = (atom for index in indices_of(loops.leaves) for atom in index.atoms())
-    return {read.slot for read in loops.reads} | {atom.memory for atom in atoms if isinstance(atom, Element)}
+    return [atom for atom in atoms if isinstance(atom, Element)]
 
 
 def _read(step: Launch | Call) -> set[Slot]:

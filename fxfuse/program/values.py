@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -37,9 +37,9 @@ class Slot:
     escapes: bool = False
     """Whether it lives on after the call."""
     index: int = -1
-    """In the table of addresses; -1 in the arena."""
+    """In the table of addresses, its arena's if it lies in one; -1 if no kernel knows it."""
     offset: int = 0
-    """In the arena."""
+    """In its arena."""
     is_apart: bool = False
     """Whether it lies on a CPU beside a program for a GPU: only torch reads it."""
     constant: torch.Tensor | None = None
@@ -119,6 +119,8 @@ class Launch:
     """Of these what it may write into."""
     loops: Loops | None = None
     """What it computes, if kernels of loops can, too."""
+    in_place: Sequence[tuple[Slot, Slot]] = ()
+    """What it reads and writes element by element, in such a way that the one may lie where the other does."""
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,11 +12,9 @@ from typing import Any, Final
 import torch
 
 from fxfuse.layout import contiguous_strides
+from fxfuse.program.memory import Arena, arenas_of
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import DICTS, LISTS, Call, Launch, Number, Slot, Value, functions_of, slots_of, values_in
-
-ALIGNMENT: Final = 512
-"""Bytes between values in the arena: as torch's allocator aligns them."""
 
 
 def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -74,30 +73,6 @@ def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
             step.kwargs = {**step.kwargs, "out": value}
 
 
-def place(slots: Sequence[Slot]) -> int:
-    """Gives each slot an offset in the arena, such that none overlaps another that lives at the same time.
-
-    Largest first, each at the lowest offset that is free: within some per cent of the least in practice. Returns the
-    arena's size in bytes, a multiple of every dtype's.
-    """
-    placed: list[Slot] = []
-    size = 0
-    for slot in sorted(slots, key=lambda slot: (-slot.nbytes, slot.first)):
-        others = sorted(
-            (other for other in placed if other.first <= slot.last and slot.first <= other.last),
-            key=lambda other: other.offset,
-        )
-        offset = 0
-        for other in others:
-            if offset + slot.nbytes <= other.offset:
-                break
-            offset = max(offset, -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT)
-        slot.offset = offset
-        size = max(size, offset + slot.nbytes)
-        placed.append(slot)
-    return -(-size // 16) * 16
-
-
 class Writer:
     """The text of a program, and what its names mean."""
 
@@ -121,8 +96,8 @@ class Writer:
         self._pending: list[Launch] = []
         self._written: set[Value] = set()
         self._variables: set[str] = set()
-        self._taken: set[Slot] = set()
-        self._typed: set[str] = set()
+        self._taken: set[Slot | Arena] = set()
+        self._arena_of: dict[Slot, Arena] = {}
         self._read: set[int] = set()
         for slot in kept:
             slot.kind, self.names[slot.name] = "constant", slot.constant
@@ -142,13 +117,17 @@ class Writer:
                     memory[slot] = None
                 if isinstance(step, Launch) and slot.kind != "given" and (slot.kind != "memory" or slot.escapes):
                     table[slot] = None
-        self.arena = [slot for slot in memory if not slot.escapes]
-        self.arena_size = place(self.arena)
-        self._arena_index = self._given  # behind the given ones
-        for index, slot in enumerate(table, start=self._given + 1):
-            slot.index = index
-        self.table_size = self._given + 1 + len(table)
-        """Addresses: those of the given tensors, the arena's, and of what torch makes, the caller gets, or is kept."""
+        self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes])
+        indices = itertools.count(self._given + 1)  # behind the given ones, and what the guard says of them
+        for arena in self.arenas:
+            arena.index = next(indices)
+            self._arena_of.update((slot, arena) for block in arena.blocks for slot in block.slots)
+        for slot, arena in self._arena_of.items():
+            slot.index = arena.index
+        for slot in table:
+            slot.index = next(indices)
+        self.table_size = next(indices)
+        """Addresses: those of the given tensors, the arenas', and of what torch makes, the caller gets, or is kept."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
         """What is kept and kernels read, by its place in the table."""
 
@@ -165,6 +144,7 @@ class Writer:
                     last[slot.name] = max(last.get(slot.name, -1), slot.last)
         for value in values_in(output):
             last[value.name] = last[value.slot.name] = len(self.steps)
+        last.update((arena.name, arena.last) for arena in self.arenas)
         return last
 
     # ---- text
@@ -200,9 +180,6 @@ class Writer:
             "table = t.buffer_info()[0]",
             "stream = context()",
         ]
-        if self.arena_size or self._typed:  # what lies there may have no elements
-            head += [f"arena = empty(({self.arena_size},), (1,), uint8)", f"t[{self._arena_index}] = arena.data_ptr()"]
-        head += [f"arena_{dtype} = arena.view({dtype})" for dtype in sorted(self._typed)]
         return "\n".join(["def program(given, t):", *(f"    {line}" for line in head), *self._lines]) + "\n"
 
     def _flush(self, number: int) -> None:
@@ -219,13 +196,29 @@ class Writer:
         self._drop(number)
 
     def _take(self, slot: Slot) -> None:
-        """Takes memory for what outlives the program, before it is used first."""
-        if slot.kind != "memory" or not slot.escapes or slot in self._taken:
+        """Takes an arena, or memory for what outlives the program, before it is used first."""
+        owner = self._arena_of.get(slot, slot)
+        if slot.kind != "memory" or owner in self._taken:
             return
-        self._taken.add(slot)
-        self._line(f"{slot.name} = empty({slot.shape}, {slot.strides}, {self._dtype(slot.dtype)})")
-        if slot.index >= 0:
-            self._line(f"t[{slot.index}] = {slot.name}.data_ptr()")
+        self._taken.add(owner)
+        if isinstance(owner, Arena):
+            self._line(f"{owner.name} = empty(({owner.size},), (1,), uint8)")
+            self._variables.add(owner.name)
+        else:
+            self._line(f"{slot.name} = empty({slot.shape}, {slot.strides}, {self._dtype(slot.dtype)})")
+        if owner.index >= 0:
+            self._line(f"t[{owner.index}] = {owner.name}.data_ptr()")
+
+    def _typed(self, arena: Arena, dtype: torch.dtype) -> str:
+        """The variable with an arena as elements of a dtype."""
+        text = self._dtype(dtype)
+        name = f"{arena.name}_{text}"
+        if text not in arena.typed:
+            arena.typed.add(text)
+            self._line(f"{name} = {arena.name}.view({text})")
+            self._variables.add(name)
+            self._last_use[name] = arena.last
+        return name
 
     def _pack(self, step: Launch) -> None:
         functions = functions_of(step.event)
@@ -237,9 +230,8 @@ class Writer:
             (entry, error, params.buffer_info()[0], len(self.references) // 2 | len(step.references) << 32)
         )
         for slot, offset in step.references:
-            in_arena = slot.index < 0
-            self.references.append(self._arena_index if in_arena else slot.index)
-            self.references.append((offset + slot.offset if in_arena else offset) & (2**64 - 1))
+            self.references.append(slot.index)
+            self.references.append((offset + slot.offset) & (2**64 - 1))  # of what lies in an arena
 
     def _dtype(self, dtype: torch.dtype) -> str:
         name = str(dtype).removeprefix("torch.")
@@ -319,10 +311,8 @@ class Writer:
         self._written.add(value)
         self._take(slot)
         size = value.dtype.itemsize
-        if slot.kind == "memory" and not slot.escapes:
-            dtype = self._dtype(value.dtype)
-            self._typed.add(dtype)
-            base, at = f"arena_{dtype}", (slot.offset + value.offset) // size
+        if slot in self._arena_of:
+            base, at = self._typed(self._arena_of[slot], value.dtype), (slot.offset + value.offset) // size
         elif value.leaves and (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0):
             value.name = slot.name
             return value.name

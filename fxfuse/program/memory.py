@@ -1,0 +1,219 @@
+"""Where results of kernels lie: in arenas, pieces of memory that are there while something lives in them.
+
+Within an arena results that do not live at the same time share memory, and one that is computed in place of what is
+read there has the same. An arena ends, and another begins later, where torch's own results would otherwise make a call
+need more memory at once: each arena is an allocation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fxfuse.program.values import Call, Launch, Slot, values_in
+
+ALIGNMENT: Final = 512
+"""Bytes between results: as torch's allocator aligns them."""
+SMALL: Final = 1 << 20
+"""Bytes that are not worth a second arena."""
+MOST_CUTS: Final = 8
+NOT_WORTH_A_CUT: Final = 0.02
+"""Part of what is needed at once, against the allocation or two more that a cut costs."""
+
+
+@dataclass(eq=False)
+class Block:
+    """The memory of a result, or of several, each computed in place of the one before."""
+
+    slots: list[Slot]
+    first: int
+    last: int
+    """The steps that use it first and last."""
+    nbytes: int
+    offset: int = 0
+
+    @staticmethod
+    def of(slot: Slot) -> Block:
+        return Block([slot], slot.first, slot.last, slot.nbytes)
+
+
+@dataclass(eq=False)
+class Arena:
+    """What is allocated before the first step that uses it, and let go of after the last."""
+
+    blocks: list[Block]
+    begin: int
+    end: int
+    """The moments that it is there at first and last."""
+    size: int = 0
+    """In bytes, a multiple of every dtype's."""
+    name: str = ""
+    index: int = -1
+    """In the table of addresses."""
+    typed: set[str] = field(default_factory=set)
+    """Dtypes as which Python sees it."""
+
+    @staticmethod
+    def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
+        """The least for these blocks, which are placed in it."""
+        arena = Arena(blocks, min(moments[b.first] for b in blocks), max(moments[b.last] for b in blocks))
+        arena.place()
+        return arena
+
+    @property
+    def last(self) -> int:
+        """The last step that uses it."""
+        return max(block.last for block in self.blocks)
+
+    def place(self) -> None:
+        self.size = place(self.blocks)
+
+
+def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Arena]:
+    """Arenas for these results, whose offsets are set."""
+    blocks = blocks_of(steps, slots)
+    moments = _moments(steps)
+    others = _allocated_by_torch(steps, moments)
+    ways = [[Arena.of(part, moments) for part in _apart(blocks, moments)]]
+    while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
+        ways.append(cut)
+    peaks = [max(_at_once(arenas, others), default=0) for arenas in ways]
+    enough = max(SMALL, min(peaks) * (1 + NOT_WORTH_A_CUT))
+    arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
+    for arena in arenas:
+        arena.place()
+    arenas = _joined(arenas, others)
+    for number, arena in enumerate(arenas):
+        arena.name = f"arena{number}"
+        for block in arena.blocks:
+            for slot in block.slots:
+                slot.offset = block.offset
+    return arenas
+
+
+def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int]) -> list[Arena] | None:
+    """The same where most is needed at once with less of what does not live then: the largest arena there ends before,
+    and another begins afterwards, while what lives on has one of its own. None if all lives then."""
+    total = _at_once(arenas, others)
+    moment = max(range(len(total)), key=total.__getitem__, default=-1)
+    there = [arena for arena in arenas if arena.begin <= moment <= arena.end]
+    if not there:
+        return None
+    largest = max(there, key=lambda arena: arena.size)
+    parts: list[list[Block]] = [[], [], []]
+    for block in largest.blocks:
+        parts[(moments[block.last] >= moment) + (moments[block.first] > moment)].append(block)
+    if len(parts[1]) == len(largest.blocks):
+        return None
+    cut = [arena for arena in arenas if arena is not largest] + [Arena.of(part, moments) for part in parts if part]
+    return sorted(cut, key=lambda arena: arena.begin)
+
+
+def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
+    """Fewer, which need no more at once: each is one with the next that begins after it has ended, if it may be."""
+    left = list(arenas)
+    peak = max(SMALL, *_at_once(left, others))
+    joined: list[Arena] = []
+    while left:
+        arena = left.pop(0)
+        for other in [other for other in left if other.begin > arena.end]:
+            both = Arena([*arena.blocks, *other.blocks], arena.begin, other.end, max(arena.size, other.size))
+            rest = [one for one in left if one is not other]
+            if other.begin > arena.end and max(_at_once([*joined, both, *rest], others)) <= peak:
+                arena, left = both, rest
+        joined.append(arena)
+    return joined
+
+
+def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
+    """By moment, the bytes of all memory that there is."""
+    total = list(others)
+    for arena in arenas:
+        for moment in range(arena.begin, arena.end + 1):
+            total[moment] += arena.size
+    return total
+
+
+def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Block]:
+    """A block for each slot, or one for several where a kernel may overwrite the last use of what it reads."""
+    blocks = {slot: Block.of(slot) for slot in slots}
+    for number, step in enumerate(steps):
+        for read, written in step.in_place if isinstance(step, Launch) else ():
+            before, after = blocks.get(read), blocks.get(written)
+            if before is None or after is None or (before.last, after.first) != (number, number):
+                continue
+            if before is not after and before.nbytes == after.nbytes:
+                before.slots += after.slots
+                before.last = after.last
+                blocks.update(dict.fromkeys(after.slots, before))
+    return list(dict.fromkeys(blocks.values()))
+
+
+def place(blocks: Sequence[Block]) -> int:
+    """Gives each block an offset, such that none overlaps another that lives at the same time.
+
+    Largest first, each at the lowest offset that is free: within some per cent of the least in practice. Returns how
+    many bytes they take, a multiple of every dtype's.
+    """
+    placed: list[Block] = []
+    size = 0
+    for block in sorted(blocks, key=lambda block: (-block.nbytes, block.first)):
+        others = sorted(
+            (other for other in placed if other.first <= block.last and block.first <= other.last),
+            key=lambda other: other.offset,
+        )
+        offset = 0
+        for other in others:
+            if offset + block.nbytes <= other.offset:
+                break
+            offset = max(offset, -(-(other.offset + other.nbytes) // ALIGNMENT) * ALIGNMENT)
+        block.offset = offset
+        size = max(size, offset + block.nbytes)
+        placed.append(block)
+    return -(-size // 16) * 16
+
+
+def _moments(steps: Sequence[Launch | Call]) -> list[int]:
+    """By step, when it runs: kernels that follow each other are launched together."""
+    new = (not (isinstance(a, Launch) and isinstance(b, Launch)) for a, b in itertools.pairwise(steps))
+    return list(itertools.accumulate(new, initial=0))[: len(steps)]
+
+
+def _apart(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]]:
+    """Groups of which none lives while another does."""
+    groups: list[list[Block]] = []
+    until = -1
+    for block in sorted(blocks, key=lambda block: block.first):
+        if moments[block.first] > until:
+            groups.append([])
+        groups[-1].append(block)
+        until = max(until, moments[block.last])
+    return groups
+
+
+def _allocated_by_torch(steps: Sequence[Launch | Call], moments: Sequence[int]) -> list[int]:
+    """By moment, the bytes of what torch has made, or the caller gets."""
+    sizes: dict[Slot, int] = {}
+    for step in steps:
+        if isinstance(step, Launch):
+            sizes.update((slot, slot.nbytes) for slot, _ in step.references if slot.kind == "memory" and slot.escapes)
+        else:
+            for value in values_in(step.result):
+                nbytes = value.offset + math.prod(value.shape) * value.dtype.itemsize
+                if value.slot.kind == "made" and not value.slot.is_apart:
+                    sizes[value.slot] = max(sizes.get(value.slot, 0), nbytes)
+    changes = _changes(sizes, moments)
+    return list(itertools.accumulate(changes))[:-1]
+
+
+def _changes(sizes: Mapping[Slot, int], moments: Sequence[int]) -> list[int]:
+    """By moment, how many bytes more there are than in the one before."""
+    changes = [0] * (moments[-1] + 2 if moments else 1)
+    for slot, nbytes in sizes.items():
+        changes[moments[slot.first]] += nbytes
+        if not slot.escapes:
+            changes[moments[slot.last] + 1] -= nbytes
+    return changes

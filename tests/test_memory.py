@@ -1,0 +1,110 @@
+"""Where results of kernels lie: nothing shares memory with what lives at the same time, and there is little of it."""
+
+import numpy as np
+import pytest
+import torch
+
+from fxfuse import expression
+from fxfuse.program import loops, memory, merge, values
+
+
+def test_no_two_values_that_live_at_once_share_memory():
+    torch.manual_seed(0)
+    for _ in range(200):
+        blocks = []
+        for _ in range(20):
+            first, life = torch.randint(20, (2,)).tolist()
+            blocks.append(memory.Block([], first, first + life, int(torch.randint(1, 5000, ()))))
+        size = memory.place(blocks)
+        for a in blocks:
+            assert a.offset % memory.ALIGNMENT == 0 and a.offset + a.nbytes <= size
+            for b in blocks:
+                if a is not b and a.first <= b.last and b.first <= a.last:
+                    assert a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+        assert size <= sum(-(-block.nbytes // memory.ALIGNMENT) * memory.ALIGNMENT for block in blocks)
+
+
+def drawn_steps(generator):
+    """Kernels and calls of torch, with sizes in MB, and the slots of the kernels' results."""
+    count = 30
+    steps, slots = [], []
+    for number in range(count):
+        last = min(count - 1, number + int(generator.integers(1, 8)))
+        nbytes = int(generator.integers(1, 64)) << 18
+        if generator.random() < 0.4:
+            slot = values.Slot("made", f"m{number}", first=number, last=last)
+            made = values.Value(slot, 0, (nbytes,), (1,), torch.uint8, slot.name)
+            steps.append(values.Call(None, (), {}, made, False, True))
+            continue
+        slot = values.Slot("memory", f"v{number}", nbytes=nbytes, first=number, last=last)
+        dying = [one for one in slots if one.last == number]
+        for one in dying[:1]:
+            slot.nbytes = one.nbytes
+        steps.append(values.Launch(None, [(slot, 0)], in_place=[(one, slot) for one in dying]))
+        slots.append(slot)
+    return steps, slots
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_arenas_are_there_while_something_lives_in_them(seed):
+    steps, slots = drawn_steps(np.random.default_rng(seed))
+    arenas = memory.arenas_of(steps, slots)
+    blocks = [block for arena in arenas for block in arena.blocks]
+    assert sorted(slot.name for block in blocks for slot in block.slots) == sorted(slot.name for slot in slots)
+    moments = memory._moments(steps)
+    for arena in arenas:
+        for number, block in enumerate(arena.blocks):
+            assert arena.begin <= moments[block.first] and moments[block.last] <= arena.end
+            assert block.offset + block.nbytes <= arena.size
+            assert all(slot.offset == block.offset for slot in block.slots)
+            for other in arena.blocks[:number]:
+                assert (
+                    block.first > other.last
+                    or other.first > block.last
+                    or block.offset >= other.offset + other.nbytes
+                    or other.offset >= block.offset + block.nbytes
+                )
+    others = memory._allocated_by_torch(steps, moments)
+    most = max(memory._at_once(arenas, others))
+    whole = memory.place(blocks) + max(others)
+    assert most <= whole
+    # nothing is needed at once but what lives, and what is between that
+    living = [sum(b.nbytes for b in blocks if b.first <= at <= b.last) for at in range(len(steps))]
+    assert most >= max(map(sum, zip(living, (others[moment] for moment in moments), strict=True)))
+
+
+def test_memory_that_torch_needs_meanwhile_is_let_go_of():
+    """A large result of a kernel, and then one of torch's: their memory is not there at once."""
+    slots = [values.Slot("memory", f"v{at}", nbytes=64 << 20, first=at, last=at + 1) for at in (0, 4)]
+    small = values.Slot("memory", "small", nbytes=1 << 20, first=1, last=4)
+    steps = [values.Launch(None, [(slots[0], 0)]), values.Launch(None, [(small, 0)])]
+    for at in (2, 3):
+        slot = values.Slot("made", f"m{at}", first=at, last=at)
+        made = values.Value(slot, 0, (48 << 20,), (1,), torch.uint8, slot.name)
+        steps.append(values.Call(None, (), {}, made, False, True))
+    steps += [values.Launch(None, [(slots[1], 0), (small, 0)])] * 2
+    arenas = memory.arenas_of(steps, [*slots, small])
+    assert [[slot.name for block in arena.blocks for slot in block.slots] for arena in arenas] == [
+        ["v0", "v4"],
+        ["small"],
+    ] or arenas
+    others = memory._allocated_by_torch(steps, memory._moments(steps))
+    assert max(memory._at_once(arenas, others)) <= 66 << 20
+
+
+def loops_reading(value, output, at=lambda index: index):
+    body = loops.Body()
+    index = [at(one) for one in loops.coordinates(output.shape)]
+    return body.loops(output, expression.Call("exp", (body.read(value, index),)))
+
+
+def test_what_lies_in_the_place_of_what_is_read():
+    def value(name, dtype=torch.float32):
+        return values.Value(values.Slot("memory", name, dtype=dtype), 0, (4, 4), (4, 1), dtype, name)
+
+    x, y, z = map(value, "xyz")
+    assert merge._in_place([loops_reading(x, y)]) == [(x.slot, y.slot)]
+    # what another thread reads, what another part of the launch reads, and elements of another size
+    assert merge._in_place([loops_reading(x, y, lambda index: index * -1 + 3)]) == []
+    assert merge._in_place([loops_reading(x, y), loops_reading(x, z)]) == []
+    assert merge._in_place([loops_reading(value("x", torch.bfloat16), y)]) == []
