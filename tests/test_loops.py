@@ -549,7 +549,10 @@ ROWS = {
     "normalize": (lambda x: F.normalize(x.cos(), dim=-1), (3, 5, 30), 1),
     "RMSNorm, written out": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), (3, 5, 64), 1),
     "LayerNorm, written out": (
-        lambda x: (lambda d: d / torch.sqrt((d * d).mean(-1, True) + 1e-5))(x - x.mean(-1, True)), (3, 5, 64), 2,
+        lambda x: (lambda d: d / torch.sqrt((d * d).mean(-1, True) + 1e-5))(x - x.mean(-1, True)), (3, 5, 64), 1,
+    ),
+    "norms of a sum of norms": (
+        lambda x: (lambda y: (y, F.rms_norm(y, (64,)) * 2))(x + F.rms_norm(x.sin(), (64,))), (3, 5, 64), 1,
     ),
     "rms_norm": (lambda x: F.rms_norm(x, (6,)) * 2, (6, 5, 6), 1),
     "rms_norm of small numbers": (lambda x: F.rms_norm(x * 0.015625, (6,)), (6, 5, 6), None),
@@ -577,7 +580,7 @@ ROWS = {
     "softmax along channels": (lambda x: F.softmax(x, 1), (2, 20, 6, 8), 1),
     "log_softmax along channels, odd": (lambda x: F.log_softmax(x, 1) * 2, (2, 20, 7, 9), 1),
     "LayerNorm along channels": (
-        lambda x: (lambda d: d * torch.rsqrt((d * d).mean(1, True) + 1e-6))(x - x.mean(1, True)), (2, 24, 6, 8), 2,
+        lambda x: (lambda d: d * torch.rsqrt((d * d).mean(1, True) + 1e-6))(x - x.mean(1, True)), (2, 24, 6, 8), 1,
     ),
     "amax along the first": (lambda x: x.amax(0) - x[0], (500, 64), 1),
     "norm along channels": (lambda x: F.normalize(x, dim=1), (3, 40, 64), 1),

@@ -249,7 +249,7 @@ class _Plan:
         touched = [self.touched(number) for number in range(len(self._steps))]
         for number in reversed(range(len(self._steps))):  # a reader may be computed by its own reader
             producer = self._loops_of(number)
-            if producer is None or producer.reductions or producer.also:
+            if producer is None or producer.also:
                 continue
             slot = producer.output.slot
             following = (one for one in range(number + 1, len(self._steps)) if slot in touched[one])
