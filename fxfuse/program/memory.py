@@ -171,23 +171,21 @@ def place(blocks: Sequence[Block]) -> int:
 def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
     """How many bytes blocks take, and their offsets, if they are placed in that order."""
     offsets: dict[Block, int] = {}
+    living: dict[int, list[Block]] = {}
+    """By step, the blocks that are placed."""
     size = 0
     for block in order:
-        others = sorted(
-            (
-                (begin, other)
-                for other, begin in offsets.items()
-                if other.first <= block.last and block.first <= other.last
-            ),
-            key=operator.itemgetter(0),
-        )
+        steps = range(block.first, block.last + 1)
+        others = dict.fromkeys(other for step in steps for other in living.get(step, ()))
         offset = 0
-        for begin, other in others:
+        for begin, other in sorted(((offsets[other], other) for other in others), key=operator.itemgetter(0)):
             if offset + block.nbytes <= begin:
                 break
             offset = max(offset, -(-(begin + other.nbytes) // ALIGNMENT) * ALIGNMENT)
         offsets[block] = offset
         size = max(size, offset + block.nbytes)
+        for step in steps:
+            living.setdefault(step, []).append(block)
     return size, offsets
 
 
