@@ -84,6 +84,13 @@ def rows_are_set(x):
     return y * 2
 
 
+def turned(x):
+    """Rotary positions."""
+    at = torch.arange(x.shape[-1], device=x.device).to(x.dtype)
+    half = x.shape[-1] // 2
+    return x * at.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * at.sin()
+
+
 def greater(n):
     return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
 
@@ -554,6 +561,8 @@ ROWS = {
     "norms of a sum of norms": (
         lambda x: (lambda y: (y, F.rms_norm(y, (64,)) * 2))(x + F.rms_norm(x.sin(), (64,))), (3, 5, 64), 1,
     ),
+    "a norm, turned": (lambda x: turned(F.rms_norm(x, (64,)) * 2), (3, 5, 64), 1),
+    "a norm along the first, turned": (lambda x: turned(F.normalize(x, dim=0)), (5, 6, 64), None),
     "rms_norm": (lambda x: F.rms_norm(x, (6,)) * 2, (6, 5, 6), 1),
     "rms_norm of small numbers": (lambda x: F.rms_norm(x * 0.015625, (6,)), (6, 5, 6), None),
     "layer_norm": (lambda x: F.layer_norm(x, (5, 6)) * 2, (6, 5, 6), 1),

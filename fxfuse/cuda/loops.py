@@ -29,7 +29,7 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     all_leaves,
-    indices_of,
+    divisions_of,
     kinds_of,
     memory_order,
     rows_of,
@@ -424,16 +424,9 @@ def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
         both = variable(f"d{at}", sizes[at] * inner)
         later = {f"d{dim}": variable(f"d{dim - 1}", sizes[dim]) for dim in range(at + 2, len(sizes))}
         merged = [substituted(leaf, {f"d{at}": both // inner, f"d{at + 1}": both % inner, **later}) for leaf in leaves]
-        if _divisions(merged) <= _divisions(leaves):
+        if divisions_of(merged) <= divisions_of(leaves):
             leaves, sizes = merged, [*sizes[:at], sizes[at] * inner, *sizes[at + 2 :]]
     return sizes, leaves
-
-
-def _divisions(leaves: Sequence[Leaf]) -> int:
-    found: set[Atom] = set()
-    for index in indices_of(leaves):
-        found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
-    return len(found)
 
 
 # ------------------------------------------------------------------------------------------------------ text

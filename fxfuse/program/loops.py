@@ -22,7 +22,7 @@ import torch
 from fxfuse import ops
 from fxfuse.expression import Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES
-from fxfuse.program.indices import Index, Variable, dot, variable
+from fxfuse.program.indices import Atom, Index, Quotient, Remainder, Variable, dot, variable
 from fxfuse.program.values import Slot, Value
 
 MOVED: Final = (*OPERAND_DTYPES, torch.float64)
@@ -357,16 +357,61 @@ def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
     if producer is None:
         return body.leaf(leaf)
     assert isinstance(leaf, Read)
+    own = min((_leaves_at(producer, place, leaf.where) for place in _places_in(producer, leaf)), key=divisions_of)
+    return _with_operands(producer.expression, {number: body.leaf(one) for number, one in enumerate(own)})
+
+
+def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list[Leaf]:
+    """What a producer's element at a place is made of, if it is asked for there only."""
+    values = {f"c{dim}": index for dim, index in enumerate(_coordinates_at(producer.output, place))}
+    leaves = [substituted(inner, values) for inner in producer.leaves]
+    return [
+        Read(own.slot, own.dtype, own.index, tuple(dict.fromkeys((*where, *own.where))))
+        if isinstance(own, Read)
+        else own
+        for own in leaves
+    ]
+
+
+def divisions_of(leaves: Sequence[Leaf]) -> int:
+    """How many quotients and remainders their places need."""
+    found: set[Atom] = set()
+    for index in indices_of(leaves):
+        found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
+    return len(found)
+
+
+def _places_in(producer: Loops, read: Read) -> list[Index]:
+    """Where what is read lies in a producer's result, in elements from its first.
+
+    Where conditions say that it is read in a part of a range only, there are two ways to say it. With rows it is one of
+    theirs also where nobody asks for it: a row's sum is computed there, too.
+    """
     output = producer.output
-    at = _coordinates_at(output, leaf.index - output.offset // output.dtype.itemsize)
-    values = {f"c{dim}": index for dim, index in enumerate(at)}
-    moved: dict[int, Expr] = {}
-    for position, inner in enumerate(producer.leaves):
-        own = substituted(inner, values)
-        if isinstance(own, Read):
-            own = Read(own.slot, own.dtype, own.index, tuple(dict.fromkeys((*leaf.where, *own.where))))
-        moved[position] = body.leaf(own)
-    return _with_operands(producer.expression, moved)
+    place = read.index - output.offset // output.dtype.itemsize
+    within = _within(place, read.where)
+    return [within] if producer.reductions or within == place else [place, within]
+
+
+def _within(place: Index, where: Sequence[Inside]) -> Index:
+    """A place that is the same where the conditions hold, with what they ask about in its range elsewhere, too."""
+    for condition in where:
+        low, high = condition.index.range
+        terms = dict(place.terms)
+        shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in condition.index.terms}
+        if (low >= 0 and high < condition.size) or len(shares) != 1:
+            continue
+        ((factor, rest),) = shares
+        if factor and not rest:
+            place = place + (condition.index % condition.size - condition.index) * factor
+    return place
+
+
+def has_rows_read(loops: Loops, producer: Loops) -> bool:
+    """Whether every row of a producer that `loops` would compute is there, whatever its conditions."""
+    reads = [read for read in loops.reads if read.slot is producer.output.slot and read.where]
+    ranges = [_places_in(producer, read)[0].range for read in reads]
+    return all(low >= 0 and high < math.prod(producer.output.shape) for low, high in ranges)
 
 
 # ------------------------------------------------------------------------------------------------------ rows

@@ -24,6 +24,7 @@ from fxfuse.program.loops import (
     Inside,
     Loops,
     all_leaves,
+    has_rows_read,
     indices_of,
     inlined,
     is_read_in_place,
@@ -40,6 +41,8 @@ MOST_NODES: Final = 256
 """Of one kernel's expressions."""
 MOST_RESULTS: Final = 4
 """Of one kernel, whose threads have registers for all of them."""
+MOST_READS_OF_A_ROW: Final = 4
+"""For one element of a result, of a row that is normalised: it is read again, and not added up again."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 SHARE_TOGETHER: Final = 4
@@ -295,7 +298,8 @@ class _Plan:
             return None
         if math.prod(loops.output.shape) != math.prod(value.shape) or not reads_alike(loops, value):
             return None
-        if any(read.where for read in loops.reads if read.slot is slot):
+        reads = [read for read in loops.reads if read.slot is slot]
+        if any(read.where for read in reads) and not (producer.reductions and len(reads) <= MOST_READS_OF_A_ROW):
             return None
         if slot in _sources(producer) and not is_read_in_place(loops, value):
             return None  # what it overwrites would be read after that
@@ -383,8 +387,8 @@ class _Plan:
         reduces = bool(loops.reductions or producer.reductions)
         if not (reduces or producer.only_moves) and math.prod(output.shape) > 2 * math.prod(producer.output.shape):
             return None  # computed again for each of many
-        if producer.reductions and any(read.where for read in loops.reads if read.slot is slot):
-            return None  # there may be no such row
+        if producer.reductions and not has_rows_read(loops, producer):
+            return None
         for source in _sources(producer):
             if any(first < writer < number for writer in self._writers.get(source, ()) if writer not in gone):
                 return None
@@ -397,6 +401,8 @@ class _Plan:
             return None
         if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
             return None
+        if len(whole.reductions) > len(loops.reductions) + len(producer.reductions):
+            return None  # another row's than its own
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
         try:
