@@ -114,17 +114,23 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
 
 
 def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
-    """Fewer, which need no more at once: each is one with the next that begins after it has ended, if it may be."""
-    left = list(arenas)
-    peak = max(SMALL, *_at_once(left, others))
-    joined: list[Arena] = []
+    """Fewer, which need no more at once: each goes on as those that begin after it has ended, as long as it may."""
+    left, joined = list(arenas), []
+    total = _at_once(left, others)
+    peak = max(SMALL, *total)
     while left:
         arena = left.pop(0)
         for other in [other for other in left if other.begin > arena.end]:
+            if other.begin <= arena.end:
+                continue  # the others' begin is in what it has become
             both = Arena([*arena.blocks, *other.blocks], arena.begin, other.end, max(arena.size, other.size))
-            rest = [one for one in left if one is not other]
-            if other.begin > arena.end and max(_at_once([*joined, both, *rest], others)) <= peak:
-                arena, left = both, rest
+            more = _at_once([both], [0] * len(total))
+            less = _at_once([arena, other], [0] * len(total))
+            changed = [before + new - old for before, new, old in zip(total, more, less, strict=True)]
+            if max(changed) > peak:
+                break
+            arena, total = both, changed
+            left.remove(other)
         joined.append(arena)
     return joined
 
