@@ -63,6 +63,8 @@ APART = 0.2
 """Of a norm: what rounding explains in no network that is worth its time."""
 NOTHING = 1e-3
 """Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
+FOLDERS = re.compile(r"(?<![\w.])/\S*?/(?=[\w.-]+/[\w.-]+\.py)")
+"""Of a path to a file in Python, all but the last."""
 COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
 """Names of kernels that only move values."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
@@ -290,7 +292,7 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
         _as_if_trained(model)
         model = model.eval().to(device, dtype)
     except Exception as reason:  # a package may refuse in any way
-        raise NotDrawn(f"{type(reason).__name__}: {reason}") from reason
+        raise NotDrawn(_told(reason)) from reason
     refused = ""
     while batch:
         for inputs in inputs_for(batch):
@@ -309,7 +311,7 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
                 torch.cuda.empty_cache()
                 break
             except Exception as reason:  # a model may refuse in any way
-                refused = f"{type(reason).__name__}: {reason}"
+                refused = _told(reason)
         else:
             break
         batch //= 2
@@ -395,9 +397,19 @@ def _warmed(trial: Trial, calls: dict[str, Callable[[], Any]]) -> dict[str, str]
                 if apart > APART and _apart(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
                     raise ArithmeticError(f"it computes something else than eager, {apart:.2f} of the norm apart")
         except Exception as reason:
-            failed[name] = f"{type(reason).__name__}: {reason}"[:200]
+            failed[name] = _told(reason)
             del calls[name]
     return failed
+
+
+def _told(error: Exception) -> str:
+    """What an exception says, for a table."""
+    return _of_any_machine(f"{type(error).__name__}: {error}")
+
+
+def _of_any_machine(text: str) -> str:
+    """The beginning of a text, its paths without the folders of the machine."""
+    return FOLDERS.sub("", text)[:200]
 
 
 def _apart(expected: Any, made: Any) -> float:
@@ -574,7 +586,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 first[peer] = time.perf_counter() - started
                 calls[peer] = call
             except Exception as reason:  # a peer's compiler may fail in any way
-                left_out[peer] = f"{type(reason).__name__}: {reason}"[:200]
+                left_out[peer] = _told(reason)
             _say(stage=peer, row=asdict(row))
         row = replace(row, first_result=first, left_out=left_out)
         _say(built=True, row=asdict(row))
@@ -586,7 +598,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             calls[OWN] = lambda: trial.call(fast)
             calls[OWN]()
         except Exception as reason:  # a failure of ours is a row
-            _say(row=asdict(replace(row, failure=f"{type(reason).__name__}: {reason}"[:300])), final=True)
+            _say(row=asdict(replace(row, failure=_told(reason))), final=True)
             return
         if device.type == "cuda":
             try:
@@ -597,7 +609,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 if refused:
                     left_out = {**left_out, f"{GRAPH} (ran without one)": refused[0][:200]}
             except Exception as reason:
-                left_out = {**left_out, GRAPH: f"{type(reason).__name__}: {reason}"[:200]}
+                left_out = {**left_out, GRAPH: _told(reason)}
         _say(stage="timing", row=asdict(row))
         report = fxfuse.explain(fast)
         row = replace(
