@@ -110,6 +110,14 @@ def test_what_is_made_of_numbers_is_made_once():
     assert not made.calls.keys() & {"arange", "zeros", "masked_fill_", "setitem", "sub", "gt", "fill_"}
 
 
+def test_what_a_region_makes_of_numbers_is_made_once():
+    def forward(m, x):
+        return m.fc(x).relu() * 2 + ((torch.arange(8.0) * 0.5 - 1).sigmoid() + 1).cumsum(0)
+
+    made = program_of(Net(forward, fc=linear()), randn(4, 8))
+    assert not made.calls.keys() & {"arange", "cumsum"} and made.launches == 1, made.code
+
+
 def test_what_is_drawn_or_given_is_made_at_every_call():
     model = Net(lambda m, x: (m.fc(x).relu() * 2, torch.zeros(3).normal_(0, 0) + x.sum(), m.fc.bias * 2), fc=linear())
     assert {"normal_", "zeros", "mul"} <= program_of(model, X).calls.keys()

@@ -543,15 +543,16 @@ class Recorder:
         owners = dict(self._owners)
         known: dict[int, Any] = dict(zip(map(id, tensors), values, strict=True))
         steps: list[Launch | Call] = []
+        are_constant = all(value.slot.constant is not None for value in values)
         try:
             for tensor in memory:
-                self._own_memory(tensor)
+                self._own_memory(tensor, are_constant)
             done = 0
             for operation in seen.operations:
                 steps += [self._launched(launch) for launch in seen.launches[done : operation.launches]]
                 done = operation.launches
                 if operation.allocates:
-                    self._own_memory(operation.result)
+                    self._own_memory(operation.result, are_constant)
                 elif operation.overload is _aten.lift_fresh.default and self._is_number(operation.result):
                     known[id(operation.result)] = operation.result
                 elif not operation.is_view:
@@ -580,10 +581,11 @@ class Recorder:
         is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
         return is_one and tensor.untyped_storage()._cdata not in self._owners
 
-    def _own_memory(self, tensor: torch.Tensor) -> None:
+    def _own_memory(self, tensor: torch.Tensor, is_constant: bool) -> None:
         if tensor.device != self._device:
             raise _Unknown
         slot = Slot("memory", self._name(), tuple(tensor.shape), tensor.stride(), tensor.dtype, extent(tensor))
+        slot.constant = tensor if is_constant else None
         self._owners.setdefault(tensor.untyped_storage()._cdata, Owner.of(slot, tensor))
 
     def _known(self, tensor: torch.Tensor, known: dict[int, Any]) -> Any:
