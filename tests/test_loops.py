@@ -328,6 +328,81 @@ def test_sixteen_bits(dtype, device):
     assert checked(moved(lambda x: windows(x) * 2), device, 2, 8, 8, 8, dtype=dtype).calls == {"cumsum": 1}
 
 
+ATTENTION = {
+    "attention": lambda first: nn.MultiheadAttention(16, 2, batch_first=first),
+    "attention without biases": lambda first: nn.MultiheadAttention(16, 4, bias=False, batch_first=first),
+    "an encoder": lambda first: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 24, activation="gelu", batch_first=first), 2, enable_nested_tensor=False
+    ),
+    "norms first": lambda first: nn.TransformerEncoderLayer(16, 2, 24, norm_first=True, batch_first=first),
+    "a decoder": lambda first: nn.TransformerDecoderLayer(16, 2, 24, batch_first=first),
+}
+
+
+class Attending(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.part = made
+
+    def forward(self, x):
+        x = (x * 2 + 1).sigmoid()
+        if isinstance(self.part, nn.MultiheadAttention):
+            return self.part(x, x, x, need_weights=False)[0]
+        return self.part(x, x) if isinstance(self.part, nn.TransformerDecoderLayer) else self.part(x)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "batch second"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_modules_with_attention_are_taken_apart(name, first, device):
+    torch.manual_seed(0)
+    made = checked(Attending(ATTENTION[name](first)), device, 3, 5, 16, exact=False)
+    left = {call for call in made.calls if "scaled_dot_product" not in call}
+    assert left <= {"addmm", "mm", "bmm"} and made.launches > 1, made.code
+
+
+def test_changes_of_what_is_in_a_module_with_attention(device):
+    model = Attending(nn.MultiheadAttention(16, 2, batch_first=True)).eval().to(device)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    changes = [
+        lambda part: setattr(part, "num_heads", 4),
+        lambda part: part.out_proj.weight.data.mul_(2),
+        lambda part: setattr(part.out_proj, "bias", nn.Parameter(torch.ones(16, device=device))),
+        lambda part: setattr(
+            part, "out_proj", nn.modules.linear.NonDynamicallyQuantizableLinear(16, 16, device=device)
+        ),
+    ]
+    with torch.no_grad():
+        for number, change in enumerate([lambda part: None, *changes]):
+            for each in (model, fast):
+                torch.manual_seed(number)
+                change(each.part)
+            for _ in range(4):
+                assert_as_eager(model, fast, torch.randn(3, 5, 16, device=device), exact=False)
+            if number == 0:
+                assert state_of(fast).programs.programs
+        for each in (model, fast):
+            each.part.register_forward_hook(lambda module, args, result: (result[0] * 3, None))
+        x = torch.randn(3, 5, 16, device=device)
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x))
+
+
+def test_the_kind_of_attention_is_the_one_that_is_allowed_now(device):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    fast = fxfuse.optimize(Attending(nn.MultiheadAttention(16, 2, batch_first=True)).eval().to(device))
+    x = torch.randn(3, 5, 16, device=device)
+    with torch.no_grad():
+        for _ in range(4):
+            fast(x)
+        with sdpa_kernel(SDPBackend.MATH):
+            for _ in range(4):
+                fast(x)
+        (by_products, fused) = state_of(fast).programs.programs
+    kinds = [any("scaled_dot_product" in call for call in made.calls) for made in (by_products, fused)]
+    assert kinds == [False, True], (by_products.calls, fused.calls)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_numbers_and_indices_on_a_cpu(device):
     """What torch takes from a CPU at every call is no kernel's to read."""

@@ -157,10 +157,18 @@ def _constant(argument: Any) -> Any:
 
 
 def _switches(device: torch.device) -> tuple[Any, ...]:
-    plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    kinds = [ask() for ask in _KINDS_OF_ATTENTION]
+    plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kinds
     if device.type != "cuda":
         return plain
     return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), torch._C._cuda_getDevice()
+
+
+_KINDS_OF_ATTENTION: Final[tuple[Callable[[], Any], ...]] = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
+    getattr(torch._C, "_get_cudnn_sdp_enabled", bool), getattr(torch._C, "_get_sdp_priority_order", tuple),
+)  # fmt: skip
+"""What torch chooses the kind of attention by."""
 
 
 class Programs:
@@ -278,7 +286,9 @@ class Programs:
         given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound, strict=True)), **self._nothing}
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
-        recorder = Recorder(self._root, self._graph, self._leaves, given, tensors)
+        device = device_of(tensors)
+        merges = device is not None and device.type in MERGING
+        recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts=merges)
         result = recorder.run()
         if recorder.reason is not None:
             self._tries += 1

@@ -7,6 +7,7 @@ only whether there is one matters.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,8 +25,9 @@ class Leaves:
     """Modules of torch.nn, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [module for module in dict.fromkeys(modules) if _is_known(module)]
-        self._known = frozenset(self._modules)
+        known = [module for module in dict.fromkeys(modules) if all(map(_is_known, module.modules()))]
+        self._known = frozenset(known)
+        self._modules = list(dict.fromkeys(each for module in known for each in module.modules()))
         self._kinds = [type(module) for module in self._modules]
         self._members = [vars(module) for module in self._modules]
         self._counts = [len(members) for members in self._members]
@@ -37,7 +39,8 @@ class Leaves:
             for table in (module._parameters, module._buffers)
             for name in table
         ]
-        self._values, self._missing = self._read()
+        self._children = [(module._modules, name) for module in self._modules for name in module._modules]
+        self._values, self._missing, self._parts = self._read()
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._known
@@ -49,15 +52,16 @@ class Leaves:
                 not any(self._hooks)
                 and [type(module) for module in self._modules] == self._kinds
                 and [len(members) for members in self._members] == self._counts
-                and (self._values, self._missing) == self._read()
+                and (self._values, self._missing, self._parts) == self._read()
             )
         except KeyError:  # an attribute is gone
             return False
 
-    def _read(self) -> tuple[list[Any], list[bool]]:
+    def _read(self) -> tuple[list[Any], list[bool], list[nn.Module | None]]:
         return (
             [members[name] for members, name in self._places],
             [table[name] is None for table, name in self._tensors],
+            [table[name] for table, name in self._children],
         )
 
 
@@ -66,14 +70,15 @@ def _is_own(name: str) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether attributes that can be compared, and tensors, are all that it computes with."""
+    """Whether attributes that can be compared, tensors and modules of torch are all that it computes with."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
-        and not module._modules
         and not has_hooks(module)
         and all(_is_constant(value) for name, value in vars(module).items() if _is_own(name))
     )
 
 
 def _is_constant(value: Any) -> bool:
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):  # an activation
+        return (value.__module__ or "torch").split(".")[0] == "torch"
     return all(map(_is_constant, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)

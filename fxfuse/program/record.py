@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -231,13 +232,15 @@ class Recorder:
 
     def __init__(
         self, root: nn.Module, graph: fx.Graph, leaves: Leaves, given: Mapping[fx.Node, Any],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor], by_parts: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             leaves: of which every call asks whether they are what they were.
             given: what placeholders and attributes are.
             tensors: those that every call looks up, in that order: `given` ones, and parameters of modules.
+            by_parts: whether modules with attention run without torch's operators for all of them, so that what
+                stands between their products can be merged.
         """
         self.reason: str | None = None
         self.steps: list[Launch | Call] = []
@@ -246,6 +249,7 @@ class Recorder:
         self.ties: list[tuple[int, int]] = []
         """Positions of those that are the same tensor."""
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
+        self._by_parts = by_parts
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
         """By storage; of arguments that share one the first."""
@@ -366,11 +370,20 @@ class Recorder:
             return self._ran_fused(node, args, kwargs)
         given = tensors_in((args, kwargs))
         before = list(map(_metadata, given))
-        result, seen = self._observed(lambda: _called(node, args, kwargs, self._root))
+        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+        def call() -> Any:
+            return _called(node, args, kwargs, self._root)
+
+        if self._by_parts and module is not None and module in self._leaves and _has_fast_path(module):
+            expected = call()
+            result, seen = self._observed(lambda: _lying_as(expected, _by_its_parts(call)))
+        else:
+            result, seen = self._observed(call)
 
         def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
             symbols = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            target: Any = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+            target: Any = node.target if module is None else module
             if getattr(target, "__name__", "") in _AUTOCAST:
                 return {node: None}
             is_asked = seen.depends_on_values or numbers_in(symbols)
@@ -382,8 +395,8 @@ class Recorder:
                 raise Refused(f"what '{node}' is depends on tensors' values")
             if list(map(_metadata, given)) != before:
                 raise Refused(f"'{node}' changes the shape or the strides of a tensor in place")
-            may_change = node.op == "call_module" and target not in self._leaves  # what it does in another call
-            if seen.computing and not may_change and not seen.attends:
+            may_change = module is not None and module not in self._leaves  # what it does in another call
+            if seen.computing and not may_change and (module is not None or not seen.attends):
                 with contextlib.suppress(_Unknown):
                     return {node: self._taken_apart(seen, (), given, values_in(symbols), result, str(node))}
             if seen.computing and self._autocast() != self._autocast_then:
@@ -745,6 +758,37 @@ def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     return target(*args, **kwargs)
+
+
+def _has_fast_path(module: nn.Module) -> bool:
+    """Whether torch may compute a module by an operator of its own for all of it, with nothing in it to merge."""
+    kinds, parts = nn.MultiheadAttention | nn.TransformerEncoderLayer, list(module.modules())
+    return any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
+
+
+class _Watched(TorchFunctionMode):
+    """Changes nothing, but modules whose functions somebody watches do not take their fast path."""
+
+    def __torch_function__(
+        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _by_its_parts(call: Callable[[], Any]) -> Any:
+    with _Watched():
+        return call()
+
+
+def _lying_as(expected: Any, made: Any) -> Any:
+    """What was made, with the strides of what was expected."""
+
+    def lying(want: Any, have: Any) -> Any:
+        if not isinstance(have, torch.Tensor) or _places(have)[:2] == _places(want)[:2]:
+            return have
+        return torch.empty_strided(want.shape, want.stride(), dtype=have.dtype, device=have.device).copy_(have)
+
+    return pytree.tree_map(lying, expected, made)
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
