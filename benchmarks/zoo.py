@@ -60,11 +60,11 @@ SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
 MOST_PARAMETERS = 150_000_000
 APART = 0.2
-"""Of a norm: what rounding explains in no network that is worth its time."""
+"""Part of a result's norm that rounding does not explain."""
 NOTHING = 1e-3
 """Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
 FOLDERS = re.compile(r"(?<![\w.])/\S*?/(?=[\w.-]+/[\w.-]+\.py)")
-"""Of a path to a file in Python, all but the last."""
+"""Those of a path to a file in Python, but for the last."""
 COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
 """Names of kernels that only move values."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
@@ -607,7 +607,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 refused = [line for line in fxfuse.explain(graphed).cuda_graphs if "without" in line]
                 calls[GRAPH] = lambda: trial.call(graphed)
                 if refused:
-                    left_out = {**left_out, f"{GRAPH} (ran without one)": refused[0][:200]}
+                    left_out = {**left_out, f"{GRAPH} (ran without one)": _of_any_machine(refused[0])}
             except Exception as reason:
                 left_out = {**left_out, GRAPH: _told(reason)}
         _say(stage="timing", row=asdict(row))
@@ -699,7 +699,7 @@ class _Process:
         """The last line that it wrote to its standard error, which is an exception's message if one ended it."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:200] if lines else ""
+        return _of_any_machine(lines[-1]) if lines else ""
 
 
 def _row_of(process: _Process, network: Network, given: Any) -> Row:

@@ -269,7 +269,8 @@ class Programs:
         """A call for which there is no program: recorded if the one before was of the same kind."""
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
-        if not self._is_fused and not any(tensor.device.type in MERGING for tensor in tensors):
+        merges = any(tensor.device.type in MERGING for tensor in tensors)
+        if not self._is_fused and not merges:
             self.reason = "nothing is fused"
             return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not _are_plain(tensors, constants) or _is_captured(tensors):
@@ -286,8 +287,6 @@ class Programs:
         given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound, strict=True)), **self._nothing}
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
-        device = device_of(tensors)
-        merges = device is not None and device.type in MERGING
         recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts=merges)
         result = recorder.run()
         if recorder.reason is not None:

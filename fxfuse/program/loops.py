@@ -384,8 +384,9 @@ def divisions_of(leaves: Sequence[Leaf]) -> int:
 def _places_in(producer: Loops, read: Read) -> list[Index]:
     """Where what is read lies in a producer's result, in elements from its first.
 
-    Where conditions say that it is read in a part of a range only, there are two ways to say it. With rows it is one of
-    theirs also where nobody asks for it: a row's sum is computed there, too.
+    Of an element that is read under conditions there are two descriptions, of which the simpler is taken. If the
+    producer has rows it is the one that lies in the result everywhere: sums are computed where nobody asks for the
+    element, too.
     """
     output = producer.output
     place = read.index - output.offset // output.dtype.itemsize
@@ -394,7 +395,7 @@ def _places_in(producer: Loops, read: Read) -> list[Index]:
 
 
 def _within(place: Index, where: Sequence[Inside]) -> Index:
-    """A place that is the same where the conditions hold, with what they ask about in its range elsewhere, too."""
+    """A place that is the same where the conditions hold; elsewhere, too, what they ask about counts as inside."""
     for condition in where:
         low, high = condition.index.range
         terms = dict(place.terms)

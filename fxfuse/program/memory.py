@@ -1,8 +1,8 @@
 """Where results of kernels lie: in arenas, pieces of memory that are there while something lives in them.
 
-Within an arena results that do not live at the same time share memory, and one that is computed in place of what is
-read there has the same. An arena ends, and another begins later, where torch's own results would otherwise make a call
-need more memory at once: each arena is an allocation.
+Within an arena results that do not live at the same time share memory, and a result that is computed in the place of
+what it reads has that one's. An arena ends, and another begins later, where torch's own results would otherwise make a
+call need more memory at once: each arena is an allocation.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Are
     blocks = blocks_of(steps, slots)
     moments = _moments(steps)
     others = _allocated_by_torch(steps, moments)
-    ways = [[Arena.of(part, moments) for part in _apart(blocks, moments)]]
+    ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
         ways.append(cut)
     peaks = [max(_at_once(arenas, others), default=0) for arenas in ways]
     enough = max(SMALL, min(peaks) * (1 + NOT_WORTH_A_CUT))
     arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
     for arena in arenas:
-        arena.place()
+        arena.place()  # again: its blocks lie as the last cut has them
     arenas = _joined(arenas, others)
     for number, arena in enumerate(arenas):
         arena.name = f"arena{number}"
@@ -96,8 +96,8 @@ def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Are
 
 
 def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int]) -> list[Arena] | None:
-    """The same where most is needed at once with less of what does not live then: the largest arena there ends before,
-    and another begins afterwards, while what lives on has one of its own. None if all lives then."""
+    """The same with one arena divided, the largest where most is needed at once: a part ends before that moment, a part
+    begins after it, and what lives then has an arena of its own. None if all of it lives then."""
     total = _at_once(arenas, others)
     moment = max(range(len(total)), key=total.__getitem__, default=-1)
     there = [arena for arena in arenas if arena.begin <= moment <= arena.end]
@@ -114,22 +114,21 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
 
 
 def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
-    """Fewer, which need no more at once: each goes on as those that begin after it has ended, as long as it may."""
+    """Fewer: each has what lies in those that begin after its end, too, as long as no more is needed at once."""
     left, joined = list(arenas), []
     total = _at_once(left, others)
     peak = max(SMALL, *total)
     while left:
         arena = left.pop(0)
-        for other in [other for other in left if other.begin > arena.end]:
+        for other in list(left):
             if other.begin <= arena.end:
-                continue  # the others' begin is in what it has become
+                continue
             both = Arena([*arena.blocks, *other.blocks], arena.begin, other.end, max(arena.size, other.size))
-            more = _at_once([both], [0] * len(total))
-            less = _at_once([arena, other], [0] * len(total))
-            changed = [before + new - old for before, new, old in zip(total, more, less, strict=True)]
-            if max(changed) > peak:
+            theirs = _at_once([arena, other], [0] * len(total))
+            with_both = _at_once([both], list(map(operator.sub, total, theirs)))
+            if max(with_both) > peak:
                 break
-            arena, total = both, changed
+            arena, total = both, with_both
             left.remove(other)
         joined.append(arena)
     return joined
@@ -201,7 +200,7 @@ def _moments(steps: Sequence[Launch | Call]) -> list[int]:
     return list(itertools.accumulate(new, initial=0))[: len(steps)]
 
 
-def _apart(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]]:
+def _groups(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]]:
     """Groups of which none lives while another does."""
     groups: list[list[Block]] = []
     until = -1

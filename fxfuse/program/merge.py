@@ -42,7 +42,7 @@ MOST_NODES: Final = 256
 MOST_RESULTS: Final = 4
 """Of one kernel, whose threads have registers for all of them."""
 MOST_READS_OF_A_ROW: Final = 4
-"""For one element of a result, of a row that is normalised: it is read again, and not added up again."""
+"""Elements of a row with a sum that one element of a result may need: they are computed for each, the sum is not."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 SHARE_TOGETHER: Final = 4
@@ -116,18 +116,17 @@ def _together(
 
 
 def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
-    """Of what one launch computes: memory that is read, and that of a result which may lie there."""
+    """Pairs of memory that a launch reads, and memory of a result that may lie there; of what it computes together."""
     pairs = []
     for loops in together:
         others = {slot for other in together if other is not loops for slot in _sources(other)}
         others |= {atom.memory for atom in _elements(loops)} | {store.output.slot for store in loops.stores}
         for slot, dtype in dict.fromkeys((read.slot, read.dtype) for read in loops.reads):
-            alike = {read.dtype for read in loops.reads if read.slot is slot} == {dtype}
+            if slot in others or any(read.dtype != dtype for read in loops.reads if read.slot is slot):
+                continue
             for output in (store.output for store in loops.stores):
                 value = dataclasses.replace(output, slot=slot, dtype=dtype)
-                is_alike = (
-                    alike and slot not in others and (output.offset, output.dtype.itemsize) == (0, dtype.itemsize)
-                )
+                is_alike = (output.offset, output.dtype.itemsize) == (0, dtype.itemsize)
                 if is_alike and is_read_in_place(loops, value):
                     pairs.append((slot, output.slot))
     return pairs

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -766,17 +766,9 @@ def _has_fast_path(module: nn.Module) -> bool:
     return any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
 
 
-class _Watched(TorchFunctionMode):
-    """Changes nothing, but modules whose functions somebody watches do not take their fast path."""
-
-    def __torch_function__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def _by_its_parts(call: Callable[[], Any]) -> Any:
-    with _Watched():
+    """call(), in which modules do not take their fast path: they do not where somebody watches torch's functions."""
+    with BaseTorchFunctionMode():
         return call()
 
 

@@ -120,7 +120,7 @@ class Launch:
     loops: Loops | None = None
     """What it computes, if kernels of loops can, too."""
     in_place: Sequence[tuple[Slot, Slot]] = ()
-    """What it reads and writes element by element, in such a way that the one may lie where the other does."""
+    """Pairs of memory that it reads and memory that it writes, of which the second may lie where the first does."""
 
 
 @dataclass(eq=False)
