@@ -1,4 +1,5 @@
-"""Which values of a graph are in channels_last, whatever layout the model's inputs have.
+"""Which values of a graph are in channels_last, whatever layout the model's inputs have: images (4-D) and, in
+channels_last_3d, volumes or videos (5-D).
 
 Libraries and kernels convolve faster there, and most of torch's operators pass the layout on. So each value of the
 graph is given a layout, eager's own or channels_last, for the least bytes: a conversion where the layout changes costs
@@ -26,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse.layout import channels_last_strides, contiguous_strides
+from fxfuse.layout import FORMATS, channels_last_strides, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
 from fxfuse.patterns.anchors import known_tensor
 from fxfuse.patterns.layouts import (
@@ -116,11 +117,12 @@ def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
     proxy = _proxy_among((x, wanted))
     if proxy is not None:
         return proxy.tracer.create_proxy("call_function", to_channels_last, (x, wanted, number), {})
-    if not wanted or not isinstance(x, torch.Tensor) or x.dim() != 4:
+    if not wanted or not isinstance(x, torch.Tensor) or x.dim() not in FORMATS or not _gains(x):
         return x
-    if not x.is_contiguous(memory_format=torch.channels_last):
+    memory_format = FORMATS[x.dim()]
+    if not x.is_contiguous(memory_format=memory_format):
         _copied[number] = x.numel() * x.element_size()
-        return x.contiguous(memory_format=torch.channels_last)
+        return x.contiguous(memory_format=memory_format)
     # one channel, or one pixel: the same in memory, but a convolution goes by strides
     return x if x.stride(1) == 1 else x.as_strided(x.shape, channels_last_strides(x.shape))
 
@@ -155,12 +157,12 @@ _shape: Final[Any] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 def _is_plain(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return True
-    if value.dim() != 4:
+    if value.dim() not in FORMATS:
         return value.is_contiguous()
-    if not value.is_contiguous() or not _gains(value):
+    if not value.is_contiguous() or (value.dim() == 4 and not _gains(value)):  # 5-D values stay as they are then
         return False
     # Where both layouts are the same in memory, strides say which of them torch's operators take it to have.
-    both = value.is_contiguous(memory_format=torch.channels_last)
+    both = value.is_contiguous(memory_format=FORMATS[value.dim()])
     return not both or value.stride() == contiguous_strides(value.shape)
 
 
@@ -170,10 +172,11 @@ def _are_contiguous(shapes: tuple[Sequence[int], ...], strides: tuple[tuple[int,
 
 
 def _gains(x: torch.Tensor) -> bool:
-    """Whether its device convolves numbers of its dtype faster in channels_last: GPUs do, and oneDNN on a CPU."""
+    """Whether its device convolves numbers of its dtype faster in channels_last: GPUs do, and oneDNN does images."""
     if x.is_cuda:
         return True
-    return x.device.type == "cpu" and x.dtype in _OF_ONEDNN and bool(torch.backends.mkldnn.is_available())
+    is_image = x.dim() == 4 and x.dtype in _OF_ONEDNN
+    return is_image and x.device.type == "cpu" and bool(torch.backends.mkldnn.is_available())
 
 
 def _elements(values: Sequence[Any]) -> float:
@@ -203,6 +206,7 @@ class _Known:
     Attributes:
         roles: of the nodes that may work in channels_last: what they make is a picture.
         sizes: channels and pixels of every value, in relation to others.
+        dimensions: of pictures.
         origins: of every value, such values that it is contiguous in eager if all of them are.
         tied: nodes of `roles` that must have one layout, since one overwrites what others read.
         has_strangers: whether the graph calls modules that may do anything.
@@ -213,6 +217,7 @@ class _Known:
         self.graph = graph
         self.roles: dict[fx.Node, Role] = {}
         self.sizes: dict[fx.Node, tuple[float, float]] = {}
+        self.dimensions: dict[fx.Node, int] = {}
         self.origins: dict[fx.Node, frozenset[fx.Node]] = {}
         self.tied: list[list[fx.Node]] = []
         self.mutations = Mutations(root, graph)
@@ -225,6 +230,7 @@ class _Known:
                 self.sizes[node] = next((self.sizes[arg] for arg in node.all_input_nodes), (3.0, 1.0))
                 continue
             self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
+            self.dimensions[node] = role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs) or 4
             pictures.add(node)
             # what comes of permutations is in channels_last in eager already, or in neither layout
             if not any(map(is_never_contiguous, self.origins[node])):
@@ -288,11 +294,10 @@ class _Known:
             weight: Any = getattr(self.root.get_submodule(str(node.target)), "weight", None)
         else:
             weight = known_tensor(self.root, node.args[1] if len(node.args) > 1 else node.kwargs.get("weight"))
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 4 or weight.shape[1] * weight[0, 0].numel() in (
-            weight.shape[1], weight[0, 0].numel(),
-        ):  # fmt: skip
+        if not isinstance(weight, torch.Tensor) or weight.dim() not in FORMATS:
             return 0
-        return weight.numel()
+        is_both = 1 in (weight.shape[1], weight[0, 0].numel())
+        return 0 if is_both else weight.numel()
 
     def behind(self, value: fx.Node) -> fx.Node:
         """What `value` is the contiguous copy of, if that is a permutation, which may be in channels_last, and nobody
@@ -305,6 +310,10 @@ class _Known:
         order = self.mutations.order
         is_overwritten = self.mutations.between(order[value], len(order), [value, source], [])
         return value if is_overwritten else source
+
+    def forgets(self, value: fx.Node, user: fx.Node) -> bool:
+        """Whether nothing that comes of `user` depends on the strides of `value`, a picture."""
+        return forgets(self.root, value, user, self.dimensions[value])
 
     def outside(self, node: fx.Node) -> bool:
         """Whether it is a value that may be a picture, and has eager's layout in any case."""
@@ -338,7 +347,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
                 network.add(SOURCE, value, known.left(value) + (price if is_copied(value) else 0))
             back = NEVER if role.is_alias or role.several else price  # others would not see it overwritten
             network.add(value, ("back", value), back)
-            others = [user for user in value.users if user not in readers and not forgets(known.root, value, user)]
+            others = [user for user in value.users if user not in readers and not known.forgets(value, user)]
             for reader in [*readers, *([SINK] if others else [])]:
                 network.add(("back", value), reader, NEVER)
         there = price if known.behind(value) is value else 1
@@ -449,7 +458,7 @@ class _Conversions:
         """Lets all others read `value` as it is in eager."""
         for user in sorted(value.users, key=lambda user: self._order.get(user, -1)):
             reads = user not in self._order or (user in self._inside and value in self._known.roles[user].inputs)
-            if not reads and not forgets(self._known.root, value, user):
+            if not reads and not self._known.forgets(value, user):
                 self._replace(user, value, self._converted(user, value, False, (self._flag(value),)))
 
     def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 Strides = tuple[int, ...]
 
 NCHW = ((0,), (1,), (2, 3))
 CHANNELS_LAST = ((0,), (2, 3), (1,))
 """Dimensions of a convolution's tensors as (batch, row, col): see `group`."""
+FORMATS: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""torch's names of the order in which the channels are last, by a tensor's dimensions."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,10 @@ def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def channels_last_strides(shape: Sequence[int]) -> Strides:
-    """Strides of a 4-D tensor in channels_last."""
-    _, channels, height, width = shape
-    return (channels * height * width, 1, width * channels, channels)
+    """Strides of a 4-D tensor in channels_last, or of a 5-D one in channels_last_3d."""
+    batch, channels, *sizes = shape
+    first, *pixels = contiguous_strides((batch, *sizes, channels))[:-1]
+    return (first, 1, *pixels)
 
 
 def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -125,6 +125,66 @@ def convolution_names(fast):
     return [node.name for node in fast.graph.nodes if node.target is functional.conv2d or node.op == "call_module"]
 
 
+def volumes(*channels, **options):
+    return nn.ModuleList(nn.Conv3d(a, b, 3, padding=1, **options) for a, b in itertools.pairwise(channels))
+
+
+def residual_volumes(m, x):
+    x = F.max_pool3d(F.relu(m.stem(x)), 3, 1, 1)
+    for layer in m.layers:
+        x = F.relu(m.bn(layer(x)) + x)
+    return m.pool(x).flatten(1)
+
+
+def dense_volumes(m, x):
+    features = [x := F.relu(m.layers[0](x))]
+    for layer in m.layers[1:]:
+        features.append(F.silu(layer(features[-1])))
+    return m.last(torch.cat(features, 1)), F.avg_pool3d(features[0], 2), features[1].mean((2, 3))
+
+
+VOLUMES = {
+    "chain": Net(chain, layers=volumes(3, 8, 8, 16, 8)),
+    "residual": Net(
+        residual_volumes,
+        stem=nn.Conv3d(3, 8, 3, bias=False),
+        layers=volumes(8, 8, 8, 8),
+        bn=nn.BatchNorm3d(8),
+        pool=nn.AdaptiveAvgPool3d(1),
+    ),
+    "dense": Net(dense_volumes, layers=volumes(3, 4, 4, 4, 4), last=nn.Conv3d(16, 4, 1)),
+    "upsampled": Net(
+        lambda m, x: m.up(chain(m, x)).relu(), layers=volumes(3, 4, 5, 6, 7), up=nn.ConvTranspose3d(7, 3, 2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "slice"])
+def test_volumes_are_convolved_in_channels_last_3d(name, layout):
+    model = VOLUMES[name].eval()
+    fast = fxfuse.optimize(model)
+    x = randn(2, 3, 5, 9, 10)
+    x = {"contiguous": x, "channels_last": x.to(memory_format=torch.channels_last_3d), "slice": x[..., 1:, 2:]}[layout]
+    with torch.no_grad():
+        for _ in range(3):  # the last as a program
+            assert_as_eager(model, fast, x)
+    assert borders(fast)[0] == 1
+    if layout == "contiguous":
+        assert "convolutions run in channels_last" in str(fxfuse.explain(fast))
+
+
+@pytest.mark.parametrize("dimensions, back", [((2, 3, 4), 0), ((-1, -2, -3), 0), ((2, 3), 1)])
+def test_only_means_of_all_voxels_have_no_strides_of_volumes(dimensions, back):
+    fast = fxfuse.optimize(Net(lambda m, x: chain(m, x).mean(dimensions) * 2, layers=volumes(3, 4, 4, 4, 4)).eval())
+    assert borders(fast) == (1, back)
+
+
+def test_volumes_convolved_in_groups_stay_as_they_are():
+    fast = fxfuse.optimize(Net(chain, layers=volumes(4, 4, 4, 4, 4, groups=4)).eval())
+    assert borders(fast) == (0, 0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "slice"])
 def test_results_and_strides_are_eagers(name, layout):

@@ -1,4 +1,5 @@
-"""What a node makes of its inputs' layout: which operations compute the same, and as fast, in channels_last.
+"""What a node makes of its inputs' layout: which operations compute the same, and as fast, in channels_last (of 5-D
+values channels_last_3d).
 
 What torch computes does not depend on strides. But some operations give contiguous results whatever they are given,
 some look at strides (view, as_strided), and of what Python does nobody knows: for those `role_of` is None.
@@ -6,6 +7,7 @@ some look at strides (view, as_strided), and of what Python does nobody knows: f
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import functional, ops
+from fxfuse.layout import FORMATS
 from fxfuse.patterns.anchors import has_hooks, known_tensor, noted
 from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
@@ -39,6 +42,8 @@ class Role:
     """The result's pixels for each of the first input's, about."""
     channels: int | None = None
     """The result's channels, if they are not the first input's."""
+    dimensions: int | None = None
+    """The result's, if they are known: 4 of an image, 5 of a volume."""
 
 
 _ROWS_OF_STRIDES: Final = frozenset({"contiguous", "clone"})
@@ -47,20 +52,29 @@ _ROWS_OF_ALIASES: Final = frozenset({"to", "float", "half", "bfloat16", "type_as
 _FEW_PIXELS: Final = 0.02
 """Where all pixels of an image become one: a few, beside all others."""
 
-_POOL_MODULES: Final = (nn.MaxPool2d, nn.AvgPool2d)
-_ADAPTIVE_MODULES: Final = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-_SAME_MODULES: Final = (nn.BatchNorm2d, nn.ZeroPad2d, nn.ConstantPad2d)
+_POOL_MODULES: Final = (nn.MaxPool2d, nn.AvgPool2d, nn.MaxPool3d)
+_ADAPTIVE_MODULES: Final = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool3d)
+_SAME_MODULES: Final = (nn.BatchNorm2d, nn.BatchNorm3d, nn.ZeroPad2d, nn.ConstantPad2d, nn.ZeroPad3d, nn.ConstantPad3d)
 _UPSAMPLING_MODULES: Final = (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)
-_CONVOLUTION_MODULES: Final = (nn.Conv2d, nn.ConvTranspose2d)
+_CONVOLUTION_MODULES: Final = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
-_CONVOLUTIONS: Final = frozenset(
-    {functional.conv2d, F.conv2d, torch.conv2d, _aten.conv2d, F.conv_transpose2d, torch.conv_transpose2d,
-     _aten.conv_transpose2d}
-)  # fmt: skip
+_TRANSPOSED: Final = {
+    F.conv_transpose2d: 4, torch.conv_transpose2d: 4, _aten.conv_transpose2d: 4,
+    F.conv_transpose3d: 5, torch.conv_transpose3d: 5, _aten.conv_transpose3d: 5,
+}  # fmt: skip
+_CONVOLUTIONS: Final = {
+    functional.conv2d: 4, F.conv2d: 4, torch.conv2d: 4, _aten.conv2d: 4, F.conv3d: 5, torch.conv3d: 5, _aten.conv3d: 5,
+    **_TRANSPOSED,
+}  # fmt: skip
+"""The dimensions of what they convolve."""
 _POOLS: Final = frozenset(
-    {F.max_pool2d, torch.max_pool2d, _aten.max_pool2d, F.avg_pool2d, _aten.avg_pool2d}
+    {F.max_pool2d, torch.max_pool2d, _aten.max_pool2d, F.avg_pool2d, _aten.avg_pool2d, F.max_pool3d, torch.max_pool3d,
+     _aten.max_pool3d}
 )  # fmt: skip
-_ADAPTIVE: Final = frozenset({F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d})
+"""Without averages of volumes: torch computes those of contiguous tensors."""
+_ADAPTIVE: Final = frozenset(
+    {F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d, F.adaptive_avg_pool3d, _aten.adaptive_avg_pool3d}
+)
 _NORMALISATIONS: Final = frozenset({F.batch_norm, torch.batch_norm, _aten.batch_norm})
 _CATS: Final = frozenset({torch.cat, torch.concat, torch.concatenate, _aten.cat})
 _PADS: Final = frozenset({F.pad, torch._C._nn.pad, _aten.pad, _aten.constant_pad_nd})
@@ -68,7 +82,6 @@ _MODES: Final = ("nearest", "nearest-exact", "bilinear")
 """In which torch's kernels for a GPU enlarge images in channels_last."""
 _REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})
 _PARTS: Final = frozenset({"chunk", "split", "split_with_sizes"})
-_PICTURE: Final = frozenset({2, 3})
 
 
 def role_of(root: nn.Module, node: fx.Node) -> Role | None:
@@ -81,7 +94,7 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
         return Role(tuple(node.all_input_nodes[:1]), is_alias=True)
     target = str(node.target) if node.op == "call_method" else ops.function_of(node.target)
     if target in _CONVOLUTIONS:
-        return _of_convolution(root, node)
+        return _of_convolution(root, node, target)
     if target is functional.pointwise:
         return Role(_pictures(node), grows=_pooled(node)) if _pictures(node) else None
     return _of_spelling(root, node) or _of_library(node, target)
@@ -100,16 +113,18 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
     if has_hooks(module) or len(inputs) != 1:
         return None
     if kind in _CONVOLUTION_MODULES:
-        assert isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
-        area = float(module.stride[0] * module.stride[1])
-        grows = 1 / area if kind is nn.Conv2d else area
-        return Role(inputs, is_convolution=True, grows=grows, channels=module.out_channels)
+        assert isinstance(module, nn.modules.conv._ConvNd)
+        area, dimensions = _area(module.stride), len(module.stride) + 2
+        if _is_left(dimensions, module.groups):
+            return None
+        return Role(inputs, True, grows=area if module.transposed else 1 / area, channels=module.out_channels,
+                    dimensions=dimensions)  # fmt: skip
     if module.training or getattr(module, "return_indices", False):
         return None
     if is_nothing(root, node):
         return Role(inputs, is_alias=True)
     if kind in _POOL_MODULES:
-        return Role(inputs, grows=1 / _area(getattr(module, "stride", 1)))
+        return Role(inputs, grows=1 / _area(getattr(module, "stride", 1), 3 if kind is nn.MaxPool3d else 2))
     if kind in _ADAPTIVE_MODULES:
         return Role(inputs, grows=_FEW_PIXELS)
     if kind in _UPSAMPLING_MODULES:
@@ -136,21 +151,27 @@ def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
     if not isinstance(arg, fx.Node) or arg.op == "get_attr":
         return False
     value = noted(arg)
-    return not isinstance(value, torch.Tensor) or value.dim() == 4
+    return not isinstance(value, torch.Tensor) or value.dim() in FORMATS
 
 
-def _of_convolution(root: nn.Module, node: fx.Node) -> Role | None:
+def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     x = _argument(node, 0, "input")
     weight = known_tensor(root, _argument(node, 1, "weight"))
-    if not isinstance(x, fx.Node):
+    dimensions = _CONVOLUTIONS[target]
+    if not isinstance(x, fx.Node) or (_is_left(dimensions, _argument(node, 6, "groups"))):
         return None
-    fused = node.target is functional.conv2d
+    fused = target is functional.conv2d
     operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
     stride = _argument(node, 5 if fused else 3, "stride")
-    transposed = "transpose" in getattr(node.target, "__name__", "")
-    grows = _area(stride) if transposed else 1 / _area(stride)
-    channels = None if weight is None or weight.dim() != 4 or transposed else int(weight.shape[0])
-    return Role((x, *operands), is_convolution=True, grows=grows * _pooled(node), channels=channels)
+    transposed = target in _TRANSPOSED
+    grows = _area(stride, dimensions - 2) if transposed else 1 / _area(stride, dimensions - 2)
+    channels = None if weight is None or weight.dim() not in FORMATS or transposed else int(weight.shape[0])
+    return Role((x, *operands), True, grows=grows * _pooled(node), channels=channels, dimensions=dimensions)
+
+
+def _is_left(dimensions: int, groups: Any) -> bool:
+    """Whether a convolution is left as it is: torch has kernels of its own for contiguous volumes in groups."""
+    return dimensions == 5 and groups not in (None, 1)
 
 
 def _of_library(node: fx.Node, target: Any) -> Role | None:
@@ -161,7 +182,8 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
     if target in _POOLS:
         strides = _argument(node, 2, "stride")
         returns_indices = node.kwargs.get("return_indices", len(node.args) > 6 and node.args[6])
-        return None if returns_indices else Role(first, grows=1 / _area(strides or _argument(node, 1, "kernel_size")))
+        sides = strides or _argument(node, 1, "kernel_size")
+        return None if returns_indices else Role(first, grows=1 / _area(sides, 3 if "3d" in target.__name__ else 2))
     if target in _ADAPTIVE:
         return Role(first, grows=_FEW_PIXELS)
     if target in _NORMALISATIONS:
@@ -175,7 +197,7 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
         scale = _argument(node, 2, "scale_factor")
         return Role(first, grows=_area(scale or 2)) if (_argument(node, 3, "mode") or "nearest") in _MODES else None
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name in _REDUCTIONS and reduced_dimensions(node) == (_PICTURE, True):
+    if name in _REDUCTIONS and any(reduces_pictures(node, dimensions, keep=True) for dimensions in FORMATS):
         return Role(first, grows=_FEW_PIXELS)
     if name in _PARTS and _is(_argument(node, 2, "dim"), 1, -3):
         return Role(first, is_alias=True, several=True)
@@ -195,7 +217,7 @@ def _of_subscript(node: fx.Node) -> Role | None:
     whole = slice(None)
     is_channels = (
         isinstance(index, tuple)
-        and 2 <= len(index) <= 4
+        and 2 <= len(index) <= 5
         and isinstance(index[1], slice)
         and index[1].step is None
         and all(item == whole for position, item in enumerate(index) if position != 1)
@@ -213,8 +235,9 @@ _REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
 """Names of what takes any strides, and whose result is a view if it can be one."""
 
 
-def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
-    """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has."""
+def forgets(root: nn.Module, value: fx.Node, user: fx.Node, dimensions: int = 4) -> bool:
+    """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has, of which the
+    picture that it comes of has so many."""
     if asks_shape(user) or (is_never_contiguous(value) and is_contiguous_copy(user)):
         return True
     if user.op == "call_module":
@@ -227,8 +250,12 @@ def forgets(root: nn.Module, value: fx.Node, user: fx.Node) -> bool:
         return user.all_input_nodes.count(value) == 1 and not _is_operand(value, user)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name in _REDUCTIONS:
-        return reduced_dimensions(user) == (_PICTURE, False)
-    return name in _REARRANGING and bool(user.users) and all(forgets(root, user, later) for later in user.users)
+        return reduces_pictures(user, dimensions, keep=False)
+    return (
+        name in _REARRANGING
+        and bool(user.users)
+        and all(forgets(root, user, later, dimensions) for later in user.users)
+    )
 
 
 def is_contiguous_copy(node: fx.Node) -> bool:
@@ -250,12 +277,15 @@ def _is_operand(value: fx.Node, user: fx.Node) -> bool:
     return any(isinstance(arg, list | tuple) and value in arg for arg in user.args)
 
 
-def reduced_dimensions(node: fx.Node) -> tuple[frozenset[int], bool] | None:
-    """Which dimensions of a picture a reduction takes together, and whether they stay with size 1."""
-    dimensions, keep = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
-    if not isinstance(dimensions, tuple | list) or not all(isinstance(dim, int) for dim in dimensions):
-        return None
-    return frozenset(dim % 4 for dim in dimensions if isinstance(dim, int)), bool(keep)
+def reduces_pictures(node: fx.Node, dimensions: int, keep: bool) -> bool:
+    """Whether a reduction takes all pixels of pictures with so many dimensions together, which stay with size 1 or do
+    not."""
+    reduced, kept = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
+    if not isinstance(reduced, tuple | list) or not all(isinstance(dim, int) for dim in reduced):
+        return False
+    return bool(kept) == keep and {dim % dimensions for dim in reduced if isinstance(dim, int)} == set(
+        range(2, dimensions)
+    )
 
 
 # ------------------------------------------------------------------------------ where contiguous stays contiguous
@@ -297,11 +327,11 @@ def _is(value: Any, *expected: int) -> bool:
     return type(value) is int and value in expected
 
 
-def _area(sides: Any) -> float:
-    """The product of a stride or scale in two dimensions; 1 if it is not known."""
+def _area(sides: Any, count: int = 2) -> float:
+    """The product of a stride or scale in so many dimensions, if it is one number; 1 if it is not known."""
     try:
-        height, width = sides if isinstance(sides, Sequence) and len(sides) == 2 else (sides, sides)
-        return max(float(height) * float(width), 1e-3)
+        found = sides if isinstance(sides, Sequence) and len(sides) in (2, 3) else (sides,) * count
+        return max(math.prod(map(float, found)), 1e-3)
     except (TypeError, ValueError):
         return 1.0
 

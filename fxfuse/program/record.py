@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import events, functional, plans
+from fxfuse.layout import FORMATS
 from fxfuse.patterns.anchors import has_hooks
 from fxfuse.problem import ANCHORS, Plan, Problem
 from fxfuse.program.leaves import Leaves
@@ -620,9 +621,10 @@ class Recorder:
             return [call]
         image, weight, *others = call.args
         slot = Slot("made", self._name(), dtype=weight.dtype)
-        strides = operation.args[1].to(memory_format=torch.channels_last).stride()
+        memory_format = FORMATS[operation.args[1].dim()]
+        strides = operation.args[1].to(memory_format=memory_format).stride()
         there = Value(slot, 0, weight.shape, strides, weight.dtype, slot.name)
-        kwargs = {"memory_format": torch.channels_last}
+        kwargs = {"memory_format": memory_format}
         loops = loops_of(_aten.clone.default, (weight,), kwargs, there)
         copy = Call(torch.clone, (weight,), kwargs, there, False, True, False, f"{label}: its weight", loops)
         return [copy, dataclasses.replace(call, args=(image, there, *others))]
@@ -715,17 +717,15 @@ def _brings_weight_into_channels_last(operation: Operation) -> bool:
     if operation.overload is not _aten.convolution.default or operation.kwargs:
         return False
     image, weight, *_ = operation.args
+    memory_format = FORMATS.get(image.dim())
     return (
-        image.dim() == 4
-        and _is_channels_last(image)
+        memory_format is not None
+        and image.is_contiguous(memory_format=memory_format)
+        and not image.is_contiguous()
         and weight.is_contiguous()
-        and not weight.is_contiguous(memory_format=torch.channels_last)
+        and not weight.is_contiguous(memory_format=memory_format)
         and _runs_in_cudnn(*operation.args)
     )
-
-
-def _is_channels_last(image: torch.Tensor) -> bool:
-    return image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
 
 
 def _runs_in_cudnn(*arguments: Any) -> bool:
