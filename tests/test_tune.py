@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fxfuse import cache
+from fxfuse import build, cache
 from fxfuse.cuda import exactness, tune
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.problem import Plan, Problem, TensorMeta
@@ -69,6 +69,7 @@ def gpu(tmp_path, monkeypatch):
     fake.new_process()
     monkeypatch.setenv("FXFUSE_TUNE", "1")
     monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PROCESSORS", 2 * tune.MOST_CONTESTANTS)
     monkeypatch.setattr(tune, "_gpu", lambda device: ("a GPU", 108))
     monkeypatch.setattr(tune, "_measure", fake.measure)
     monkeypatch.setattr(exactness, "errors", fake.judge)
@@ -120,7 +121,18 @@ def test_few_are_measured_and_the_library_always(gpu):
     names = [f"k{i}" for i in range(10)]
     gpu.times = {**dict.fromkeys(names, 2.0), "library": 1.0}
     assert gpu(problem(), gpu.candidates(*names, "library", always=("library",))) == "library"
-    assert gpu.measured == [[*names[: tune.CONTESTANTS], "library"]]
+    assert gpu.measured == [[*names[: tune.MOST_CONTESTANTS], "library"]]
+
+
+@pytest.mark.parametrize(("processors", "count"), [(1, 1), (2, 1), (4, 2), (64, 3)])
+@pytest.mark.parametrize("library", [0, 10], ids=["library first", "library last"])
+def test_few_processors_compile_few_but_one_at_least(processors, count, library, gpu, monkeypatch):
+    monkeypatch.setattr(build, "PROCESSORS", processors)
+    names = [f"k{i}" for i in range(10)]
+    names.insert(library, "library")
+    gpu.times = dict.fromkeys(names, 1.0)
+    gpu(problem(), gpu.candidates(*names, always=("library",)))
+    assert len(gpu.built) == 1 + (count if library else max(1, count - 1))
 
 
 def test_what_a_model_expects_to_lose_is_not_compiled(gpu):
