@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
+from helpers import ON_GPU, Net, Net2, assert_as_eager, batch_norm, randn, with_stochastic_depth
 from torch import nn
 
 import fxfuse
@@ -159,12 +160,16 @@ VOLUMES = {
 }
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", VOLUMES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "slice"])
-def test_volumes_are_convolved_in_channels_last_3d(name, layout):
-    model = VOLUMES[name].eval()
+def test_volumes_are_convolved_in_channels_last_3d(name, layout, device):
+    model = copy.deepcopy(VOLUMES[name]).eval().to(device)
     fast = fxfuse.optimize(model)
-    x = randn(2, 3, 5, 9, 10)
+    x = randn(2, 3, 5, 9, 10).to(device)
     x = {"contiguous": x, "channels_last": x.to(memory_format=torch.channels_last_3d), "slice": x[..., 1:, 2:]}[layout]
     with torch.no_grad():
         for _ in range(3):  # the last as a program
