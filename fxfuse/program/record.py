@@ -207,6 +207,8 @@ _ALLOCATING: Final = (
 )  # fmt: skip
 
 
+_USES_GELU: Final = 7
+"""Which argument of torch's operator for a layer of an encoder says that."""
 _INDEXED: Final = (_aten.index, _aten.index_put, _aten.index_put_)
 """Operators whose second argument lists indices, which may lie on a CPU."""
 _FILLED: Final = {
@@ -376,11 +378,10 @@ class Recorder:
         def call() -> Any:
             return _called(node, args, kwargs, self._root)
 
-        if self._by_parts and module is not None and module in self._leaves and _has_fast_path(module):
-            expected = call()
+        result, seen = self._observed(call)
+        if self._by_parts and module is not None and module in self._leaves and _has_fast_path(module, seen):
+            expected = result
             result, seen = self._observed(lambda: _lying_as(expected, _by_its_parts(call)))
-        else:
-            result, seen = self._observed(call)
 
         def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
             symbols = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
@@ -760,10 +761,15 @@ def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
     return target(*args, **kwargs)
 
 
-def _has_fast_path(module: nn.Module) -> bool:
-    """Whether torch may compute a module by an operator of its own for all of it, with nothing in it to merge."""
+def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
+    """Whether torch may compute a module by an operator of its own for all of it, with nothing in it to merge, and by
+    its parts it is the same: the operator for a layer computes gelu by tanh."""
     kinds, parts = nn.MultiheadAttention | nn.TransformerEncoderLayer, list(module.modules())
-    return any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
+    has_one = any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
+    return has_one and not any(
+        operation.overload is _aten._transformer_encoder_layer_fwd.default and operation.args[_USES_GELU]
+        for operation in seen.operations
+    )
 
 
 def _by_its_parts(call: Callable[[], Any]) -> Any:
