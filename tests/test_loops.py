@@ -441,6 +441,23 @@ def test_indices_made_of_numbers_on_a_cpu(device):
     assert checked(model, device, 2, 8, 3).calls == {"cumsum": 1}
 
 
+def test_numbers_of_a_captured_graph_are_not_brought_from_a_cpu(device):
+    def forward(m, x):
+        counted = torch.tensor(7, dtype=torch.int32, device=x.device), torch.tensor(2.7, dtype=int, device=x.device)
+        return F.relu(x @ m.weight).cumsum(0), torch.tensor(0.5, device=x.device), torch.tensor(True), *counted
+
+    model = Net(forward, weight=nn.Parameter(torch.randn(8, 8))).to(device)
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    fast = torch.compile(model, backend="fxfuse")
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(4, 8, device=device))
+    (graph,) = set(fxfuse.compiled_graphs()) - before
+    (made,) = state_of(graph).programs.programs or [pytest.fail(state_of(graph).programs.reason)]
+    assert made.calls == {"tensor": 1, "cumsum": 1}, "the one that is rounded alone"
+
+
 def drawn(seed, shape):
     """A model of random moves and sums."""
     generator = random.Random(seed)

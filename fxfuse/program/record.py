@@ -758,7 +758,17 @@ def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    if target is torch.tensor and _is_number(args, kwargs):
+        return torch.full((), *args, **kwargs)  # the other brings it from the CPU, and waits until it is there
     return target(*args, **kwargs)
+
+
+def _is_number(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the tensor of these arguments is one number, that needs no rounding to an integer."""
+    if len(args) != 1 or type(args[0]) not in (bool, int, float) or not kwargs.keys() <= {"dtype", "device"}:
+        return False
+    dtype = kwargs.get("dtype")
+    return type(args[0]) is not float or dtype is None or dtype.is_floating_point
 
 
 def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
