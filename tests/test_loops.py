@@ -125,6 +125,18 @@ MOVES = {
     "pooled by the greatest, on to the end": lambda x: F.max_pool2d(x, (2, 3), 3, (0, 1), ceil_mode=True).neg(),
     "pooled by the greatest, apart": lambda x: F.max_pool2d(x / x.sign(), 2, 1, 1, 2) + 1,  # NaN where x is 0
     "pooled by the greatest of infinities": lambda x: F.max_pool2d(x.masked_fill(x < 9, float("-inf")), 2).flip(0),
+    "pooled volumes": lambda x: F.avg_pool3d(x, (1, 2, 3), 1, (0, 1, 0)).sin(),
+    "pooled volumes by the greatest": lambda x: F.max_pool3d(x, (2, 3, 2), (2, 2, 1), (1, 1, 0)).flip(1),
+    "unfolded": lambda x: F.unfold(x.permute(0, 3, 1, 2), (3, 2), padding=(1, 0), stride=(2, 1)).transpose(1, 2) * 2,
+    "unfolded, apart": lambda x: F.unfold(x, (2, 3), dilation=(3, 2), padding=(0, 3), stride=(1, 3)).sin(),
+    "unfolded from one image": lambda x: F.unfold(x[0], 2, stride=2).flip(0),
+    "unfolded integers": lambda x: F.unfold((x * 9).long().double(), 3, padding=1).flip(0),
+    "folded": lambda x: F.fold(x.reshape(2, 32, 16), (8, 8), 2, stride=2) + 1,
+    "folded, overlapping": lambda x: F.fold(x.reshape(2, 32, 16).repeat(1, 9, 1), (8, 8), 3, padding=1, stride=2) * 2,
+    "folded, overlapping unevenly": lambda x: F.fold(
+        x.reshape(2, 32, 16)[:, :, :12], (4, 7), (4, 1), stride=(1, 2), padding=(1, 0)
+    ).sin(),
+    "folded with gaps": lambda x: F.fold(x.reshape(2, 64, 8)[:, :, :6], (7, 5), (2, 2), stride=(3, 3), padding=(1, 1)),
     "pooled to 4 x 8": lambda x: F.adaptive_avg_pool2d(x, (4, 8)) * 2,
     "normalised by known numbers": lambda x: F.batch_norm(x, x[0, :, 0, 0], x[0, :, 0, 1].exp(), eps=0.1).sin(),
     "scaled and shifted channels": lambda x: F.batch_norm(

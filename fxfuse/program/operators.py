@@ -449,6 +449,48 @@ def _window(
     return found
 
 
+def _unfold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """The windows of images as columns: channels, rows and columns of the window along one dimension, windows along the
+    other (torch's im2col)."""
+    x, (height, width) = given["self"], given["kernel_size"]
+    *batch, row, window = coordinates(result.shape)
+    across = _windows_along(x.shape[-1], width, given, 1)
+    places = [
+        (window // across) * given["stride"][0] + (row // width % height) * given["dilation"][0] - given["padding"][0],
+        (window % across) * given["stride"][1] + (row % width) * given["dilation"][1] - given["padding"][1],
+    ]
+    where = tuple(Inside(one, size) for one, size in zip(places, x.shape[-2:], strict=True))
+    read = body.read(x, [*batch, row // (height * width), *places], where)
+    return body.choose(where, read, _number(0, result.dtype))
+
+
+def _fold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """The sums of all windows' elements that lie on a pixel (torch's col2im): of those that do, since each `stride`
+    pixels a window begins."""
+    x, sides, steps = given["self"], given["kernel_size"], given["stride"]
+    counts = [-(-side // step) for side, step in zip(sides, steps, strict=True)]
+    if kind_of(x.dtype) != "float" or tuple(given["dilation"]) != (1, 1) or math.prod(counts) > LARGEST_WINDOW:
+        raise Unknown
+    *batch, channel, row, column = coordinates(result.shape)
+    windows = [_windows_along(result.shape[dim - 2], sides[dim], given, dim) for dim in range(2)]
+    starts = [pixel + pad for pixel, pad in zip((row, column), given["padding"], strict=True)]
+    parts = []
+    for backwards in itertools.product(*map(range, counts)):
+        at = [start // step - back for start, step, back in zip(starts, steps, backwards, strict=True)]
+        within = [start % step + step * back for start, step, back in zip(starts, steps, backwards, strict=True)]
+        where = tuple(Inside(*one) for one in zip([*at, *within], [*windows, *sides], strict=True))
+        place = (channel * sides[0] + within[0]) * sides[1] + within[1]
+        read = body.read(x, [*batch, place, at[0] * windows[1] + at[1]], where)
+        parts.append(body.choose(where, read, Const(0.0)))
+    return _joined("add", parts)
+
+
+def _windows_along(size: int, side: int, given: Mapping[str, Any], dim: int) -> int:
+    """How many windows there are in a dimension of an image."""
+    reach = given["dilation"][dim] * (side - 1) + 1
+    return int((size + 2 * given["padding"][dim] - reach) // given["stride"][dim] + 1)
+
+
 def _numbers(given: Mapping[str, Any], name: str, rank: int, default: Sequence[int]) -> Sequence[int]:
     """An argument that says a number for each dimension of images, or one for all."""
     numbers = tuple(given.get(name) or default)
@@ -550,8 +592,12 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.triu: _triangle("ge"),
     _aten.avg_pool1d: _avg_pool,
     _aten.avg_pool2d: _avg_pool,
+    _aten.avg_pool3d: _avg_pool,
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
     _aten.max_pool2d_with_indices: _max_pool,
+    _aten.max_pool3d_with_indices: _max_pool,
+    _aten.im2col: _unfold,
+    _aten.col2im: _fold,
     _aten.upsample_nearest2d: _nearest,
     _aten.upsample_bilinear2d: _bilinear,
     _aten.mm: _product,
