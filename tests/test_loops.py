@@ -453,6 +453,20 @@ def test_indices_made_of_numbers_on_a_cpu(device):
     assert checked(model, device, 2, 8, 3).calls == {"cumsum": 1}
 
 
+def test_modules_with_lists_are_taken_apart(device):
+    """torchvision's MViT makes its layers of lists; they may be changed in place."""
+    model = Net(lambda m, x: m.pool(x.exp()).flip(1).cumsum(1), pool=nn.MaxPool3d([1, 2, 2], [1, 2, 2]))
+    model = model.eval().to(device)
+    fast, x = fxfuse.optimize(model), torch.randn(2, 3, 4, 8, 8, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_eager(model, fast, x)
+        assert state_of(fast).programs.programs[0].calls == {"cumsum": 1}
+        for pool in {model.pool, fast.get_submodule("pool")}:
+            pool.stride[2] = 1
+        assert_as_eager(model, fast, x)
+
+
 def test_numbers_of_a_captured_graph_are_not_brought_from_a_cpu(device):
     def forward(m, x):
         counted = torch.tensor(7, dtype=torch.int32, device=x.device), torch.tensor(2.7, dtype=int, device=x.device)

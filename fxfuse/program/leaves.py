@@ -33,6 +33,7 @@ class Leaves:
         self._counts = [len(members) for members in self._members]
         self._hooks = [members[name] for members in self._members for name in HOOKS]
         self._places = [(members, name) for members in self._members for name in members if _is_own(name)]
+        self._lists = [(members, name) for members, name in self._places if isinstance(members[name], list)]
         self._tensors = [
             (table, name)
             for module in self._modules
@@ -40,7 +41,7 @@ class Leaves:
             for name in table
         ]
         self._children = [(module._modules, name) for module in self._modules for name in module._modules]
-        self._values, self._missing, self._parts = self._read()
+        self._before = self._read()
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._known
@@ -52,14 +53,15 @@ class Leaves:
                 not any(self._hooks)
                 and [type(module) for module in self._modules] == self._kinds
                 and [len(members) for members in self._members] == self._counts
-                and (self._values, self._missing, self._parts) == self._read()
+                and self._read() == self._before
             )
-        except KeyError:  # an attribute is gone
+        except (KeyError, TypeError):  # an attribute is gone, or a list is none any more
             return False
 
-    def _read(self) -> tuple[list[Any], list[bool], list[nn.Module | None]]:
+    def _read(self) -> tuple[list[Any], list[tuple[Any, ...]], list[bool], list[nn.Module | None]]:
         return (
             [members[name] for members, name in self._places],
+            [tuple(members[name]) for members, name in self._lists],  # which may be changed in place
             [table[name] is None for table, name in self._tensors],
             [table[name] for table, name in self._children],
         )
@@ -81,4 +83,6 @@ def _is_known(module: nn.Module) -> bool:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):  # an activation
         return (value.__module__ or "torch").split(".")[0] == "torch"
+    if type(value) is list:
+        return all(isinstance(item, _PLAIN) for item in value)
     return all(map(_is_constant, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
