@@ -684,6 +684,13 @@ ROWS = {
     "LayerNorm, written out": (
         lambda x: (lambda d: d / torch.sqrt((d * d).mean(-1, True) + 1e-5))(x - x.mean(-1, True)), (3, 5, 64), 1,
     ),
+    "LayerNorm, its mean taken off twice": (
+        lambda x: (lambda m: (x - m) * torch.rsqrt((x - m).pow(2).mean(-1, True) + 1e-5))(x.mean(-1, True)),
+        (3, 5, 64), 1,
+    ),
+    "the greatest and the mean of a row": (
+        lambda x: (lambda m, g: (x - m).exp() * g + m)(x.mean(-1, True), x.amax(-1, True)), (3, 5, 64), None,
+    ),
     "norms of a sum of norms": (
         lambda x: (lambda y: (y, F.rms_norm(y, (64,)) * 2))(x + F.rms_norm(x.sin(), (64,))), (3, 5, 64), 1,
     ),
