@@ -642,6 +642,15 @@ def test_memory_of_which_the_first_element_is_overwritten(device):
     assert made.arena_size >= 4096 * 4
 
 
+def test_a_sum_that_overwrites_a_part_of_what_is_read(device):
+    def forward(m, x):
+        y = torch.ones(8, device=x.device)
+        y[0] = x.sum()
+        return (x * y).cumsum(0)
+
+    checked(Net(forward), device, 5, 8)
+
+
 def test_memory_that_is_overwritten_with_parameters_after_it_was_read(device):
     """What needs nothing but parameters could be computed early, but not before others have read what was there."""
 

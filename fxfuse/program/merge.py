@@ -296,7 +296,7 @@ class _Plan:
         if any(store.output.slot is slot for store in loops.stores) or len(loops.stores) == MOST_RESULTS:
             return None
         is_alike = math.prod(loops.output.shape) == math.prod(value.shape) and reads_alike(loops, value)
-        if not is_alike and (is_needed or not producer.reductions):
+        if not is_alike and (is_needed or not producer.reductions or not self._is_whole(number)):
             return None  # a row's sum is computed once, however many elements need it
         reads = [read for read in loops.reads if read.slot is slot]
         if any(read.where for read in reads) and not (producer.reductions and len(reads) <= MOST_READS_OF_A_ROW):
