@@ -223,14 +223,17 @@ class _Known:
         self.mutations = Mutations(root, graph)
         self.has_strangers = any(node.op == "call_module" and self._is_stranger(node) for node in graph.nodes)
         roles = {node: role_of(root, node) for node in graph.nodes}
-        pictures = {role.inputs[0] for role in roles.values() if role is not None and role.is_convolution}
+        for role in roles.values():
+            if role is not None and role.is_convolution:
+                self.dimensions[role.inputs[0]] = role.dimensions or 4
+        pictures = set(self.dimensions)
         for node, role in roles.items():
             self.origins[node] = self._origins_of(node, role)
             if role is None or not (role.is_convolution or node in pictures or pictures.intersection(role.inputs)):
                 self.sizes[node] = next((self.sizes[arg] for arg in node.all_input_nodes), (3.0, 1.0))
                 continue
             self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
-            self.dimensions[node] = role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs) or 4
+            self.dimensions.setdefault(node, role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs))
             pictures.add(node)
             # what comes of permutations is in channels_last in eager already, or in neither layout
             if not any(map(is_never_contiguous, self.origins[node])):

@@ -186,6 +186,22 @@ def test_only_means_of_all_voxels_have_no_strides_of_volumes(dimensions, back):
     assert borders(fast) == (1, back)
 
 
+def test_what_is_convolved_is_a_volume_before_it_is():
+    """Also what no convolution has made: the strides of a mean of some of its dimensions depend on its own."""
+
+    def forward(m, x):
+        parts = F.silu(x), x.tanh(), x.sin()
+        y = sum(layer(part) for layer, part in zip(m.first, parts, strict=True))
+        return chain(m, y), parts[0].mean((2, 3))
+
+    first = nn.ModuleList(nn.Conv3d(3, 4, 3, padding=1) for _ in range(3))
+    model = Net(forward, first=first, layers=volumes(4, 4, 4, 4)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 3, 4, 5, 6))
+    assert borders(fast) == (2, 1), "the mean reads what eager has"
+
+
 def test_volumes_convolved_in_groups_stay_as_they_are():
     fast = fxfuse.optimize(Net(chain, layers=volumes(4, 4, 4, 4, 4, groups=4)).eval())
     assert borders(fast) == (0, 0)
