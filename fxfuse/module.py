@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import channels_last, plans, recapture
-from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, fixed_in, has_own_call, trace
+from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untraced, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.locks import free_in_children
@@ -57,6 +57,8 @@ class FusedState:
 
     captured: Captured
     settings: Settings
+    is_variant: bool = False
+    """Whether another module calls it for some arguments, and has Dynamo's graphs for all."""
     regions: tuple[FusedRegion, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     layouts: channels_last.Layouts = field(default_factory=channels_last.Layouts)
@@ -106,14 +108,16 @@ class FusedModule(fx.GraphModule):
     does depends on its mode. Copies and pickles are made of the captured model and derive their own graph.
     """
 
-    def __init__(self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False) -> None:
+    def __init__(
+        self, captured: Captured, settings: Settings, cuda_graphs: bool | Replays = False, is_variant: bool = False
+    ) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
         # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
         for name in _SHARED:
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
-        self.__dict__[_STATE] = state = FusedState(captured, settings)
+        self.__dict__[_STATE] = state = FusedState(captured, settings, is_variant)
         state.replays = Replays() if cuda_graphs is True else cuda_graphs or None
         self.training = root.training
         self._derive(captured)
@@ -126,7 +130,7 @@ class FusedModule(fx.GraphModule):
             state.forget()
         state.captured, state.variants = captured, {}
         state.modes, state.structure = _modes(captured), _structure(captured)
-        if captured.untraced and state.recapture is None and not is_disabled() and _suits_dynamo(captured.root):
+        if state.recapture is None and not state.is_variant and not is_disabled() and _suits_dynamo(captured):
             state.recapture = Recapture(captured.root, state.settings)
         if state.replays is not None:
             state.replays = state.replays.fresh()
@@ -176,7 +180,7 @@ class FusedModule(fx.GraphModule):
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
-            if state.captured.untraced and state.recapture is not None:
+            if state.recapture is not None and any(stops(state.captured)):
                 type(self).forward = _recaptured(type(self).forward)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
@@ -374,7 +378,7 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
         given, constants = arguments
         logger.info("fxfuse: %s is traced for arguments %s %s", type(root).__name__, list(given), dict(constants))
         captured = trace(root, is_fused, settings.strict, given, constants)
-        state.variants[arguments] = FusedModule(with_fused_children(captured, settings), settings)
+        state.variants[arguments] = FusedModule(with_fused_children(captured, settings), settings, is_variant=True)
     return state.variants[arguments]
 
 
@@ -580,10 +584,19 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     return _with_own_code(guarded)
 
 
-def _suits_dynamo(root: nn.Module) -> bool:
-    """Not a model with generators of its own: Dynamo takes what Python's draw while it captures for constants. Before
-    torch 2.6 it also forgets what a forward does to other objects."""
-    return _DYNAMO_KEEPS_OBJECTS and not Attributes(root.modules()).hold_generators()
+def _suits_dynamo(captured: Captured) -> bool:
+    """What runs as Python, but not a model with generators of its own: Dynamo takes what Python's draw while it
+    captures for constants. Before torch 2.6 it also forgets what a forward does to other objects."""
+    return _DYNAMO_KEEPS_OBJECTS and any(stops(captured)) and not Attributes(captured.root.modules()).hold_generators()
+
+
+def stops(captured: Captured) -> Iterator[str]:
+    """Where tracing stopped: why parts of it run as Python, on their own or as children with graphs of their own."""
+    yield from (untraced.reason for untraced in captured.untraced)
+    for node in captured.graph.nodes if captured.graph is not None else ():
+        module = captured.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, FusedModule):
+            yield from stops(state_of(module).captured)
 
 
 _DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
@@ -670,7 +683,12 @@ def is_fused(module: nn.Module) -> bool:
 def with_fused_children(captured: Captured, settings: Settings) -> Captured:
     """`captured` with the children of what runs as Python replaced by their own fused graphs."""
     for untraced in captured.untraced:
-        _fuse_children(captured.root.get_submodule(untraced.path), settings)
+        module = captured.root.get_submodule(untraced.path)
+        _fuse_children(module, settings)
+        if untraced.path and not isinstance(module, torch.jit.ScriptModule):
+            parent, _, name = untraced.path.rpartition(".")
+            alone = Captured(module, None, (Untraced("", untraced.reason),))
+            setattr(captured.root.get_submodule(parent), name, FusedModule(alone, settings))
     return captured
 
 

@@ -114,11 +114,12 @@ def _check_parameters(model: nn.Module) -> None:
 
 def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
     """Compiles every kernel that `fast(*args, **kwargs)` needs, several at a time, and chooses among them."""
-    recapture = state_of(fast).recapture if isinstance(fast, FusedModule) else None
-    if recapture is not None:
-        recapture.hurry()
+    states = [state_of(item) for item in fast.modules() if isinstance(item, FusedModule)]
+    for state in states:
+        if state.recapture is not None:
+            state.recapture.hurry()
     with plans.preparing() as drafts:
-        if any(state_of(item).programs is not None for item in fast.modules() if isinstance(item, FusedModule)):
+        if any(state.programs is not None for state in states):
             for source in program.SOURCES:
                 drafts.beside(functools.partial(program.prepare, source))
         called_unchanged(fast, args, kwargs or {})

@@ -3,7 +3,8 @@
 fx traces without knowing anything about arguments, so that a question about a shape or dtype ends a trace and the
 module runs as Python, its children as graphs of their own. Dynamo knows them, and guards what it was told. What takes
 it seconds is done for a model that is called again and again: at its third call, or for `example_inputs`. A model is
-captured whole or not at all (a part of it would have run before the rest turned out to need Python). Some models
+captured whole or not at all (a part of it would have run before the rest turned out to need Python); if not, each
+module inside of it that runs as Python is, in the same way. Some models
 compute something else while they are captured (transformers' PaliGemma hides other positions): the first graph is
 compared with eager, and there is none if they differ.
 """

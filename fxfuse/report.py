@@ -13,7 +13,7 @@ from torch import fx
 from fxfuse import plans
 from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.errors import FxfuseError
-from fxfuse.module import FusedModule, state_of
+from fxfuse.module import FusedModule, is_fused, state_of, stops
 from fxfuse.replacement import FusedRegion
 
 CHAIN: Final = "pointwise chain"
@@ -151,8 +151,9 @@ def explain(fast: fx.GraphModule) -> Report:
         without = "" if recapture is None or recapture.reason is None else f"; Dynamo: {recapture.reason}"
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
-            name = prefix + untraced.path if untraced.path else path or "the model"
-            skipped.append(SkippedReport(name, f"runs as Python, since tracing stopped at {untraced.reason}{without}"))
+            if not untraced.path or not is_fused(module.get_submodule(untraced.path)):  # which speak for themselves
+                reason = f"runs as Python, since tracing stopped at {untraced.reason}{without}"
+                skipped.append(SkippedReport((prefix + untraced.path).strip(".") or "the model", reason))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
         layouts += _layouts_report(state_of(module).layouts, prefix)
     programs = _once(line for path, module in _traces(fast) for line in _programs_report(path, module))
@@ -216,11 +217,11 @@ def _dynamo_report(fast: FusedModule, path: str, graphs: int) -> str:
     """Why Dynamo captured the module of that path, and as how many graphs."""
     module = fast.get_submodule(path)
     assert isinstance(module, FusedModule)
-    untraced = state_of(module).captured.untraced[0]
+    reason = next(stops(state_of(module).captured))
     what = f"'{path}'" if path else "the model"
     return (
         f"{what} was captured by Dynamo as {graphs} graph{'' if graphs == 1 else 's'}, since tracing stopped at "
-        f"{untraced.reason}"
+        f"{reason}"
     )
 
 

@@ -1158,6 +1158,58 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert len(recapture.graphs) == 1 and recapture.reason is None
 
 
+@pytest.mark.parametrize("example", [False, True], ids=["the third call", "an example"])
+def test_what_python_must_run_does_not_keep_the_rest_from_being_captured(example):
+    """As LongT5's encoder, which raises where Dynamo captures it, beside its decoder, which does not."""
+
+    class Part(nn.Module):
+        def __init__(self, can_be_captured):
+            super().__init__()
+            self.can_be_captured = can_be_captured
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            if torch.compiler.is_compiling() and not self.can_be_captured:
+                raise AttributeError("shape")
+            return self.second(self.first(x.view(*x.shape[:-1], -1)).relu()).tanh()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = Part(False), Part(True)
+
+        def forward(self, x):
+            return self.decoder(self.encoder(x)).sigmoid()
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model), (torch.randn(4, 8),) if example else None)
+    assert state_of(fast).captured.graph is not None, "the model itself is traced"
+
+    def check():
+        with torch.no_grad():
+            for _ in range(0 if example else 2):
+                assert_as_eager(model, fast, torch.randn(4, 8))
+            assert_as_eager(model, fast, torch.randn(4, 8))
+        assert state_of(fast).recapture.reason is not None, "the whole is tried first"
+        assert not state_of(fast.encoder).recapture.graphs
+        assert all(state_of(graph).regions for graph in state_of(fast.decoder).recapture.graphs)
+        return len(state_of(fast.decoder).recapture.graphs)
+
+    assert check() == 1
+    fast.train()
+    model.train()
+    assert_as_eager(model, fast, torch.randn(4, 8))
+    fast.eval()
+    model.eval()
+    assert check() == 2, "one for each mode"
+    report = fxfuse.explain(fast)
+    assert [item.node for item in report.skipped if "runs as Python" in item.reason] == ["encoder"]
+    assert "'decoder' was captured by Dynamo as 2 graphs" in str(report)
+    assert list(fast.state_dict()) == list(model.state_dict())
+    twin = copy.deepcopy(fast)
+    assert_as_eager(model, twin, torch.randn(4, 8))
+
+
 def test_arguments_among_the_results_are_no_other_results():
     """As the biases that T5's layers hand on: Dynamo's graph does not return them."""
 
