@@ -29,12 +29,12 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
-from fxfuse import build
+from fxfuse import build, recapture
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
 from fxfuse.guard import Guard
-from fxfuse.state import Draws, unchanged
+from fxfuse.state import Draws, draws_without_readers, unchanged
 
 logger = logging.getLogger("fxfuse")
 
@@ -321,8 +321,13 @@ class Recording:
             self._graph.warm_up(lambda: before.update(results=forward(module, *args, **kwargs)))
             if versions != self._versions():
                 raise Unfit("it overwrites an argument")
+            self._draws: list[Callable[[], Any]] = []
             if draws.any():  # a replay would have the captured ones, wherever they were drawn
-                raise Unfit("it draws random numbers")
+                with recapture.as_eager():
+                    again = draws_without_readers(lambda: forward(module, *args, **kwargs))
+                if again is None or draws.of_its_own():
+                    raise Unfit("it draws random numbers")
+                self._draws = again
             results = self._graph.capture(lambda: forward(module, *args, **kwargs))
         self._shared = _that_live_on(before["results"], results)
         kept = [*self._buffers, *module.parameters(), *module.buffers(), *lent]
@@ -349,6 +354,8 @@ class Recording:
         with torch.no_grad():
             self._pool.use(self._buffers)
             _overwrite(self._buffers, leaves)
+            for draw in self._draws:
+                draw()
             self._graph.replay()
             copies = {name: copy() for name, copy in self._copies.items()}
         return map_tensors(self._results, lambda result: copies[id(result)], shared=self._shared)

@@ -79,6 +79,11 @@ def _said(name: str) -> Iterator[None]:
         setattr(_capturing, name, before)
 
 
+def as_eager() -> contextlib.AbstractContextManager[None]:
+    """Inside, fused modules run as the modules they were."""
+    return _said("eager")
+
+
 class Recapture:
     """One model's graphs by Dynamo."""
 
@@ -163,7 +168,7 @@ class Recapture:
                 is_random = draws.any()
         finally:
             _capturing.made = None
-        with _said("eager"):
+        with as_eager():
             result = python(*args, **kwargs)
         apart = 0.0 if is_random else _apart(result, [made, copies])  # of which some may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
@@ -184,7 +189,7 @@ class Recapture:
         copies, root = _copied(args, kwargs, by=ULPS), self._root()
         if copies is None or root is None:
             return 0.0
-        with unchanged(root, gradients=torch.is_grad_enabled()), _said("eager"):
+        with unchanged(root, gradients=torch.is_grad_enabled()), as_eager():
             other = python(*copies[0], **copies[1])
         return _apart(result, [other])
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import functools
 import pickle
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse.errors import FxfuseError
 
@@ -68,7 +71,68 @@ class Draws:
         self._own = Attributes(_with_captured(models))
 
     def any(self) -> bool:
-        return not self._global.is_present() or self._own.have_drawn()
+        return not self._global.is_present() or self.of_its_own()
+
+    def of_its_own(self) -> bool:
+        """Whether one in an attribute was drawn from."""
+        return self._own.have_drawn()
+
+
+class _Noted(TorchDispatchMode):
+    """Notes draws by torch's global generator on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Callable[[], Any]] = []
+        self._drawn: list[torch.UntypedStorage] = []
+
+    def have_drawn(self, tree: Any) -> bool:
+        """Whether what was drawn is among what the tree's tensors hold."""
+        storages = [tensor.untyped_storage() for tensor in _tensors_in(tree) if tensor.layout is torch.strided]
+        return any(storage._cdata == drawn._cdata for storage in storages for drawn in self._drawn)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        made = _tensors_in(result)
+        if draws and not _tensors_in((args, kwargs)) and all(tensor.device.type == "cpu" for tensor in made):
+            self._drawn += [tensor.untyped_storage() for tensor in made]
+            self.draws.append(functools.partial(func, *args, **kwargs))
+        return result
+
+
+class _Readers(TorchFunctionMode):
+    """Notes whether anything is asked of what was drawn, `tolist` and `numpy` included, which call no operator."""
+
+    def __init__(self, noted: _Noted) -> None:
+        super().__init__()
+        self.found = False
+        self._noted = noted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or self._noted.have_drawn((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def draws_without_readers(call: Callable[[], Any]) -> list[Callable[[], Any]] | None:
+    """What `call` draws on a CPU and nobody reads, to be drawn again where something else stands for it; None if it
+    draws other random numbers, too.
+
+    Models draw for each layer whether to leave it out, and ask in training only.
+    """
+    before = RandomState()
+    with _Noted() as noted, _Readers(noted) as readers:
+        results = call()
+    after = RandomState()
+    before.restore()
+    for draw in noted.draws:
+        draw()
+    return noted.draws if after.is_present() and not (readers.found or noted.have_drawn(results)) else None
 
 
 def seed(number: int) -> None:

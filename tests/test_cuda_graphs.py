@@ -55,7 +55,7 @@ class GraphStandIn:
             next(results).untyped_storage().copy_(new.untyped_storage())
             return new
 
-        with cuda_graphs._preparing():
+        with cuda_graphs._preparing(), torch.random.fork_rng():  # a graph draws nothing on a CPU
             cuda_graphs.map_tensors(self.call(), overwrite)
 
 
@@ -233,6 +233,9 @@ REFUSED = {
     "Python's random numbers": (lambda m, x: m.fc(x).relu() * random.random(), "draws random numbers"),
     "numpy's random numbers": (lambda m, x: m.fc(x).relu() * float(np.random.rand()), "draws random numbers"),
     "torch's, drawn as numbers": (lambda m, x: m.fc(x).relu() * torch.rand(1).item(), "draws random numbers"),
+    "torch's, in a list": (lambda m, x: m.fc(x).relu() * torch.rand(1).tolist()[0], "draws random numbers"),
+    "torch's, for numpy": (lambda m, x: m.fc(x).relu() * float(torch.rand(1).numpy()[0]), "draws random numbers"),
+    "torch's, as a result": (lambda m, x: (m.fc(x).relu(), torch.rand(1)), "draws random numbers"),
     "torch's generator of its own": (
         lambda m, x: m.fc(x).relu() * torch.rand(8, generator=m.torchs),
         "draws random numbers",
@@ -270,6 +273,28 @@ class TestRefusals:
         assert not replays
         assert report(fast)[0] == "0 CUDA graphs captured" and "2 calls without" in report(fast)[1]
         assert reason in report(fast)[1]
+
+    def test_what_is_drawn_and_never_read_is_drawn_at_each_replay(self, replays):
+        """As wav2vec's layers, which ask only in training whether they are left out."""
+
+        def forward(m, x):
+            for _ in range(2):
+                drawn = torch.rand([])
+                x = x if m.training and drawn < 0.1 else m.fc(x).relu()
+            torch.randint(5, (3,))
+            return x
+
+        model = Net(forward, fc=linear()).eval()
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        torch.manual_seed(3)
+        for call in range(4):
+            before = torch.get_rng_state()
+            want, after = model(X), torch.get_rng_state()
+            torch.set_rng_state(before)
+            torch.testing.assert_close(fast(X), want)
+            assert torch.equal(torch.get_rng_state(), after)
+            assert len(replays) == call
+        assert report(fast) == ("1 CUDA graph captured",)
 
     def test_the_random_state_is_left_alone(self):
         model = Net(drawing, fc=linear()).eval()
