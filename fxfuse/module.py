@@ -173,7 +173,6 @@ class FusedModule(fx.GraphModule):
             state.programs = Programs(state.captured.root, self._graph)
             if state.programs.reason is None:
                 type(self).forward = _programmed(type(self).forward)
-            type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
@@ -182,6 +181,7 @@ class FusedModule(fx.GraphModule):
                 type(self).forward = _watching(type(self).forward)
             if state.recapture is not None and any(stops(state.captured)):
                 type(self).forward = _recaptured(type(self).forward)
+            type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
         return code
@@ -572,8 +572,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
         fixed = {name: fixed_in(value) for name, value in others.items()}
-        constants = tuple(sorted((name, value) for name, value in fixed.items() if value != GIVEN))
-        given = tuple(sorted(name for name, value in fixed.items() if value == GIVEN))
+        names_fixed = sorted(fixed)  # Dynamo sorts no pairs
+        constants = tuple([(name, fixed[name]) for name in names_fixed if fixed[name] != GIVEN])
+        given = tuple([name for name in names_fixed if fixed[name] == GIVEN])
         if (given, constants) == traced_for:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
@@ -608,7 +609,7 @@ def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recaptured(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         whole = state_of(self).recapture
-        if whole is None or torch.compiler.is_compiling() or recapture.is_eager() or any(_GLOBAL_HOOKS):
+        if whole is None or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         return whole.call(functools.partial(forward, self), args, kwargs)
 

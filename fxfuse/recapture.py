@@ -79,6 +79,20 @@ def _said(name: str) -> Iterator[None]:
         setattr(_capturing, name, before)
 
 
+@contextlib.contextmanager
+def _logged_once() -> Iterator[None]:
+    """Inside, Dynamo leaves methods of loggers out that do nothing the second time (transformers' `warning_once`), and
+    captures who calls them: the forward has run as Python before."""
+    ignored: set[Any] = getattr(torch._dynamo.config, "ignore_logging_functions", set())  # there since torch 2.9
+    cached = {method for method in vars(logging.Logger).values() if isinstance(method, functools._lru_cache_wrapper)}
+    new = cached - ignored
+    ignored |= new
+    try:
+        yield
+    finally:
+        ignored -= new
+
+
 def as_eager() -> contextlib.AbstractContextManager[None]:
     """Inside, fused modules run as the modules they were."""
     return _said("eager")
@@ -132,7 +146,7 @@ class Recapture:
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
         try:
-            with _said("now"):
+            with _said("now"), _logged_once():
                 if self._run is None:
                     return self._first(python, args, kwargs)
                 result = self._run(*args, **kwargs)
@@ -140,7 +154,11 @@ class Recapture:
             if not _is_dynamos(error):
                 raise
             # what a graph cannot hold it will not hold the next time; other arguments may be others
-            self._failures = FAILURES if isinstance(error, torch._dynamo.exc.Unsupported) else self._failures + 1
+            final = (
+                torch._dynamo.exc.Unsupported,
+                torch._dynamo.exc.UserError,
+            )  # the latter: it asks for a tensor's value
+            self._failures = FAILURES if isinstance(error, final) else self._failures + 1
             self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are nobody's
                 self._graphs.clear()

@@ -18,6 +18,7 @@ from fxfuse.patterns import Attribute, Region, Skipped, ask_earlier, find_region
 from fxfuse.patterns.anchors import Source, noted
 from fxfuse.patterns.library import LibraryCall
 from fxfuse.patterns.masks import leave_out_masks
+from fxfuse.patterns.numbers import put_sizes_in
 from fxfuse.patterns.recompose import recompose
 from fxfuse.patterns.tensors import tensors_of
 
@@ -76,6 +77,7 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
     skipped: list[Skipped] = []
     layouts = channels_last.Layouts()
     if not is_disabled():
+        put_sizes_in(root, graph)
         leave_out_masks(root, graph)
         recompose(root, graph)
         ask_earlier(root, graph)

@@ -7,19 +7,17 @@ or with `is_causal`; for a mask that is expanded from one element it takes atten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse.patterns.anchors import noted
 from fxfuse.patterns.mutation import Mutations
+from fxfuse.patterns.numbers import erase_unused, value_of
 
-LARGEST: Final = 2**24
-"""Elements of a mask that is looked at."""
 _PARAMS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -37,16 +35,13 @@ def leave_out_masks(root: nn.Module, graph: fx.Graph) -> None:
         mask = _mask_of(node)
         assert mask is not None
         if mask not in found:
-            found[mask] = _value(mask, mutations)
+            found[mask] = value_of(mask, mutations)
         value = found[mask]
-        given = _without_mask(node, value) if value is not None else None
+        given = _without_mask(node, value) if value is not None and value.dtype == torch.bool else None
         if given is not None:
             node.args = tuple(given.pop(name) for name in _PARAMS[:3])
             node.kwargs = given
-    for mask in found:
-        for made in reversed(_made_of(mask)):
-            if not made.users:
-                graph.erase_node(made)
+    erase_unused(mask for mask, value in found.items() if value is not None)
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
@@ -82,63 +77,3 @@ def _spreads(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a tensor of that shape broadcasts to these sizes."""
     own = sizes[len(sizes) - len(shape) :]
     return len(shape) <= len(sizes) and all(have in (1, want) for have, want in zip(shape, own, strict=True))
-
-
-# ----------------------------------------------------------------------------------------------- their values
-
-
-class _Unknown(Exception):
-    """What an operation computes depends on more than its arguments."""
-
-
-class _Functions(TorchDispatchMode):
-    """Refuses operators that write, draw random numbers, or leave memory as it is."""
-
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
-            raise _Unknown
-        return func(*args, **(kwargs or {}))
-
-
-def _made_of(mask: fx.Node) -> list[fx.Node]:
-    """All that it is made of, and itself, in the order of the graph."""
-    found: set[fx.Node] = set()
-    waiting = [mask]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return [node for node in mask.graph.nodes if node in found]
-
-
-def _value(mask: fx.Node, mutations: Mutations) -> torch.Tensor | None:
-    """What it is at every call; None if that depends on anything but the graph."""
-    known, nodes = noted(mask), _made_of(mask)
-    if not isinstance(known, torch.Tensor) or not all(type(size) is int for size in known.shape):
-        return None
-    if known.numel() > LARGEST or not all(map(_is_torchs, nodes)):
-        return None
-    if mutations.between(-1, len(mutations.order), nodes, []):
-        return None
-    values: dict[fx.Node, Any] = {}
-    try:
-        with torch.no_grad(), _Functions():
-            for node in nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                function: Any = node.target
-                if node.op == "call_method":
-                    function = getattr(type(args[0]), str(node.target))
-                values[node] = function(*args, **kwargs)
-    except Exception:  # whatever torch, or a function of somebody else, raises: the call itself will do it again
-        return None
-    value = values[mask]
-    return value if type(value) is torch.Tensor and value.dtype == torch.bool and value.numel() else None
-
-
-def _is_torchs(node: fx.Node) -> bool:
-    """Whether it calls a function of torch or Python's operators: `_Functions` sees all that those do."""
-    home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
-    return node.op == "call_method" or (node.op == "call_function" and home in ("torch", "_operator"))

@@ -1,0 +1,112 @@
+"""What graphs make of nothing but numbers: the same at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxfuse.patterns.anchors import noted
+from fxfuse.patterns.mutation import Mutations
+
+LARGEST: Final = 2**24
+"""Elements of a value that is looked at."""
+_TAKE_SIZES: Final = frozenset(
+    {"as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"}
+)
+"""Methods that take, beside their tensor, nothing but sizes."""
+
+
+def put_sizes_in(root: nn.Module, graph: fx.Graph) -> None:
+    """Gives sizes as numbers that the graph computes as tensors of one element: `torch.div(512, 256)` by Longformer.
+
+    Only in Dynamo's graphs, whose nodes know what they are.
+    """
+    mutations: Mutations | None = None
+    sizes: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op != "call_method" or node.target not in _TAKE_SIZES:
+            continue
+        for size in node.all_input_nodes:
+            if size not in sizes and size is not node.args[0] and _is_size(size):
+                mutations = mutations or Mutations(root, graph)
+                value = value_of(size, mutations)
+                sizes[size] = size if value is None else int(value)
+        kept, *given = node.args
+        given, kwargs = fx.node.map_arg((given, node.kwargs), lambda size: sizes.get(size, size))
+        node.args, node.kwargs = (kept, *given), kwargs
+    erase_unused(size for size, value in sizes.items() if value is not size)
+
+
+def _is_size(node: fx.Node) -> bool:
+    value = noted(node)
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape == () and not value.is_cuda
+
+
+class _Unknown(Exception):
+    """What an operation computes depends on more than its arguments."""
+
+
+class _Functions(TorchDispatchMode):
+    """Refuses operators that write, draw random numbers, or leave memory as it is."""
+
+    def __torch_dispatch__(
+        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
+            raise _Unknown
+        return func(*args, **(kwargs or {}))
+
+
+def made_of(made: fx.Node) -> list[fx.Node]:
+    """All that a value is made of, and itself, in the order of the graph."""
+    found: set[fx.Node] = set()
+    waiting = [made]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return [node for node in made.graph.nodes if node in found]
+
+
+def value_of(made: fx.Node, mutations: Mutations) -> torch.Tensor | None:
+    """What it is at every call; None if that depends on anything but the graph."""
+    known, nodes = noted(made), made_of(made)
+    if not isinstance(known, torch.Tensor) or not all(type(size) is int for size in known.shape):
+        return None
+    if known.numel() > LARGEST or not all(map(_is_torchs, nodes)):
+        return None
+    if mutations.between(-1, len(mutations.order), nodes, []):
+        return None
+    values: dict[fx.Node, Any] = {}
+    try:
+        with torch.no_grad(), _Functions():
+            for node in nodes:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                function: Any = node.target
+                if node.op == "call_method":
+                    function = getattr(type(args[0]), str(node.target))
+                values[node] = function(*args, **kwargs)
+    except Exception:  # whatever torch, or a function of somebody else, raises: the call itself will do it again
+        return None
+    value = values[made]
+    return value if type(value) is torch.Tensor and value.numel() else None
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether it calls a function of torch or Python's operators: `_Functions` sees all that those do."""
+    home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    return node.op == "call_method" or (node.op == "call_function" and home in ("torch", "_operator"))
+
+
+def erase_unused(values: Iterable[fx.Node]) -> None:
+    """Takes values that nobody reads, and that are made of nothing but numbers, out of their graph, and what they are
+    made of."""
+    for value in values:
+        for made in reversed(made_of(value)):
+            if not made.users:
+                made.graph.erase_node(made)
