@@ -51,6 +51,7 @@ transformers with random weights give the same for one, and other boxes for 8 to
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 _capturing = threading.local()
+_numbers = itertools.count()
 
 
 def is_capturing() -> bool:
@@ -247,7 +248,9 @@ class Recapture:
                 # Dynamo keeps what it compiles by code object, a few results for each, and in the function's globals;
                 # its tables let each keep the other
                 names = {"__name__": __name__, "__builtins__": __builtins__, "torch": torch}  # which its code may read
-                own = types.FunctionType(forward.__code__.replace(), names, closure=forward.__closure__)
+                # what it learns of sizes that vary it keeps by the code's name and line, also of other models
+                code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+                own = types.FunctionType(code, names, closure=forward.__closure__)
                 weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
                 backend = functools.partial(_fused, self._settings, weakref.ref(self._graphs))
                 self._run = torch.compile(own, backend=backend, fullgraph=True)

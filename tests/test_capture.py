@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import logging
 import threading
 import time
 import types
@@ -1208,6 +1209,67 @@ def test_what_python_must_run_does_not_keep_the_rest_from_being_captured(example
     assert list(fast.state_dict()) == list(model.state_dict())
     twin = copy.deepcopy(fast)
     assert_as_eager(model, twin, torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_what_is_logged_once_does_not_keep_a_model_from_being_captured(once, monkeypatch, caplog):
+    """As transformers' `logger.warning_once`; what is logged at every call keeps being."""
+    log = logging.getLogger("a model's")
+    method = functools.lru_cache(None)(lambda self, text: self.warning(text)) if once else logging.Logger.warning
+    monkeypatch.setattr(logging.Logger, "warning_at_will", method, raising=False)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            log.warning_at_will("it is padded")
+            return self.first(x.view(*x.shape[:-1], -1)).relu() * 2
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        caplog.clear()
+        for _ in range(5):
+            want = model(X)
+            torch.testing.assert_close(fast(X), want)
+    assert sum(record.name == "a model's" for record in caplog.records) == (0 if once else 10)
+    assert bool(state_of(fast).recapture.graphs) is once
+
+
+def test_models_do_not_learn_from_each_other_that_sizes_vary():
+    for rows in (4, 6):
+        model = Net(lambda m, x: m.fc(x.view(*x.shape[:-1], -1)).relu() * 2, fc=linear()).eval()
+        fast = fxfuse.optimize(model)
+        with torch.no_grad():
+            for _ in range(4):
+                fast(torch.randn(rows, 8))
+        (graph,) = state_of(fast).recapture.graphs
+        given = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+        assert given and not any(isinstance(value, torch.SymInt) for value in given)
+
+
+def test_sizes_that_a_graph_computes_of_numbers_are_numbers():
+    """As Longformer's `torch.div(length, window)`: nobody need look at a tensor's value."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            chunks = torch.div(x.shape[0], 2, rounding_mode="trunc")
+            x = self.first(x.view(*x.shape[:-1], -1)).relu() * 2
+            return x.view(chunks, 2, 8) + x.new_zeros((chunks + 0, 1, 8)) + (chunks - 1)
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(6):
+            assert_as_eager(model, fast, torch.randn(6, 8))
+    (graph,) = state_of(fast).recapture.graphs
+    assert len(state_of(graph).programs.programs) == 1, state_of(graph).programs.reason
 
 
 def test_arguments_among_the_results_are_no_other_results():

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import itertools
+import math
 import random
 import threading
 import types
@@ -531,6 +532,81 @@ def drawn(seed, shape):
 @pytest.mark.parametrize("seed", [*range(6), 133])  # in 133 a region's kernel reads a copy of an operand
 def test_drawn_models(seed, device):
     checked(drawn(seed, (2, 6, 4, 8)), device, 2, 6, 4, 8, exact=False)
+
+
+def parts(seed):
+    """A model that puts together a tensor of parts, of which others are overwritten, or read on the way; its shape."""
+    generator = random.Random(seed)
+    shape = generator.choice([(4, 6, 8), (3, 2, 5, 9), (12, 7)])
+    views = {"whole": lambda y: y, "flat": lambda y: y.flatten(1), "transposed": lambda y: y.transpose(0, -1)}
+    writes = []
+    for _ in range(generator.randrange(2, 7)):
+        view = views[generator.choice(["whole", "whole", "transposed", "flat"])]
+        index = []
+        for size in view(torch.zeros(shape)).shape:
+            begin, step = generator.randrange(size), generator.choice([1, 1, 1, 2])
+            index.append(generator.choice([slice(None), slice(begin, None, step), slice(0, begin + 1), begin, -1]))
+        kind = generator.choice(["other", "other", "other", "number", "own", "scaled", "row"])
+        writes.append((view, tuple(index), kind, generator.random(), view(torch.zeros(shape))[tuple(index)].shape))
+    begin, is_read = generator.choice(["zeros", "copy", "sum"]), generator.randrange(8)
+
+    def forward(m, x):
+        base = x.exp()
+        whole = torch.zeros_like(base) if begin == "zeros" else base.clone() if begin == "copy" else base.cumsum(0)
+        kept = []
+        for number, (view, index, kind, scale, sizes) in enumerate(writes):
+            seen = view(whole)
+            if kind == "scaled":
+                seen[index].mul_(scale)
+            elif kind == "own":
+                seen[index] = seen[index] + 1
+            elif kind == "number":
+                seen[index] = scale
+            else:
+                count = math.prod(sizes) if kind == "other" else sizes[-1] if sizes else 1
+                value = (x * scale).flatten()[:count].sin()
+                seen[index] = value.view(sizes if kind == "other" else sizes[-1:])
+            if number == is_read:
+                kept.append((whole * 2).cumsum(0))
+        return (whole.flip(0) * 0.5).cumsum(0), *kept
+
+    return Net(forward), shape
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_parts(seed, device):
+    model, shape = parts(seed)
+    checked(model, device, *shape, exact=False)
+
+
+def test_parts_that_make_a_tensor_up_are_one_kernel(device):
+    """As Longformer's bands: zeros, of which each part is written."""
+
+    def forward(m, x):
+        scores = x.cumsum(0)
+        whole = scores.new_zeros(4, 3, 6, 9)
+        whole[:, :-1, :, 4:] = scores[:, :, :6, :5]
+        whole[:, -1, :, 4:] = scores[:, -1, 6:, :5]
+        whole[:, 1:, :, :4] = scores[:, :, -7:-1, 6:]
+        whole[:, 0, 1:4, 1:4] = scores[:, 0, :3, -3:]
+        rows = whole.view(2, 2, 18, 9).transpose(2, 1)
+        rows[:, :4, :, :5] = -1.0
+        return whole.cumsum(0)
+
+    made = checked(Net(forward), device, 4, 2, 12, 10)
+    assert (made.launches, set(made.calls)) == (1, {"cumsum"}), made.code
+
+
+def test_a_part_of_what_torch_makes_is_torchs_to_write(device):
+    """All of it would be read and written for some of it."""
+
+    def forward(m, x):
+        whole = x.cumsum(0)
+        whole[1:, :3] = x[1:, :3].exp()
+        return whole.cumsum(0)
+
+    made = checked(Net(forward), device, 8, 16)
+    assert made.calls["copy_"] == 1, made.code
 
 
 def branches(seed):

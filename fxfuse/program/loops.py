@@ -178,6 +178,30 @@ def place_of(value: Value, at: Sequence[Index]) -> Index:
     return dot(at, value.strides) + value.offset // value.dtype.itemsize
 
 
+def coordinates_in(part: Value, place: Index, size: int) -> tuple[list[Index], list[Inside]]:
+    """Which element of a part of memory lies at a place of it, where the conditions hold; elsewhere none does.
+
+    Raises Unknown where a part's rows are not as long as each other in memory.
+
+    Args:
+        size: of the memory, in elements.
+    """
+    own, where = [Index() for _ in part.shape], list[Inside]()
+    begin = part.offset // part.dtype.itemsize
+    for dim in memory_order(part):
+        stride, count = part.strides[dim], part.shape[dim]
+        first, begin = divmod(begin, stride)
+        if size % stride or first + count > size // stride:
+            raise Unknown
+        own[dim] = place // stride - first
+        if count < size // stride:
+            where.append(Inside(own[dim], count))
+        place, size = place % stride, stride
+    if size > 1:
+        where.append(Inside(place - begin, 1))
+    return own, where
+
+
 class Unknown(Exception):
     """An operator, or an argument of it, that loops do not compute."""
 

@@ -8,8 +8,10 @@ launches, so that Python calls less of torch, too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -156,6 +158,8 @@ class _Plan:
         """Steps that nothing is left of."""
         self.made: dict[Slot, Value] = {}
         """Memory of torch's that begins with what a kernel computes: with which value."""
+        self._left: set[int] = set()
+        """Steps that overwrite a part of memory, which torch does alone: all of it lies there."""
         self._steps = steps
         self._leaving = {value.slot for value in values_in(output)}
         self._writers: dict[Slot, list[int]] = {}
@@ -216,9 +220,14 @@ class _Plan:
         """The same: those in place among them, which overwrite nothing if it is computed where its result is read."""
         for number, step in enumerate(self._steps):
             loops = step.loops
+            if loops is not None and _overwrites_part(step):
+                before = latest.get(loops.output.slot)
+                if before is None or not self._with(loops, self.computed[before], number, since[before], gone[before]):
+                    self._left.add(number)
             if loops is not None and self._is_loops(number):
                 since[number], gone[number] = number, set()
-                for slot in dict.fromkeys(read.slot for read in loops.reads):
+                reads = dict.fromkeys(read.slot for read in loops.reads)
+                for slot in sorted(reads, key=functools.partial(operator.is_not, loops.output.slot)):  # its own first
                     producer = latest.get(slot)
                     if producer is None:
                         continue
@@ -356,7 +365,7 @@ class _Plan:
     def _is_loops(self, number: int) -> bool:
         """Whether loops compute all of a step that anybody reads."""
         step = self._steps[number]
-        if step.loops is None:
+        if step.loops is None or number in self._left:
             return False
         made = set(step.writes) if isinstance(step, Launch) else {value.slot for value in values_in(step.result)}
         others = made - {step.loops.output.slot}
@@ -412,6 +421,11 @@ class _Plan:
         except Inexact:
             return None
         return whole if kinds == before else None
+
+
+def _overwrites_part(step: Launch | Call) -> bool:
+    """Whether a step's loops compute more than it does, what it leaves as it is included."""
+    return isinstance(step, Call) and step.loops is not None and step.loops.output not in values_in(step.result)
 
 
 def _span(value: Value) -> tuple[int, int]:

@@ -28,12 +28,14 @@ from fxfuse.program.loops import (
     Rule,
     Unknown,
     coordinates,
+    coordinates_in,
+    inlined,
     kind_of,
     place_of,
     rows_pay,
 )
 from fxfuse.program.reductions import LAYER_NORM, REDUCTIONS
-from fxfuse.program.values import Value
+from fxfuse.program.values import Slot, Value
 
 _INDICES: Final = (torch.int64, torch.int32)
 _CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -48,9 +50,11 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """
     if isinstance(result, tuple) and result:  # merge.py sees to it that nobody reads the others
         result = result[0]
-    if not isinstance(result, Value) or math.prod(result.shape) == 0 or not _is_whole(result):
+    if not isinstance(result, Value) or math.prod(result.shape) == 0:
         return None
     args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if not _is_whole(result):
+        return _loops_of_part(overload, args, result)
     names = [argument.name for argument in overload._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     body, packet = Body(), overload.overloadpacket
@@ -60,6 +64,27 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         loops = body.loops(result, made)
     except (Unknown, ops.Rejected, KeyError):
         return None
+    return loops if _is_possible(loops) else None
+
+
+def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops | None:
+    """All of the memory of which torch overwrites a part: each element is the part's new one, or what it was."""
+    slot, body = result.slot, Body()
+    whole = Value(slot, 0, slot.shape, slot.strides, slot.dtype, slot.name)
+    if overload.overloadpacket not in (_aten.copy_, _aten.fill_) or slot.dtype != result.dtype or not _is_whole(whole):
+        return None
+    strides = torch.empty(result.shape, device="meta").stride()
+    part, at = Value(Slot("memory", ""), 0, result.shape, strides, result.dtype, ""), coordinates(whole.shape)
+    try:
+        new, value = Body(), args[1]
+        is_read = isinstance(value, Value)
+        made = _cast(new, value, coordinates(part.shape), part.dtype) if is_read else _number(value, part.dtype)
+        of_part = new.loops(part, made)
+        own, where = coordinates_in(result, place_of(whole, at), math.prod(whole.shape))
+        made = body.choose(where, body.read(part, own, tuple(where)), body.read(whole, at))
+    except Unknown:
+        return None
+    loops = inlined(body.loops(whole, made), {part.slot: of_part})
     return loops if _is_possible(loops) else None
 
 

@@ -355,7 +355,10 @@ class Recorder:
         """Memory that a tensor begins, which was made of what those values hold."""
         is_constant = made_of is not None and all(value.slot.constant is not None for value in made_of)
         constant = tensor if is_constant else None
-        return Slot(kind, name, dtype=tensor.dtype, is_apart=tensor.device != self._device, constant=constant)
+        return Slot(
+            kind, name, tuple(tensor.shape), tensor.stride(), tensor.dtype, is_apart=tensor.device != self._device,
+            constant=constant,
+        )  # fmt: skip
 
     def _autocast(self) -> torch.dtype | None:
         """What torch.autocast does to operators now."""
