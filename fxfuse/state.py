@@ -352,9 +352,25 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], gr
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph."""
-    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph.
+
+    Its strides are the tensor's, which decide what is compiled, also those of a part of another one.
+    """
+    copy = _lying_alike(tensor.detach())
+    copy.requires_grad_(tensor.requires_grad)
     if tensor.is_leaf:
         return copy
     with torch.enable_grad():
         return copy.clone()  # a leaf may not be overwritten, nor a view of one; what was computed may
+
+
+def _lying_alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, where no two elements but those of an expanded dimension share memory."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone()
+    shape, strides = tensor.shape, tensor.stride()
+    once = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in strides)]
+    if torch._debug_has_internal_overlap(once) == 1:
+        return tensor.clone()
+    copy = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(once).expand(shape)

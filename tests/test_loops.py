@@ -41,7 +41,7 @@ def device(request, monkeypatch):
 
     monkeypatch.setattr(merge, "build", types.SimpleNamespace(load=load, Source=build.Source))
     monkeypatch.setattr(program, "MERGING", ("cpu",))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     return "cpu"
 
 
@@ -471,7 +471,12 @@ def test_modules_with_lists_are_taken_apart(device):
 def test_numbers_of_a_captured_graph_are_not_brought_from_a_cpu(device):
     def forward(m, x):
         counted = torch.tensor(7, dtype=torch.int32, device=x.device), torch.tensor(2.7, dtype=int, device=x.device)
-        return F.relu(x @ m.weight).cumsum(0), torch.tensor(0.5, device=x.device), torch.tensor(True), *counted
+        return (
+            F.relu(x @ m.weight).cumsum(0),
+            torch.tensor(0.5, device=x.device),
+            torch.tensor(True, device=x.device),
+            *counted,
+        )
 
     model = Net(forward, weight=nn.Parameter(torch.randn(8, 8))).to(device)
     torch.compiler.reset()

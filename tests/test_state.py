@@ -197,6 +197,24 @@ def test_an_example_leaves_nothing_behind(inside):
     torch.testing.assert_close(history(fast, False), history(models[0], False))
 
 
+def test_an_examples_strides_are_those_of_its_calls():
+    """Also of a part of another tensor: kernels are compiled for strides."""
+    seen = []
+    model = Net(lambda m, x: seen.append(x.stride()) or m.fc(x).relu() * (1 if x.shape[0] else 2), fc=linear()).eval()
+    whole = torch.randn(4, 16)
+    for x in (
+        whole[:, :8],
+        whole[::2, ::2],
+        whole.t()[:8].t(),
+        whole[:1, :8].expand(4, 8),
+        whole[:0, :8],
+        whole[0, 8:],
+    ):
+        seen.clear()
+        fxfuse.optimize(model, (x,))
+        assert {stride for stride in seen if isinstance(stride, tuple)} == {x.stride()}
+
+
 def test_verify_leaves_nothing_behind():
     model = made(keeping, KEPT)
     fast = fxfuse.optimize(made(keeping, KEPT))
