@@ -85,13 +85,33 @@ def _logged_once() -> Iterator[None]:
     """Inside, Dynamo leaves methods of loggers out that do nothing the second time (transformers' `warning_once`), and
     captures who calls them: the forward has run as Python before."""
     ignored: set[Any] = getattr(torch._dynamo.config, "ignore_logging_functions", set())  # there since torch 2.9
-    cached = {method for method in vars(logging.Logger).values() if isinstance(method, functools._lru_cache_wrapper)}
-    new = cached - ignored
+    cached = [method for method in vars(logging.Logger).values() if isinstance(method, functools._lru_cache_wrapper)]
+    new = {_Named(method) for method in cached if method not in ignored}
     ignored |= new
     try:
         yield
     finally:
         ignored -= new
+
+
+class _Named(str):
+    """Stands for a function in a set that Dynamo of torch 2.11 copies, sorts and writes into its metrics."""
+
+    function: Any
+
+    def __new__(cls, function: Any) -> _Named:
+        named = super().__new__(cls, function.__name__)
+        named.function = function
+        return named
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return (other.function if isinstance(other, _Named) else other) is self.function
+
+    def __deepcopy__(self, _: Any) -> _Named:
+        return self
 
 
 def as_eager() -> contextlib.AbstractContextManager[None]:

@@ -490,6 +490,25 @@ def test_numbers_of_a_captured_graph_are_not_brought_from_a_cpu(device):
     assert made.calls == {"tensor": 1, "cumsum": 1}, "the one that is rounded alone"
 
 
+def test_numbers_on_a_cpu_are_filled_in_where_they_are_brought_to(device):
+    """As the windows of transformers' caches; a CUDA graph may bring nothing from a CPU."""
+
+    def forward(m, x):
+        brought = torch.tensor(7).to(x.device), torch.tensor(0.5).to(x.device, torch.bfloat16)
+        return F.relu(x @ m.weight).cumsum(0), *brought
+
+    model = Net(forward, weight=nn.Parameter(torch.randn(8, 8))).to(device)
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    fast = torch.compile(model, backend="fxfuse")
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(4, 8, device=device))
+    (graph,) = set(fxfuse.compiled_graphs()) - before
+    (made,) = state_of(graph).programs.programs or [pytest.fail(state_of(graph).programs.reason)]
+    assert "_to_copy" not in made.calls or device == "cpu", made.code
+
+
 def drawn(seed, shape):
     """A model of random moves and sums."""
     generator = random.Random(seed)

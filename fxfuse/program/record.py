@@ -618,6 +618,7 @@ class Recorder:
     def _operations(self, operation: Operation, known: dict[int, Any], label: str) -> list[Launch | Call]:
         """The call of one of torch's operators that computes, behind what torch would do in it without a word."""
         moved, operation = self._indices_moved(operation, known, label)
+        operation = self._number_filled_in(operation, known)
         call = self._operation(operation, known, label)
         if moved:
             return [*moved, call]
@@ -651,6 +652,20 @@ class Recorder:
             copied = Operation(_aten._to_copy.default, (index,), kwargs, there[number], operation.launches)
             calls.append(self._operation(copied, known, f"{label}: an index"))
         return calls, dataclasses.replace(operation, args=(target, there, *others))
+
+    def _number_filled_in(self, operation: Operation, known: dict[int, Any]) -> Operation:
+        """In the place of a number that torch would bring from the CPU, and wait, a tensor that is filled with it."""
+        if operation.overload is not _aten._to_copy.default:
+            return operation
+        (number,), result = operation.args, operation.result
+        value = self._known(number, known)
+        is_one = isinstance(value, Value) and value.slot.constant is not None and number.shape == ()
+        if not is_one or number.device == result.device or number.is_inference() or number._version:
+            return operation
+        kwargs = {"dtype": result.dtype, "device": result.device}
+        return dataclasses.replace(
+            operation, overload=_aten.new_full.default, args=(number, (), number.item()), kwargs=kwargs
+        )
 
     def _operation(self, operation: Operation, known: dict[int, Any], label: str) -> Call:
         """The call of one of torch's operators that computes."""
