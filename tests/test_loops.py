@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import math
 import random
+import re
 import threading
 import types
 from collections import Counter
@@ -92,6 +93,12 @@ def turned(x):
     return x * at.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * at.sin()
 
 
+def turned_by_pairs(x):
+    """The same of neighbours."""
+    at = torch.arange(x.shape[-1] // 2, device=x.device).to(x.dtype).repeat_interleave(2, -1)
+    return x * at.cos() + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * at.sin()
+
+
 def greater(n):
     return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
 
@@ -107,6 +114,13 @@ MOVES = {
     "concatenated along the first": lambda x: torch.cat([x[:1].transpose(1, 2), F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))]),
     "stacked": lambda x: torch.stack([x, x.roll(1, 0), x.flip(2)], -2),
     "repeated": lambda x: x.repeat(2, 1, 2, 3, 1)[1:].contiguous(),
+    "turned by pairs": turned_by_pairs,
+    "pairs change places": lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous(),
+    "fours change places": lambda x: x.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)[:, 1:].contiguous(),
+    "every other": lambda x: torch.cat([x[..., ::2], x[..., 1::2].flip(1)], -1),
+    "every third": lambda x: x.flatten(2)[..., 2::3].contiguous() + x.flatten(2)[..., :63:3],
+    "interleaved": lambda x: torch.stack([x, x.exp(), x.flip(1)], -1).flatten(-2),
+    "interleaved in parts": lambda x: torch.stack([x[..., 1:5], x[..., 4:]], -1).flatten(-2),
     "expanded": lambda x: x[:, :, :1].expand(2, 8, 5, 8).contiguous(),
     "chosen by an index": table,
     "chosen by two": lambda x: x[
@@ -334,6 +348,18 @@ def test_what_is_overwritten_is_computed_where_it_is_read(device):
             return first, torch.cumsum(x @ self.table.flip(1).T, 0)
 
     checked(Model(), device, 2000, 8)
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("turned by pairs", torch.float32), ("pairs change places", torch.bfloat16), ("fours change places", torch.float32),
+    ("fours change places", torch.bfloat16), ("every other", torch.float32), ("every other", torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_elements_that_lie_close_together_are_read_at_once(name, dtype, device, monkeypatch):
+    made, kernel = [], merge.kernels.kernel
+    monkeypatch.setattr(merge.kernels, "kernel", lambda loops: made.append(kernel(loops)) or made[-1])
+    checked(moved(MOVES[name]), device, 2, 8, 8, 32, dtype=dtype, exact=False)
+    reads = "\n".join(one.form for one in made)
+    assert ".load(" in reads and not re.search(r"p\.memory\[\d+\]\)\[", reads), reads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

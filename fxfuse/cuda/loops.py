@@ -1,12 +1,15 @@
 """The kernel of a program's loops (program/loops.py): CUDA source that depends on their form only, sizes as arguments.
 
 A run of elements that lie side by side in the result is a thread's. Of what it reads some lies side by side, too, some
-is the same for the whole run, and the rest is read element by element: `_Read` says which. Nothing here needs a GPU.
+close together (pairs that change places), which is read at once and chosen from, some is the same for the whole run,
+and the rest is read element by element: `_Text._computed` says which. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -432,6 +435,19 @@ def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
 # ------------------------------------------------------------------------------------------------------ text
 
 
+@dataclass(frozen=True)
+class _Window:
+    """Elements of memory that a run reads at once."""
+
+    begin: Index
+    """In elements from where the slot begins."""
+    length: int
+    chosen: Sequence[int]
+    """By element of the run: which of them it takes."""
+    elements: int
+    """Of the run, as bits, those that take any; the others have zero."""
+
+
 class _Text:
     """Statements before the loop over a run's elements, and within it; what they take from the arguments."""
 
@@ -479,9 +495,7 @@ class _Text:
             return self._position(leaf)
         if isinstance(leaf, Reduced):
             return self.rows[leaf]
-        conditions = [one for one in map(self._inside, leaf.where) if one != "true"]
-        condition = f"if ({' && '.join(conditions)}) " if conditions else ""
-        kind, name = _TYPES[leaf.dtype], self._name("r")
+        condition, kind, name = self._if(leaf.where), _TYPES[leaf.dtype], self._name("r")
         source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
         lines: list[str] = []
         begin = leaf.index - variable(_LANE, self._vector)
@@ -492,11 +506,73 @@ class _Text:
             self.before.append(f"Adjacent<{kind}, {self._vector}, {access}> {name} = {{}};")
             self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
             return f"as_number({name}.element[lane])"
+        window = self._window(leaf)
+        if window is not None:
+            return self._chosen(leaf, window)
         place = self._index(leaf.index, lines)
         varies = leaf.index.depends_on(_LANE) or any(map(self._varies, leaf.where))
         text = f"{condition}{{ {' '.join([*lines, f'{name} = {source}[{place}];'])} }}"
         (self.within if varies else self.before).extend([f"{kind} {name} = {{}};", text])
         return f"as_number({name})"
+
+    def _if(self, where: Sequence[Inside]) -> str:
+        conditions = [one for one in map(self._inside, where) if one != "true"]
+        return f"if ({' && '.join(conditions)}) " if conditions else ""
+
+    def _window(self, leaf: Read) -> _Window | None:
+        """Where all that the elements of a run read lies close together, each at a distance that is the same in every
+        run (pairs that change places, every other element), and can be read at once; None if it does not.
+
+        What is read beside lies in the same aligned piece of memory as an element that is asked for.
+        """
+        if self._vector == 1 or not leaf.index.depends_on(_LANE):
+            return None
+        places = [leaf.index.substituted({_LANE: Index((), lane)}) for lane in range(self._vector)]
+        apart = [place - places[0] for place in places]
+        if any(place.terms for place in apart):
+            return None
+        lanes = [self._lanes(one) for one in leaf.where if self._varies(one)]
+        known = [one for one in lanes if one is not None]
+        elements = functools.reduce(operator.and_, known, (1 << self._vector) - 1)
+        if len(known) < len(lanes) or not elements:
+            return None
+        first = places[0] + min(place.constant for place in apart)
+        steps, size = [coefficient for _, coefficient in first.terms], leaf.dtype.itemsize
+        most = ACCESS if known else 2 * ACCESS
+        for length in (2, 4, 8, 16):
+            chosen = [(place - first).constant + first.constant % length for place in places]
+            fits = max(chosen) < length and not any(step % length for step in steps)
+            if fits and length * size <= most and leaf.slot.alignment % min(ACCESS, length * size) == 0:
+                return _Window(first - first.constant % length, length, chosen, elements)
+        return None
+
+    def _chosen(self, leaf: Read, window: _Window) -> str:
+        """What an element of a run reads of a window, which is read before."""
+        condition = self._if([one for one in leaf.where if not self._varies(one)])
+        kind, name, lines = _TYPES[leaf.dtype], self._name("r"), list[str]()
+        access = min(ACCESS, window.length * leaf.dtype.itemsize)
+        source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
+        place = self._index(window.begin, lines)
+        self.before.append(f"Adjacent<{kind}, {window.length}, {access}> {name} = {{}};")
+        self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
+        numbers = sum(number << 4 * lane for lane, number in enumerate(window.chosen))
+        element = f"as_number({name}.element[number_of({numbers:#x}ull, lane)])"
+        if window.elements == (1 << self._vector) - 1:
+            return element
+        return f"(is_one_of({window.elements:#x}u, lane) ? {element} : as_number({kind}{{}}))"
+
+    def _lanes(self, condition: Inside) -> int | None:
+        """The elements of a run for which a condition holds, as bits, if it is the same in every run."""
+        if self._vector == 1 or not condition.index.depends_on(_LANE):
+            return None
+        found = 0
+        for lane in range(self._vector):
+            low, high = condition.index.substituted({_LANE: Index((), lane)}).range
+            if low >= 0 and high < condition.size:
+                found |= 1 << lane
+            elif high >= 0 and low < condition.size:
+                return None
+        return found
 
     def place(self, index: Index) -> str:
         """A place that is the same for all elements of a run."""
@@ -526,6 +602,10 @@ class _Text:
             return "true"
         condition = self._by_runs(condition)
         if condition in self._names:
+            return self._names[condition]
+        lanes = self._lanes(condition)
+        if lanes is not None:
+            self._names[condition] = f"is_one_of({lanes:#x}u, lane)"
             return self._names[condition]
         lines = self.within if condition.index.depends_on(_LANE) else self.before
         place, name = self._index(condition.index, lines), self._name("b")

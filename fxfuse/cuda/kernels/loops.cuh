@@ -71,6 +71,12 @@ struct Adjacent {
     }
 };
 
+// What belongs to an element of a run, of numbers of four bits and of bits: constants, where its loop is unrolled.
+__device__ __forceinline__ unsigned number_of(uint64_t numbers, int lane) {
+    return static_cast<unsigned>(numbers >> (4 * lane)) & 15u;
+}
+__device__ __forceinline__ bool is_one_of(unsigned lanes, int lane) { return (lanes >> lane & 1u) != 0; }
+
 // An element as expressions have it: floats, integers of 64 bits, truth values; float64 is only moved.
 template <class T>
 __device__ __forceinline__ float as_number(const T& element) {
