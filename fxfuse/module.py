@@ -572,9 +572,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
         fixed = {name: fixed_in(value) for name, value in others.items()}
-        names_fixed = sorted(fixed)  # Dynamo sorts no pairs
-        constants = tuple([(name, fixed[name]) for name in names_fixed if fixed[name] != GIVEN])
-        given = tuple([name for name in names_fixed if fixed[name] == GIVEN])
+        in_order = sorted(fixed)  # Dynamo sorts no pairs
+        constants = tuple([(name, fixed[name]) for name in in_order if fixed[name] != GIVEN])
+        given = tuple([name for name in in_order if fixed[name] == GIVEN])
         if (given, constants) == traced_for:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:

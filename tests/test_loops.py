@@ -58,6 +58,19 @@ def checked(model, device, *shape, dtype=torch.float32, **compared):
     return made
 
 
+def compiled(model, device, *shape):
+    """The program of torch.compile's one graph, as `checked`."""
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    fast = torch.compile(model, backend="fxfuse")
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(*shape, device=device))
+    (graph,) = set(fxfuse.compiled_graphs()) - before
+    (made,) = state_of(graph).programs.programs or [pytest.fail(state_of(graph).programs.reason)]
+    return made
+
+
 def moved(forward):
     """A model that moves what a region computes and a library turns over; cumulative sums are no loops of ours."""
     return Net(lambda m, x: forward((x.relu() * 2).neg().cumsum(-1)))
@@ -505,14 +518,7 @@ def test_numbers_of_a_captured_graph_are_not_brought_from_a_cpu(device):
         )
 
     model = Net(forward, weight=nn.Parameter(torch.randn(8, 8))).to(device)
-    torch.compiler.reset()
-    before = set(fxfuse.compiled_graphs())
-    fast = torch.compile(model, backend="fxfuse")
-    with torch.no_grad():
-        for _ in range(4):
-            assert_as_eager(model, fast, torch.randn(4, 8, device=device))
-    (graph,) = set(fxfuse.compiled_graphs()) - before
-    (made,) = state_of(graph).programs.programs or [pytest.fail(state_of(graph).programs.reason)]
+    made = compiled(model, device, 4, 8)
     assert made.calls == {"tensor": 1, "cumsum": 1}, "the one that is rounded alone"
 
 
@@ -524,14 +530,7 @@ def test_numbers_on_a_cpu_are_filled_in_where_they_are_brought_to(device):
         return F.relu(x @ m.weight).cumsum(0), *brought
 
     model = Net(forward, weight=nn.Parameter(torch.randn(8, 8))).to(device)
-    torch.compiler.reset()
-    before = set(fxfuse.compiled_graphs())
-    fast = torch.compile(model, backend="fxfuse")
-    with torch.no_grad():
-        for _ in range(4):
-            assert_as_eager(model, fast, torch.randn(4, 8, device=device))
-    (graph,) = set(fxfuse.compiled_graphs()) - before
-    (made,) = state_of(graph).programs.programs or [pytest.fail(state_of(graph).programs.reason)]
+    made = compiled(model, device, 4, 8)
     assert "_to_copy" not in made.calls or device == "cpu", made.code
 
 
