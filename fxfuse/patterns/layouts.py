@@ -164,7 +164,8 @@ def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
     stride = _argument(node, 5 if fused else 3, "stride")
     transposed = target in _TRANSPOSED
-    grows = _area(stride, dimensions - 2) if transposed else 1 / _area(stride, dimensions - 2)
+    area = _area(stride, dimensions - 2)
+    grows = area if transposed else 1 / area
     channels = None if weight is None or weight.dim() not in FORMATS or transposed else int(weight.shape[0])
     return Role((x, *operands), True, grows=grows * _pooled(node), channels=channels, dimensions=dimensions)
 
@@ -283,9 +284,8 @@ def reduces_pictures(node: fx.Node, dimensions: int, keep: bool) -> bool:
     reduced, kept = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
     if not isinstance(reduced, tuple | list) or not all(isinstance(dim, int) for dim in reduced):
         return False
-    return bool(kept) == keep and {dim % dimensions for dim in reduced if isinstance(dim, int)} == set(
-        range(2, dimensions)
-    )
+    pixels = {dim % dimensions for dim in reduced if isinstance(dim, int)}
+    return bool(kept) == keep and pixels == set(range(2, dimensions))
 
 
 # ------------------------------------------------------------------------------ where contiguous stays contiguous

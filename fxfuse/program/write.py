@@ -313,7 +313,7 @@ class Writer:
         size = value.dtype.itemsize
         if slot in self._arena_of:
             base, at = self._typed(self._arena_of[slot], value.dtype), (slot.offset + value.offset) // size
-        elif value.leaves and (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0):
+        elif value.leaves and slot.kind == "memory" and _is_all_of(value, slot):  # torch's own may have other strides
             value.name = slot.name
             return value.name
         else:
@@ -346,3 +346,8 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
         return empty_strided
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _is_all_of(value: Value, slot: Slot) -> bool:
+    """Whether a value is the tensor that memory is allocated as."""
+    return (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0)
