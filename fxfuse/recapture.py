@@ -4,9 +4,9 @@ fx traces without knowing anything about arguments, so that a question about a s
 module runs as Python, its children as graphs of their own. Dynamo knows them, and guards what it was told. What takes
 it seconds is done for a model that is called again and again: at its third call, or for `example_inputs`. A model is
 captured whole or not at all (a part of it would have run before the rest turned out to need Python); if not, each
-module inside of it that runs as Python is, in the same way. Some models
-compute something else while they are captured (transformers' PaliGemma hides other positions): the first graph is
-compared with eager, and there is none if they differ.
+module inside of it that runs as Python is, in the same way. Some models compute something else while they are captured
+(transformers' PaliGemma hides other positions): the first graph is compared with eager, and there is none if they
+differ.
 """
 
 from __future__ import annotations
@@ -80,13 +80,20 @@ def _said(name: str) -> Iterator[None]:
         setattr(_capturing, name, before)
 
 
+def _methods_logging_once() -> frozenset[_Named]:
+    """Methods of loggers that do nothing the second time: transformers' `warning_once`."""
+    methods = vars(logging.Logger).values()
+    return frozenset(_Named(method) for method in methods if isinstance(method, functools._lru_cache_wrapper))
+
+
 @contextlib.contextmanager
-def _logged_once() -> Iterator[None]:
-    """Inside, Dynamo leaves methods of loggers out that do nothing the second time (transformers' `warning_once`), and
-    captures who calls them: the forward has run as Python before."""
+def _logged_once(methods: frozenset[_Named]) -> Iterator[None]:
+    """Inside, Dynamo leaves these methods out, and captures who calls them: the forward has run as Python before."""
+    if not methods:
+        yield
+        return
     ignored: set[Any] = getattr(torch._dynamo.config, "ignore_logging_functions", set())  # there since torch 2.9
-    cached = [method for method in vars(logging.Logger).values() if isinstance(method, functools._lru_cache_wrapper)]
-    new = {_Named(method) for method in cached if method not in ignored}
+    new = methods - ignored
     ignored |= new
     try:
         yield
@@ -133,6 +140,7 @@ class Recapture:
         self._run: Callable[..., Any] | None = None
         self._tables: list[Mapping[int, Any]] = []
         self._hooks_then: list[int] = []
+        self._logging_once = _methods_logging_once()
         self._lock = free_in_children(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -167,7 +175,7 @@ class Recapture:
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
         try:
-            with _said("now"), _logged_once():
+            with _said("now"), _logged_once(self._logging_once):
                 if self._run is None:
                     return self._first(python, args, kwargs)
                 result = self._run(*args, **kwargs)
@@ -175,11 +183,9 @@ class Recapture:
             if not _is_dynamos(error):
                 raise
             # what a graph cannot hold it will not hold the next time; other arguments may be others
-            final = (
-                torch._dynamo.exc.Unsupported,
-                torch._dynamo.exc.UserError,
-            )  # the latter: it asks for a tensor's value
-            self._failures = FAILURES if isinstance(error, final) else self._failures + 1
+            errors = torch._dynamo.exc  # a UserError: it asks for a tensor's value
+            is_final = isinstance(error, errors.Unsupported | errors.UserError)
+            self._failures = FAILURES if is_final else self._failures + 1
             self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are nobody's
                 self._graphs.clear()
