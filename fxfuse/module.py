@@ -436,10 +436,37 @@ def changes_since(fast: nn.Module, model: nn.Module) -> list[str]:
 def _calling(root: nn.Module) -> Callable[..., Any]:
     """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
 
+    stand_in = _stand_in(root)
+
     def call(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        return root(*args, **kwargs)
+        # checkpoints run a forward again, in training; hooks are given the module that they are called for
+        if stand_in is None or root.training or torch.compiler.is_compiling() or any(_own_hooks(root)):
+            return root(*args, **kwargs)
+        module = object.__new__(stand_in)
+        object.__setattr__(module, "__dict__", root.__dict__)
+        object.__setattr__(module, "fused", self)
+        return module(*args, **kwargs)
 
     return _with_own_code(call)
+
+
+def _stand_in(root: nn.Module) -> type[nn.Module] | None:
+    """A class like the model's, whose forward is that of a fused module: what its `__call__` calls in the end.
+
+    None where making one does more than that. An instance has the model's own attributes.
+    """
+    kind = type(root)
+    if type(kind) is not type or any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1]):
+        return None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(self.fused).forward(self.fused, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__slots__": ("fused",), "forward": forward, "__module__": kind.__module__})
+
+
+def _own_hooks(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 _GLOBAL_HOOKS: Final = tuple(

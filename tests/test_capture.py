@@ -1159,6 +1159,47 @@ def test_models_that_compute_something_else_while_they_are_captured(differs, exa
         assert len(recapture.graphs) == 1 and recapture.reason is None
 
 
+def test_layers_with_a_call_of_their_own_are_captured():
+    """As transformers' layers, whose classes decide in `__call__` whether they are checkpointed."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def __call__(self, x):
+            return super().__call__(x * 2)
+
+        def forward(self, x):
+            return self.second(self.first(x.view(*x.shape[:-1], -1)).relu()).tanh() if x.shape[0] > 1 else x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            if torch.compiler.is_compiling():
+                raise AttributeError("shape")
+            return self.layer(x) + 1 if x.shape[0] > 2 else x
+
+    model = Model().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for _ in range(4):
+            assert_as_eager(model, fast, torch.randn(4, 8))
+    assert len(state_of(fast.layer).recapture.graphs) == 1
+    assert state_of(fast).recapture.reason is not None, "the whole is tried first"
+    seen = []
+    for one in (model, fast):
+        one.layer.register_forward_hook(lambda module, args, result: seen.append(module) or result * 2)
+    with torch.no_grad():
+        assert_as_eager(model, fast, torch.randn(4, 8))
+    assert {type(module) for module in seen} == {Layer}, "and nothing that stands in for it"
+    model.train(), fast.train()
+    assert_as_eager(model, fast, torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("example", [False, True], ids=["the third call", "an example"])
 def test_what_python_must_run_does_not_keep_the_rest_from_being_captured(example):
     """As LongT5's encoder, which raises where Dynamo captures it, beside its decoder, which does not."""

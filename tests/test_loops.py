@@ -21,7 +21,8 @@ import fxfuse
 from fxfuse import build, program
 from fxfuse.module import state_of
 from fxfuse.program import merge, record
-from fxfuse.program.indices import Quotient, Remainder, Variable, variable
+from fxfuse.program.indices import Index, Quotient, Remainder, Variable, variable
+from fxfuse.program.loops import Inside, known
 
 EMULATED = pytest.mark.skipif(not emulator.available(), reason="the emulation needs Linux and g++ 12 or newer")
 
@@ -646,6 +647,37 @@ def test_parts_that_make_a_tensor_up_are_one_kernel(device):
     assert (made.launches, set(made.calls)) == (1, {"cumsum"}), made.code
 
 
+def test_parts_of_parts_that_are_masked_are_one_kernel(device):
+    """As Longformer's scores: parts of what was put together are masked, and a softmax of all follows, padded."""
+
+    def forward(m, x):
+        scores = x.cumsum(0)
+        whole = scores.new_zeros(4, 3, 6, 9)
+        whole[:, :-1, :, 4:] = scores[:, :, :6, :5]
+        whole[:, -1, :, 4:] = scores[:, -1, 6:, :5]
+        whole[:, 1:, :, :4] = scores[:, :, -7:-1, 6:]
+        rows = whole.view(2, 2, 18, 9).transpose(2, 1)
+        for mask, part in ((torch.ones(6, 5).tril(), rows[:, :6, :, :5]), (torch.ones(6, 5), rows[:, -6:, :, -5:])):
+            mask = mask.to(x.device)[None, :, None, :].expand(part.shape)
+            part.copy_(torch.full_like(part, -9.0).where(mask.bool(), part))
+        rows += x[:1, :1, :1, :9]
+        return F.pad(F.softmax(rows, -1, dtype=torch.float32).type_as(x), (0, 2)).cumsum(0)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        made = checked(Net(forward), device, 4, 2, 12, 10, dtype=dtype, exact=False)
+        assert set(made.calls) == {"cumsum"} and made.launches <= 4, made.code
+
+
+@pytest.mark.parametrize("length, more", [(513, 257), (40, 30), (33, 1), (300, 299), (1030, 3)])
+def test_rows_are_read_once_although_the_result_is_longer(length, more, device, monkeypatch):
+    made, kernel = [], merge.kernels.kernel
+    monkeypatch.setattr(merge.kernels, "kernel", lambda loops: made.append(kernel(loops)) or made[-1])
+    model = Net(lambda m, x: F.pad(F.softmax(x.cumsum(0), -1), (0, more)).cumsum(0))
+    checked(model, device, 5, length, exact=False)
+    (rows,) = [one.form for one in made if "rows.cuh" in one.form]
+    assert "held0" in rows and rows.count("static_cast<const float*>") == 1, rows
+
+
 def test_a_part_of_what_torch_makes_is_torchs_to_write(device):
     """All of it would be read and written for some of it."""
 
@@ -695,7 +727,7 @@ BRANCHES = {
     "overwritten": (lambda r: (lambda s: (s.cumsum(0), r.mul_(2).cumsum(0)))(F.softmax(r, -1)), 2),
     "alike": (lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.sin() * 2, r.sin().flip(0) * 2), 2),
     "alike, of other sizes": (
-        lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.flip(1).clone(), r[1:, :3, :8].flip(1).clone()), 2,
+        lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.flip(1).clone(), r[1:, :3, :8].flip(1).clone()), 1,
     ),
     "alike, one of the other": (lambda r: (r.flip(1).contiguous() + 2).flip(1).contiguous().cumsum(0), 1),
 }  # fmt: skip
@@ -960,6 +992,28 @@ def test_indices_are_the_same_numbers_however_they_are_simplified():
         for index, numbers in zip(indices, right, strict=True):
             assert [value(index, at) for at in every] == numbers
             assert index.range[0] <= min(numbers) and max(numbers) <= index.range[1]
+
+
+def test_indices_are_the_same_numbers_where_conditions_hold():
+    generator = random.Random(1)
+    simpler = 0
+    for _ in range(400):
+        sizes = [generator.choice([2, 3, 4, 6, 8]) for _ in range(3)]
+        every = [dict(zip("abc", at, strict=True)) for at in itertools.product(*map(range, sizes))]
+        a, b, c = (variable(name, size) for name, size in zip("abc", sizes, strict=True))
+        sums = [a, b * 3 + c, a * sizes[1] + b, c - generator.randrange(4), b * -1 + sizes[1], (a + c) % 5, a // 2 + b]
+        where = [Inside(one - generator.randrange(4), generator.randrange(1, 6)) for one in generator.sample(sums, 2)]
+        index = generator.choice(sums)
+        for _ in range(3):
+            by = generator.choice([2, 3, 5, 8])
+            index = (index + generator.choice(sums) * generator.choice([1, 2, -1, 5]) + 40) % by + index // by
+        shorter = known(index, where)
+        simpler += len(list(shorter.atoms())) < len(list(index.atoms()))
+        for at in every:
+            values = {name: Index((), number) for name, number in at.items()}
+            if all(0 <= one.index.substituted(values).constant < one.size for one in where):
+                assert shorter.substituted(values) == index.substituted(values), (index, where)
+    assert simpler > 20
 
 
 def test_views_of_views_are_simple_again():

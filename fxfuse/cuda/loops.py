@@ -273,10 +273,10 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     held = None if rows.inner else _held(reductions, leaves, output, outer, length)
     functions_, loops_, longest = [], [], 1
     if held is not None:
-        loops_ += [f"{_NUMBERS[read.dtype]} {name}[{held.turns}][{held.vector}];" for read, name in held.names.items()]
+        loops_ += [f"{kind} {name}[{held.turns}][{held.vector}];" for name, kind in held.variables.items()]
     for turn, row in enumerate(reductions):
         vector = 1 if rows.inner else _vector_of_row(row) if held is None else held.vector
-        text.begin(max(vector, beside), held)
+        text.begin(max(vector, beside), held, row.over.size // vector)
         at = _cut(row.over.name, row.over.size, vector)
         terms = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
         kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
@@ -288,14 +288,14 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         runs = text.number(row.over.size // vector)
         loops_ += [
             f"Totals<{kind}, {beside}> {total};",
-            *_loop(runs, max(vector, beside), text),
+            *_loop(runs, row.over.size // vector, max(vector, beside), text),
             f"{total}.template across_threads<kColumns, kLanes, kThreads, {turn}>();",
         ]
         text.rows[row] = f"{total}.value[{which}]"
         longest = max(longest, row.over.size // vector)
     vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
-    text.begin(width, held)
+    text.begin(width, held, length // vector)
     arguments = ", ".join(["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)])
     functions_.append(_function(loops, 0))
     text.before.insert(0, f"Adjacent<Output, {width}, {_access(output, width)}> result;")
@@ -305,10 +305,11 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     text.before.append(f"const unsigned place = {text.place(index)};")
     inside = "" if held is None else "if (inside) "
     stores = [f"{inside}{store}" for store in ("result.store(out + place);", *_stores(loops))]
-    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), width, text, stores)]
+    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), length // vector, width, text, stores)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
-    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else _layout_of_rows(count, longest)
+    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else (1, _lanes_of_rows(count, longest))
+    lanes = lanes if held is None else held.lanes
     body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
     return body, count
 
@@ -323,39 +324,74 @@ def _vector_of_row(row: Reduced) -> int:
 class _Held:
     """What a thread reads once of a row that several loops go over: short rows fit into its registers."""
 
+    lanes: int
+    """Threads of a row."""
     turns: int
-    """Of each loop, known to the compiler."""
+    """Of a loop over the row, known to the compiler."""
     vector: int
     names: dict[Read, str]
-    """The variables that hold what was read."""
-    filled: set[Read] = field(default_factory=set)
+    """The variables that hold what was read, also as it is read for a result that is longer than the row."""
+    variables: dict[str, str]
+    """And their types."""
+    filled: set[str] = field(default_factory=set)
+
+    def turns_over(self, runs: int) -> int:
+        """How often a thread has one of so many runs, or one beyond them."""
+        return -(-runs // self.lanes)
+
+    def turn(self, runs: int) -> str:
+        """Of what is held, in a loop over so many runs: nobody asks for an element that is beyond the row."""
+        return "turn" if self.turns_over(runs) == self.turns else f"turn < {self.turns} ? turn : {self.turns - 1}"
 
 
 def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> _Held | None:
     """What is read by more than one loop, if it is little enough to be held."""
-    if length == 0 or any(row.over.size != length for row in reductions):
+    size = reductions[0].over.size
+    if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
     vector = math.gcd(_vector(output, length), *map(_vector_of_row, reductions))
-    turns = -(-length // (vector * _layout_of_rows(rows, length // vector)[1]))
-    loops = [(row.over.name, row.leaves) for row in reductions] + [(_ALONG, leaves)]
-    readers = Counter(
-        read
-        for name, of_loop in loops
-        for read in dict.fromkeys(substituted(leaf, _cut(name, length, vector)) for leaf in of_loop)
-        if isinstance(read, Read)
-    )
+    within = Inside(variable(_ALONG, length), size)
+    readers, also = Counter[Read](), dict[Read, Read]()
+    for row in reductions:
+        at = _cut(row.over.name, size, vector)
+        readers.update({read for leaf in row.leaves if isinstance(read := substituted(leaf, at), Read)})
+    own = set[Read]()
+    for leaf in leaves:
+        if isinstance(leaf, Read) and (size == length or within in leaf.where):
+            # where the result is longer, by the row's variable: what its condition asks is always so
+            where = tuple(one for one in leaf.where if one != within)
+            alike = Read(leaf.slot, leaf.dtype, leaf.index, where)
+            of_row = substituted(substituted(alike, {_ALONG: variable(_ALONG, size)}), _cut(_ALONG, size, vector))
+            assert isinstance(of_row, Read)
+            as_read = substituted(leaf, _cut(_ALONG, length, vector))
+            assert isinstance(as_read, Read)
+            own.add(of_row)
+            also[as_read] = of_row
+    readers.update(own)
     shared = [read for read, count in readers.items() if count > 1]
-    words = turns * vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
-    if not shared or words > HELD_WORDS:
+    words = vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
+    lanes = _lanes_of_rows(rows, size // vector, may_be_longer=True)
+    while lanes < THREADS and -(-size // (vector * lanes)) * words > HELD_WORDS:
+        lanes *= 2
+    turns = -(-size // (vector * lanes))
+    if not shared or turns * words > HELD_WORDS:
         return None
-    return _Held(turns, vector, {read: f"held{number}" for number, read in enumerate(shared)})
+    names = {read: f"held{number}" for number, read in enumerate(shared)}
+    variables = {names[read]: _NUMBERS[read.dtype] for read in shared}
+    names |= {read: names[of_row] for read, of_row in also.items() if of_row in names}
+    return _Held(lanes, turns, vector, names, variables)
 
 
-def _layout_of_rows(rows: int, longest: int) -> tuple[int, int]:
+def _lanes_of_rows(rows: int, longest: int, may_be_longer: bool = False) -> int:
     """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block, where
-    rows are long, or so few that a GPU has threads to spare."""
+    rows are long, or so few that a GPU has threads to spare.
+
+    Args:
+        may_be_longer: if a warp can have rows that are long.
+    """
     is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
-    return 1, THREADS if longest > LONGEST_OF_A_WARP or is_spare else min(WARP, 1 << (longest - 1).bit_length())
+    is_long = longest > LONGEST_OF_A_WARP and not may_be_longer
+    return THREADS if is_long or is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
@@ -384,14 +420,14 @@ def _digits(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index
     return values
 
 
-def _loop(runs: str, vector: int, text: _Text, after: Sequence[str] = ()) -> list[str]:
-    """The loop of a row's threads over its runs; with what is held every thread has as many turns, whose reads need not
-    wait for each other."""
+def _loop(runs: str, count: int, vector: int, text: _Text, after: Sequence[str] = ()) -> list[str]:
+    """The loop of a row's threads over its runs, whose number has a name; with what is held every thread has as many
+    turns, whose reads need not wait for each other."""
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
     if text.held is not None:
         head = [
             "#pragma unroll",
-            f"for (unsigned turn = 0; turn < {text.held.turns}; ++turn) {{",
+            f"for (unsigned turn = 0; turn < {text.held.turns_over(count)}; ++turn) {{",
             f"    const bool inside = thread + turn * kLanes < {runs};",
             f"    const unsigned run = inside ? thread + turn * kLanes : {runs} - 1;",
         ]
@@ -460,9 +496,10 @@ class _Text:
         self._count = 0
         self.begin(vector)
 
-    def begin(self, vector: int, held: _Held | None = None) -> None:
-        """Begins another loop, over runs of so many elements."""
+    def begin(self, vector: int, held: _Held | None = None, runs: int = 0) -> None:
+        """Begins another loop, over so many runs of so many elements."""
         self.held = held
+        self._turn = "" if held is None else held.turn(runs)
         self.before: list[str] = []
         self.within: list[str] = []
         self._vector = vector
@@ -481,12 +518,13 @@ class _Text:
         """What the expression takes for a leaf."""
         if self.held is None or leaf not in self.held.names:
             return self._computed(leaf)
-        name = f"{self.held.names[leaf]}[turn][lane]"
-        if leaf not in self.held.filled:
-            value = self._computed(leaf)
-            self.within.append(f"{name} = {value};")
-            self.held.filled.add(leaf)
-        return name
+        name = self.held.names[leaf]
+        if name in self.held.filled:
+            return f"{name}[{self._turn}][lane]"
+        value = self._computed(leaf)
+        self.within.append(f"{name}[turn][lane] = {value};")
+        self.held.filled.add(name)
+        return f"{name}[turn][lane]"
 
     def _computed(self, leaf: Leaf) -> str:
         if isinstance(leaf, Inside):

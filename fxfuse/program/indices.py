@@ -197,6 +197,29 @@ class Index:
             result = result + new * coefficient
         return result
 
+    def by_sum(self, whole: Index, name: Index) -> Index:
+        """The same by another name for a sum, here and in what atoms are made of, wherever multiples of it are found.
+
+        With a variable of fewer values than the sum's range has, places are simpler: those where it has such a value.
+        """
+        terms = dict(self.terms)
+        shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in whole.terms}
+        factor, rest = shares.pop() if len(shares) == 1 else (0, 0)
+        named = self if rest else self - whole * factor
+        result = Index((), named.constant)
+        for atom, coefficient in named.terms:
+            match atom:
+                case Quotient(of, by):
+                    new = of.by_sum(whole, name) // by
+                case Remainder(of, by):
+                    new = of.by_sum(whole, name) % by
+                case Element(memory, at, dtype, size, wraps):
+                    new = _of(Element(memory, at.by_sum(whole, name), dtype, size, wraps))
+                case _:
+                    new = _of(atom)
+            result = result + new * coefficient
+        return result if rest else result + name * factor
+
     def substituted(self, values: Mapping[str, Index]) -> Index:
         """With other values for variables of these names."""
         return self.replaced(lambda atom: values.get(atom.name) if isinstance(atom, Variable) else None)

@@ -38,6 +38,11 @@ class Inside:
     index: Index
     size: int
 
+    @property
+    def is_always(self) -> bool:
+        low, high = self.index.range
+        return low >= 0 and high < self.size
+
 
 @dataclass(frozen=True)
 class Read:
@@ -339,13 +344,33 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     also = [Store(store.output, _with_operands(store.expression, places)) for store in loops.also]
     if kept is not None:
         also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
-    return body.loops(loops.output, _with_operands(loops.expression, places), also)
+    return simplified(body.loops(loops.output, _with_operands(loops.expression, places), also))
 
 
 def reads_alike(loops: Loops, value: Value) -> list[int]:
     """Of the leaves, those that read of a value what lies as far from its first as the result from the output's."""
     place = _place_alike(loops, value)
     return [number for number, leaf in enumerate(loops.leaves) if leaf == Read(value.slot, value.dtype, place)]
+
+
+def times_read(loops: Loops, value: Value) -> float:
+    """How often they read an element of a value, in the mean; at least, if conditions are about the same."""
+    reads = [read for read in loops.reads if read.slot is value.slot]
+    each = math.prod(loops.output.shape) / max(math.prod(value.shape), 1)
+    return sum(each * _share_inside(read.where) for read in reads)
+
+
+def _share_inside(where: Iterable[Inside]) -> float:
+    """For which part of all places conditions hold; those that depend on the same variables are taken as one."""
+    shares: dict[frozenset[Atom], float] = {}
+    for one in where:
+        low, high = one.index.range
+        variables: frozenset[Atom] = frozenset(atom for atom in one.index.atoms() if isinstance(atom, Variable))
+        share = min(1.0, one.size / (high - low + 1))
+        for others in [others for others in shares if others & variables]:
+            share, variables = min(share, shares.pop(others)), variables | others
+        shares[variables] = share
+    return math.prod(shares.values())
 
 
 def _place_alike(loops: Loops, value: Value) -> Index:
@@ -397,10 +422,106 @@ def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list
     ]
 
 
+def known(index: Index, where: Iterable[Inside]) -> Index:
+    """An index that is the same where the conditions hold, by no more divisions."""
+    values: dict[str, Index] = {}
+    result, divisions = index, _divisions_in([index])
+    if not divisions:
+        return index
+    for number, one in enumerate(where):
+        if one.is_always or not one.index.terms:
+            continue
+        name = f"within{number}"
+        named = result.by_sum(one.index, variable(name, one.size))
+        if named != result:
+            result, values[name] = named, one.index
+    if not values:
+        return index
+    result = result.substituted(values)
+    return result if _divisions_in([result]) < divisions else index
+
+
+def simplified(loops: Loops) -> Loops:
+    """The same, of indices that are simpler: each is asked for where conditions hold only."""
+    if not any(isinstance(leaf, Inside) or (isinstance(leaf, Read) and leaf.where) for leaf in loops.leaves):
+        return loops
+    expressions = [store.expression for store in loops.stores]
+    order = list(dict.fromkeys(node for one in expressions for node in postorder(one)))
+    asked: dict[Expr, frozenset[Inside]] = dict.fromkeys(expressions, frozenset())
+    """By node, what is known wherever anybody asks for it."""
+    for node in reversed(order):  # who asks for it comes first
+        if not isinstance(node, Call):
+            continue
+        for place, argument in enumerate(node.args):
+            here = asked[node]
+            if node.op == "where" and place == 1 and isinstance(node.args[0], Operand):
+                condition = loops.leaves[node.args[0].index]
+                here = here | {condition} if isinstance(condition, Inside) else here
+            asked[argument] = asked[argument] & here if argument in asked else here
+    body = Body()
+    changed = {node: _known_leaf(body, loops.leaves[node.index], asked[node])
+               for node in order if isinstance(node, Operand)}  # fmt: skip
+
+    def change(node: Expr) -> Expr:
+        if isinstance(node, Operand):
+            return changed[node]
+        if isinstance(node, Call) and node.op == "where":
+            condition, inside, outside = node.args
+            if inside == outside:
+                return inside
+            if isinstance(condition, Const):
+                return inside if condition.value else outside
+        return node
+
+    first, *others = (rewrite(one, change) for one in expressions)
+    also = [Store(store.output, other) for store, other in zip(loops.also, others, strict=True)]
+    return body.loops(loops.output, first, also)
+
+
+def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
+    """What stands for a leaf, where it is asked for only if conditions hold."""
+    where = sorted(asked, key=_simplicity)
+    match leaf:
+        case Inside(index, size):
+            condition = Inside(known(index, where), size)
+            low, high = _range_where(index, where)
+            if low >= 0 and high < size:
+                return Const(True)
+            if high < 0 or low >= size:
+                return Const(False)
+            return body.leaf(condition)
+        case Position(index):
+            return body.leaf(Position(known(index, where)))
+        case Read(slot, dtype, index, own):
+            kept: list[Inside] = []
+            for one in sorted(own, key=_simplicity):
+                low, high = _range_where(one.index, kept)
+                if low < 0 or high >= one.size:
+                    kept.append(Inside(known(one.index, kept), one.size))
+            return body.leaf(Read(slot, dtype, known(index, own), tuple(kept)))
+    return body.leaf(leaf)
+
+
+def _simplicity(condition: Inside) -> tuple[int, int, str]:
+    return _divisions_in([condition.index]), len(condition.index.terms), condition.index.key
+
+
+def _range_where(index: Index, where: Iterable[Inside]) -> tuple[int, int]:
+    """The least and the greatest that an index can be where conditions hold."""
+    for number, one in enumerate(where):
+        if not one.is_always and one.index.terms:
+            index = index.by_sum(one.index, variable(f"within{number}", one.size))
+    return index.range
+
+
 def divisions_of(leaves: Sequence[Leaf]) -> int:
     """How many quotients and remainders their places need."""
+    return _divisions_in(indices_of(leaves))
+
+
+def _divisions_in(indices: Iterable[Index]) -> int:
     found: set[Atom] = set()
-    for index in indices_of(leaves):
+    for index in indices:
         found.update(atom for atom in index.atoms() if isinstance(atom, Quotient | Remainder))
     return len(found)
 

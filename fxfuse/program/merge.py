@@ -32,6 +32,7 @@ from fxfuse.program.loops import (
     is_read_in_place,
     reads_alike,
     rows_pay,
+    times_read,
     work_of,
 )
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, values_in, written_by
@@ -45,6 +46,8 @@ MOST_RESULTS: Final = 4
 """Of one kernel, whose threads have registers for all of them."""
 MOST_READS_OF_A_ROW: Final = 4
 """Elements of a row with a sum that one element of a result may need: they are computed for each, the sum is not."""
+READ_AGAIN: Final = 1.5
+"""How often the elements of a result may be read, in the mean, that is computed where it is read."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 SHARE_TOGETHER: Final = 4
@@ -214,10 +217,12 @@ class _Plan:
         """The steps whose results lie there now, and may be computed where they are read."""
         waiting: dict[int, int] = {}
         """By number of such a step: how many others still read its result."""
-        since: dict[int, int] = {}
-        """By number of step: the first of those that it stands for."""
+        since: dict[int, dict[Slot, int]] = {}
+        """By number of step: what it reads, and the first of the steps that it stands for that does."""
         gone: dict[int, set[int]] = {}
         """The same: those in place among them, which overwrite nothing if it is computed where its result is read."""
+        parts: dict[int, list[int]] = {}
+        """The same: those that were put into it."""
         for number, step in enumerate(self._steps):
             loops = step.loops
             if loops is not None and _overwrites_part(step):
@@ -225,15 +230,28 @@ class _Plan:
                 if before is None or not self._with(loops, self.computed[before], number, since[before], gone[before]):
                     self._left.add(number)
             if loops is not None and self._is_loops(number):
-                since[number], gone[number] = number, set()
+                since[number], gone[number], parts[number] = dict.fromkeys(_sources(loops), number), set(), []
                 reads = dict.fromkeys(read.slot for read in loops.reads)
                 for slot in sorted(reads, key=functools.partial(operator.is_not, loops.output.slot)):  # its own first
                     producer = latest.get(slot)
                     if producer is None:
                         continue
                     whole = self._with(loops, self.computed[producer], number, since[producer], gone[producer])
+                    if whole is None and self._is_wider(producer, parts[producer]):
+                        alone = self._steps[producer].loops
+                        assert alone is not None
+                        own = dict.fromkeys(_sources(alone), producer)
+                        in_place = {producer} if alone.output.slot in own else set()
+                        whole = self._with(loops, alone, number, own, in_place)
+                        if whole is not None:  # its parts lie in memory, instead of what is made of them
+                            self.computed[producer], since[producer], gone[producer] = alone, own, in_place
+                            for part in parts[producer]:
+                                waiting[part] += 1
                     if whole is not None:
-                        loops, since[number] = whole, min(since[number], since[producer])
+                        loops = whole
+                        parts[number].append(producer)
+                        for source, first in since[producer].items():
+                            since[number][source] = min(first, since[number].get(source, first))
                         gone[number] |= gone[producer]
                         waiting[producer] -= 1
                 self.computed[number] = loops
@@ -252,6 +270,12 @@ class _Plan:
             step = self._steps[number]
             if isinstance(step, Launch) and loops is step.loops:  # nothing was put into it: its kernel was chosen
                 del self.computed[number]
+
+    def _is_wider(self, number: int, parts: Sequence[int]) -> bool:
+        """Whether what a step makes takes more memory than what was put into it, and one step alone reads it."""
+        nbytes = sum(_span(self.computed[part].output)[1] for part in parts)
+        own = self.computed[number].output
+        return 0 < nbytes < _span(own)[1] and len(self._readers_of(number)) == 1
 
     # ---- several results
 
@@ -312,7 +336,8 @@ class _Plan:
             return None
         if slot in _sources(producer) and not is_read_in_place(loops, value):
             return None  # what it overwrites would be read after that
-        return self._with(loops, producer, reader, number, kept=slot if is_needed else None)
+        since = dict.fromkeys(_sources(producer), number)
+        return self._with(loops, producer, reader, since, kept=slot if is_needed else None)
 
     def _drop_unread(self) -> None:
         """Results that no step reads any more."""
@@ -338,7 +363,7 @@ class _Plan:
             and self._is_whole(number)
             and (slot not in self._leaving if following is None else self._is_whole(following))
             and all(map(self._is_loops, readers))
-            and (loops.only_moves or self._is_read_once(slot, readers))
+            and (loops.only_moves or self._is_read_once(loops.output, readers))
         )
 
     def _overwritten_by(self, number: int) -> int | None:
@@ -371,35 +396,35 @@ class _Plan:
         others = made - {step.loops.output.slot}
         return not any(slot in self._leaving or slot in self._readers for slot in others)
 
-    def _is_read_once(self, slot: Slot, readers: Sequence[int]) -> bool:
-        """Also by one step that reads a row more than once, which then is in caches."""
-        if len(readers) != 1:
-            return False
-        loops = self._steps[readers[0]].loops
-        assert loops is not None, "all readers are loops"
-        return bool(loops.reductions) or sum(read.slot is slot for read in loops.reads) == 1
+    def _is_read_once(self, value: Value, readers: Sequence[int]) -> bool:
+        """Whether one place reads it, or few elements are read again; of a row, which then is in caches, all may be."""
+        loops = [loops for loops in (self._steps[number].loops for number in readers) if loops is not None]
+        if len(loops) == 1 and (loops[0].reductions or sum(read.slot is value.slot for read in loops[0].reads) == 1):
+            return True
+        return sum(times_read(one, value) for one in loops) <= READ_AGAIN
 
     def _with(
-        self, loops: Loops, producer: Loops, number: int, first: int, gone: Set[int] = frozenset(),
+        self, loops: Loops, producer: Loops, number: int, since: Mapping[Slot, int], gone: Set[int] = frozenset(),
         kept: Slot | None = None,
     ) -> Loops | None:  # fmt: skip
         """`loops` with one producer put into it; None where that would not pay, or not be the same.
 
         Args:
-            first: the step from which on what the producer reads must not be overwritten until `number`.
+            since: the steps from which on what the producer reads must not be overwritten until `number`.
             gone: steps that overwrite nothing then.
             kept: the producer's memory, if it is filled all the same.
         """
-        slot, output = producer.output.slot, loops.output
+        slot = producer.output.slot
         if any(read.dtype != producer.output.dtype for read in loops.reads if read.slot is slot):
             return None
         reduces = bool(loops.reductions or producer.reductions)
-        if not (reduces or producer.only_moves) and math.prod(output.shape) > 2 * math.prod(producer.output.shape):
+        if not (reduces or producer.only_moves) and times_read(loops, producer.output) > 2:
             return None  # computed again for each of many
         if producer.reductions and not has_rows_read(loops, producer):
             return None
         for source in _sources(producer):
-            if any(first < writer < number for writer in self._writers.get(source, ()) if writer not in gone):
+            writers = (writer for writer in self._writers.get(source, ()) if writer not in gone)
+            if any(since[source] < writer < number for writer in writers):
                 return None
         whole = inlined(loops, {slot: producer}, kept)
         overwritten = [store.output for store in loops.stores if store.output.slot in _sources(producer)]

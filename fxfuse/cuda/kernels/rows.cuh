@@ -48,10 +48,10 @@ struct Totals {
             for (int row = 0; row < kRows; ++row) add(row, __shfl_xor_sync(~0u, value[row], offset));
         }
         if constexpr (kGroup > kWarp) {
-            static_assert(kGroup == kThreads && kColumns <= kWarp);
-            constexpr int kWarps = kThreads / kWarp;
-            __shared__ float parts[kWarps][kRows][kColumns];
-            const int column = threadIdx.x % kColumns;
+            static_assert(kThreads % kGroup == 0 && kColumns <= kWarp);
+            constexpr int kWarps = kGroup / kWarp;
+            __shared__ float parts[kThreads / kWarp][kRows][kColumns];
+            const int column = threadIdx.x % kColumns, first = threadIdx.x / kGroup * kWarps;
             if (threadIdx.x % kWarp < kColumns) {
 #pragma unroll
                 for (int row = 0; row < kRows; ++row) parts[threadIdx.x / kWarp][row][column] = value[row];
@@ -59,9 +59,9 @@ struct Totals {
             __syncthreads();
 #pragma unroll
             for (int row = 0; row < kRows; ++row) {
-                value[row] = parts[0][row][column];
+                value[row] = parts[first][row][column];
 #pragma unroll
-                for (int warp = 1; warp < kWarps; ++warp) add(row, parts[warp][row][column]);
+                for (int warp = 1; warp < kWarps; ++warp) add(row, parts[first + warp][row][column]);
             }
         }
     }
