@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -58,6 +58,8 @@ _NUMBERS: Final = {dtype: "float" if dtype.is_floating_point else "int64_t" for 
 """As expressions have elements (loops.cuh, as_number)."""
 HELD_WORDS: Final = 32
 """Registers for what a thread of a short row reads once."""
+_Place: TypeAlias = tuple[Slot, torch.dtype, Index]
+"""Of an element."""
 _RUN, _LANE = "run", "lane"
 _ROW, _ALONG = "row", "along"
 WARP: Final = 32
@@ -214,7 +216,7 @@ def _runs(loops: Loops, text: _Text) -> tuple[str, int]:
     if sizes:
         leaves = [substituted(leaf, _cut(f"d{len(sizes) - 1}", sizes[-1], vector)) for leaf in leaves]
     text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
-    arguments = ", ".join(["0.0f", *(text.leaf(leaf) for leaf in leaves)])
+    arguments = ", ".join(["0.0f", *text.leaves(leaves)])
     text.within.append(f"set(out[lane], expression({arguments}));")
     if loops.also:
         text.before.insert(0, "const unsigned place = rest * kVector;")
@@ -278,7 +280,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         vector = 1 if rows.inner else _vector_of_row(row) if held is None else held.vector
         text.begin(max(vector, beside), held, row.over.size // vector)
         at = _cut(row.over.name, row.over.size, vector)
-        terms = ["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in row.leaves)]
+        terms = ["0.0f", *text.leaves([substituted(leaf, at) for leaf in row.leaves])]
         kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
         kinds = kinds_of(row.expression, row.leaves)
         functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
@@ -296,7 +298,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
     text.begin(width, held, length // vector)
-    arguments = ", ".join(["0.0f", *(text.leaf(substituted(leaf, at)) for leaf in leaves)])
+    arguments = ", ".join(["0.0f", *text.leaves([substituted(leaf, at) for leaf in leaves])])
     functions_.append(_function(loops, 0))
     text.before.insert(0, f"Adjacent<Output, {width}, {_access(output, width)}> result;")
     text.within.append(f"set(result.element[lane], expression({arguments}));")
@@ -333,6 +335,8 @@ class _Held:
     """The variables that hold what was read, also as it is read for a result that is longer than the row."""
     variables: dict[str, str]
     """And their types."""
+    within: Inside
+    """Whether an element of the result is one of the row."""
     filled: set[str] = field(default_factory=set)
 
     def turns_over(self, runs: int) -> int:
@@ -379,7 +383,9 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     names = {read: f"held{number}" for number, read in enumerate(shared)}
     variables = {names[read]: _NUMBERS[read.dtype] for read in shared}
     names |= {read: names[of_row] for read, of_row in also.items() if of_row in names}
-    return _Held(lanes, turns, vector, names, variables)
+    inside = substituted(within, _cut(_ALONG, length, vector))
+    assert isinstance(inside, Inside)
+    return _Held(lanes, turns, vector, names, variables, inside)
 
 
 def _lanes_of_rows(rows: int, longest: int, may_be_longer: bool = False) -> int:
@@ -504,6 +510,8 @@ class _Text:
         self.within: list[str] = []
         self._vector = vector
         self._names: dict[Atom | Inside | Index, str] = {}
+        self._ways: dict[_Place, list[tuple[Inside, ...]]] = {}
+        self._read: dict[_Place, str] = {}
 
     def coordinates(self, sizes: Sequence[int]) -> None:
         names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), _RUN]
@@ -514,9 +522,16 @@ class _Text:
             value = "rest" if is_first else f"{self._divisor(sizes[dim])}.take(rest)"
             self.before.append(f"const unsigned {names[dim]} = {value};")
 
-    def leaf(self, leaf: Leaf) -> str:
-        """What the expression takes for a leaf."""
-        if self.held is None or leaf not in self.held.names:
+    def leaves(self, leaves: Sequence[Leaf]) -> list[str]:
+        """What an expression takes for its leaves. What several of them read of one place, each under conditions of its
+        own, is read once."""
+        for leaf in leaves:
+            if isinstance(leaf, Read) and not any(map(self._varies, leaf.where)):
+                self._ways.setdefault((leaf.slot, leaf.dtype, leaf.index), []).append(leaf.where)
+        return [self._leaf(leaf) for leaf in leaves]
+
+    def _leaf(self, leaf: Leaf) -> str:
+        if self.held is None or not isinstance(leaf, Read) or leaf not in self.held.names:
             return self._computed(leaf)
         name = self.held.names[leaf]
         if name in self.held.filled:
@@ -533,7 +548,17 @@ class _Text:
             return self._position(leaf)
         if isinstance(leaf, Reduced):
             return self.rows[leaf]
-        condition, kind, name = self._if(leaf.where), _TYPES[leaf.dtype], self._name("r")
+        place = leaf.slot, leaf.dtype, leaf.index
+        ways = self._ways.get(place, [])
+        if leaf.where not in ways:
+            return self._element(leaf, [leaf.where])
+        if place not in self._read:
+            self._read[place] = self._element(leaf, ways)
+        return self._read[place]
+
+    def _element(self, leaf: Read, ways: Sequence[tuple[Inside, ...]]) -> str:
+        """What is read, if the conditions of one of the ways hold."""
+        condition, kind, name = self._if(ways), _TYPES[leaf.dtype], self._name("r")
         source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
         lines: list[str] = []
         begin = leaf.index - variable(_LANE, self._vector)
@@ -546,16 +571,21 @@ class _Text:
             return f"as_number({name}.element[lane])"
         window = self._window(leaf)
         if window is not None:
-            return self._chosen(leaf, window)
+            return self._chosen(leaf, window, ways)
         place = self._index(leaf.index, lines)
         varies = leaf.index.depends_on(_LANE) or any(map(self._varies, leaf.where))
         text = f"{condition}{{ {' '.join([*lines, f'{name} = {source}[{place}];'])} }}"
         (self.within if varies else self.before).extend([f"{kind} {name} = {{}};", text])
         return f"as_number({name})"
 
-    def _if(self, where: Sequence[Inside]) -> str:
-        conditions = [one for one in map(self._inside, where) if one != "true"]
-        return f"if ({' && '.join(conditions)}) " if conditions else ""
+    def _if(self, ways: Sequence[Sequence[Inside]]) -> str:
+        """Where all conditions of one of the ways hold."""
+        texts = [dict.fromkeys(one for one in map(self._inside, where) if one != "true") for where in ways]
+        least = [one for one in texts if not any(other.keys() < one.keys() for other in texts)]
+        each = list(dict.fromkeys(" && ".join(sorted(one)) for one in least))
+        if "" in each:
+            return ""
+        return f"if ({each[0]}) " if len(each) == 1 else f"if ({' || '.join(f'({one})' for one in each)}) "
 
     def _window(self, leaf: Read) -> _Window | None:
         """Where all that the elements of a run read lies close together, each at a distance that is the same in every
@@ -584,9 +614,9 @@ class _Text:
                 return _Window(first - first.constant % length, length, chosen, elements)
         return None
 
-    def _chosen(self, leaf: Read, window: _Window) -> str:
+    def _chosen(self, leaf: Read, window: _Window, ways: Sequence[tuple[Inside, ...]]) -> str:
         """What an element of a run reads of a window, which is read before."""
-        condition = self._if([one for one in leaf.where if not self._varies(one)])
+        condition = self._if([[one for one in where if not self._varies(one)] for where in ways])
         kind, name, lines = _TYPES[leaf.dtype], self._name("r"), list[str]()
         access = min(ACCESS, window.length * leaf.dtype.itemsize)
         source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
@@ -638,6 +668,7 @@ class _Text:
         low, high = condition.index.range
         if low >= 0 and high < condition.size:
             return "true"
+        is_of_row = self.held is not None and condition == self.held.within
         condition = self._by_runs(condition)
         if condition in self._names:
             return self._names[condition]
@@ -647,7 +678,9 @@ class _Text:
             return self._names[condition]
         lines = self.within if condition.index.depends_on(_LANE) else self.before
         place, name = self._index(condition.index, lines), self._name("b")
-        lines.append(f"const bool {name} = {place} < {self.number(condition.size)};")
+        # known to the compiler of turns beyond the row
+        turn = f"turn < {self.held.turns} && " if is_of_row and self.held is not None else ""
+        lines.append(f"const bool {name} = {turn}{place} < {self.number(condition.size)};")
         self._names[condition] = name
         return name
 

@@ -498,7 +498,7 @@ def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
                 low, high = _range_where(one.index, kept)
                 if low < 0 or high >= one.size:
                     kept.append(Inside(known(one.index, kept), one.size))
-            return body.leaf(Read(slot, dtype, known(index, own), tuple(kept)))
+            return body.leaf(Read(slot, dtype, known(index, kept), tuple(kept)))
     return body.leaf(leaf)
 
 
