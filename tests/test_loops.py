@@ -678,6 +678,19 @@ def test_rows_are_read_once_although_the_result_is_longer(length, more, device, 
     assert "held0" in rows and rows.count("static_cast<const float*>") == 1, rows
 
 
+def test_what_becomes_float32_is_read_as_it_lies(device):
+    """Rotary positions by pairs, in float32: three places read what a cast makes."""
+
+    def forward(m, x):
+        x = x.cumsum(0)
+        wide, at = x.float(), torch.arange(x.shape[-1], device=x.device)
+        turned = torch.stack([-wide[..., 1::2], wide[..., ::2]], -1).flatten(-2)
+        return (wide * at.cos() + turned * at.sin()).to(x.dtype).cumsum(0)
+
+    made = checked(Net(forward), device, 3, 5, 16, dtype=torch.bfloat16, exact=False)
+    assert made.launches == 1, made.code
+
+
 def test_a_part_of_what_torch_makes_is_torchs_to_write(device):
     """All of it would be read and written for some of it."""
 

@@ -73,6 +73,31 @@ def test_arenas_are_there_while_something_lives_in_them(seed):
     assert most >= max(map(sum, zip(living, (others[moment] for moment in moments), strict=True)))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_lives_long_costs_no_memory_beside_torchs(seed):
+    """Small results that live through many layers, of which each has large ones of its own, beside torch's."""
+    generator = np.random.default_rng(seed)
+    steps, slots, count = [], [], 60
+    for number in range(count):
+        lives_long = generator.random() < 0.25
+        last = min(count - 1, number + int(generator.integers(1, 40 if lives_long else 5)))
+        nbytes = int(generator.integers(1, 8 if lives_long else 64)) << 18
+        if generator.random() < 0.4:
+            slot = values.Slot("made", f"m{number}", first=number, last=min(last, number + 2))
+            made = values.Value(slot, 0, (nbytes,), (1,), torch.uint8, slot.name)
+            steps.append(values.Call(None, (), {}, made, False, True))
+        else:
+            slots.append(values.Slot("memory", f"v{number}", nbytes=nbytes, first=number, last=last))
+            steps.append(values.Launch(None, [(slots[-1], 0)]))
+    moments = memory._moments(steps)
+    others = memory._allocated_by_torch(steps, moments)
+    lives = list(others)
+    for slot in slots:
+        for moment in range(moments[slot.first], moments[slot.last] + 1):
+            lives[moment] += slot.nbytes
+    assert max(memory._at_once(memory.arenas_of(steps, slots), others)) <= 1.05 * max(lives)
+
+
 def test_memory_that_torch_needs_meanwhile_is_let_go_of():
     """A large result of a kernel, and then one of torch's: their memory is not there at once."""
     slots = [values.Slot("memory", f"v{at}", nbytes=64 << 20, first=at, last=at + 1) for at in (0, 4)]

@@ -151,11 +151,11 @@ class Loops:
 
     @property
     def only_moves(self) -> bool:
-        """Whether each element is one of another tensor's, or a number."""
+        """Whether each element is one of another tensor's, or a number; as float32, which kernels compute with anyway."""
         if self.reductions:
             return False
         calls = [node for node in postorder(self.expression) if isinstance(node, Call)]
-        return all(node.op == "where" and self._is_place(node.args[0]) for node in calls)
+        return all(one.op == "float32" or (one.op == "where" and self._is_place(one.args[0])) for one in calls)
 
     def _is_place(self, node: Expr) -> bool:
         return isinstance(node, Operand) and isinstance(self.leaves[node.index], Inside)

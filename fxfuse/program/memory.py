@@ -20,7 +20,7 @@ ALIGNMENT: Final = 512
 """Bytes between results: as torch's allocator aligns them."""
 SMALL: Final = 1 << 20
 """Bytes that are not worth a second arena."""
-MOST_CUTS: Final = 8
+MOST_CUTS: Final = 32
 NOT_WORTH_A_CUT: Final = 0.02
 """Part of what is needed at once, against the allocation or two more that a cut costs."""
 
@@ -97,20 +97,18 @@ def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Are
 
 def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int]) -> list[Arena] | None:
     """The same with one arena divided, the largest where most is needed at once: a part ends before that moment, a part
-    begins after it, and what lives then has an arena of its own. None if all of it lives then."""
+    begins after it, and what lives then has an arena of its own. None if all that there is lives then."""
     total = _at_once(arenas, others)
     moment = max(range(len(total)), key=total.__getitem__, default=-1)
     there = [arena for arena in arenas if arena.begin <= moment <= arena.end]
-    if not there:
-        return None
-    largest = max(there, key=lambda arena: arena.size)
-    parts: list[list[Block]] = [[], [], []]
-    for block in largest.blocks:
-        parts[(moments[block.last] >= moment) + (moments[block.first] > moment)].append(block)
-    if len(parts[1]) == len(largest.blocks):
-        return None
-    cut = [arena for arena in arenas if arena is not largest] + [Arena.of(part, moments) for part in parts if part]
-    return sorted(cut, key=lambda arena: arena.begin)
+    for largest in sorted(there, key=lambda arena: -arena.size):
+        parts: list[list[Block]] = [[], [], []]
+        for block in largest.blocks:
+            parts[(moments[block.last] >= moment) + (moments[block.first] > moment)].append(block)
+        if len(parts[1]) < len(largest.blocks):
+            cut = [Arena.of(part, moments) for part in parts if part]
+            return sorted([*(arena for arena in arenas if arena is not largest), *cut], key=lambda arena: arena.begin)
+    return None
 
 
 def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
