@@ -151,7 +151,7 @@ class Loops:
 
     @property
     def only_moves(self) -> bool:
-        """Whether each element is one of another tensor's, or a number; as float32, which kernels compute with anyway."""
+        """Whether each element is one of another tensor's, or a number; as float32, which kernels compute in anyhow."""
         if self.reductions:
             return False
         calls = [node for node in postorder(self.expression) if isinstance(node, Call)]
