@@ -629,15 +629,21 @@ def test_drawn_parts(seed, device):
     checked(model, device, *shape, exact=False)
 
 
+def bands(scores):
+    """As Longformer puts its scores together."""
+    whole = scores.new_zeros(4, 3, 6, 9)
+    whole[:, :-1, :, 4:] = scores[:, :, :6, :5]
+    whole[:, -1, :, 4:] = scores[:, -1, 6:, :5]
+    whole[:, 1:, :, :4] = scores[:, :, -7:-1, 6:]
+    return whole
+
+
 def test_parts_that_make_a_tensor_up_are_one_kernel(device):
-    """As Longformer's bands: zeros, of which each part is written."""
+    """Zeros, of which each part is written."""
 
     def forward(m, x):
         scores = x.cumsum(0)
-        whole = scores.new_zeros(4, 3, 6, 9)
-        whole[:, :-1, :, 4:] = scores[:, :, :6, :5]
-        whole[:, -1, :, 4:] = scores[:, -1, 6:, :5]
-        whole[:, 1:, :, :4] = scores[:, :, -7:-1, 6:]
+        whole = bands(scores)
         whole[:, 0, 1:4, 1:4] = scores[:, 0, :3, -3:]
         rows = whole.view(2, 2, 18, 9).transpose(2, 1)
         rows[:, :4, :, :5] = -1.0
@@ -651,11 +657,7 @@ def test_parts_of_parts_that_are_masked_are_one_kernel(device):
     """As Longformer's scores: parts of what was put together are masked, and a softmax of all follows, padded."""
 
     def forward(m, x):
-        scores = x.cumsum(0)
-        whole = scores.new_zeros(4, 3, 6, 9)
-        whole[:, :-1, :, 4:] = scores[:, :, :6, :5]
-        whole[:, -1, :, 4:] = scores[:, -1, 6:, :5]
-        whole[:, 1:, :, :4] = scores[:, :, -7:-1, 6:]
+        whole = bands(x.cumsum(0))
         rows = whole.view(2, 2, 18, 9).transpose(2, 1)
         for mask, part in ((torch.ones(6, 5).tril(), rows[:, :6, :, :5]), (torch.ones(6, 5), rows[:, -6:, :, -5:])):
             mask = mask.to(x.device)[None, :, None, :].expand(part.shape)

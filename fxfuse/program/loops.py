@@ -424,21 +424,23 @@ def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list
 
 def known(index: Index, where: Iterable[Inside]) -> Index:
     """An index that is the same where the conditions hold, by no more divisions."""
-    values: dict[str, Index] = {}
-    result, divisions = index, _divisions_in([index])
+    divisions = _divisions_in([index])
     if not divisions:
         return index
-    for number, one in enumerate(where):
-        if one.is_always or not one.index.terms:
-            continue
-        name = f"within{number}"
-        named = result.by_sum(one.index, variable(name, one.size))
-        if named != result:
-            result, values[name] = named, one.index
-    if not values:
-        return index
-    result = result.substituted(values)
+    bounded, sums = _bounded(index, where)
+    result = bounded.substituted(sums)
     return result if _divisions_in([result]) < divisions else index
+
+
+def _bounded(index: Index, where: Iterable[Inside]) -> tuple[Index, dict[str, Index]]:
+    """The index where conditions hold, with a variable of so few values for each sum that one of them bounds; by the
+    variables' names, these sums."""
+    sums: dict[str, Index] = {}
+    for number, one in enumerate(where):
+        name = f"within{number}"
+        if one.index.terms and not one.is_always:
+            index, sums[name] = index.by_sum(one.index, variable(name, one.size)), one.index
+    return index, sums
 
 
 def simplified(loops: Loops) -> Loops:
@@ -483,19 +485,18 @@ def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
     where = sorted(asked, key=_simplicity)
     match leaf:
         case Inside(index, size):
-            condition = Inside(known(index, where), size)
-            low, high = _range_where(index, where)
+            low, high = _bounded(index, where)[0].range
             if low >= 0 and high < size:
                 return Const(True)
             if high < 0 or low >= size:
                 return Const(False)
-            return body.leaf(condition)
+            return body.leaf(Inside(known(index, where), size))
         case Position(index):
             return body.leaf(Position(known(index, where)))
         case Read(slot, dtype, index, own):
             kept: list[Inside] = []
             for one in sorted(own, key=_simplicity):
-                low, high = _range_where(one.index, kept)
+                low, high = _bounded(one.index, kept)[0].range
                 if low < 0 or high >= one.size:
                     kept.append(Inside(known(one.index, kept), one.size))
             return body.leaf(Read(slot, dtype, known(index, kept), tuple(kept)))
@@ -504,14 +505,6 @@ def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
 
 def _simplicity(condition: Inside) -> tuple[int, int, str]:
     return _divisions_in([condition.index]), len(condition.index.terms), condition.index.key
-
-
-def _range_where(index: Index, where: Iterable[Inside]) -> tuple[int, int]:
-    """The least and the greatest that an index can be where conditions hold."""
-    for number, one in enumerate(where):
-        if not one.is_always and one.index.terms:
-            index = index.by_sum(one.index, variable(f"within{number}", one.size))
-    return index.range
 
 
 def divisions_of(leaves: Sequence[Leaf]) -> int:
