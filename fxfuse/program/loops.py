@@ -422,7 +422,8 @@ def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list
     ]
 
 
-def known(index: Index, where: Iterable[Inside]) -> Index:
+@functools.lru_cache(maxsize=4096)
+def known(index: Index, where: tuple[Inside, ...]) -> Index:
     """An index that is the same where the conditions hold, by no more divisions."""
     divisions = _divisions_in([index])
     if not divisions:
@@ -432,7 +433,8 @@ def known(index: Index, where: Iterable[Inside]) -> Index:
     return result if _divisions_in([result]) < divisions else index
 
 
-def _bounded(index: Index, where: Iterable[Inside]) -> tuple[Index, dict[str, Index]]:
+@functools.lru_cache(maxsize=4096)
+def _bounded(index: Index, where: tuple[Inside, ...]) -> tuple[Index, Mapping[str, Index]]:
     """The index where conditions hold, with a variable of so few values for each sum that one of them bounds; by the
     variables' names, these sums."""
     sums: dict[str, Index] = {}
@@ -441,6 +443,12 @@ def _bounded(index: Index, where: Iterable[Inside]) -> tuple[Index, dict[str, In
         if one.index.terms and not one.is_always:
             index, sums[name] = index.by_sum(one.index, variable(name, one.size)), one.index
     return index, sums
+
+
+def forget() -> None:
+    """Lets go of what is remembered of indices, which know a program's memory; none of another's are like them."""
+    known.cache_clear()
+    _bounded.cache_clear()
 
 
 def simplified(loops: Loops) -> Loops:
@@ -482,7 +490,7 @@ def simplified(loops: Loops) -> Loops:
 
 def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
     """What stands for a leaf, where it is asked for only if conditions hold."""
-    where = sorted(asked, key=_simplicity)
+    where = tuple(sorted(asked, key=_simplicity))
     match leaf:
         case Inside(index, size):
             low, high = _bounded(index, where)[0].range
@@ -496,10 +504,10 @@ def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
         case Read(slot, dtype, index, own):
             kept: list[Inside] = []
             for one in sorted(own, key=_simplicity):
-                low, high = _bounded(one.index, kept)[0].range
+                low, high = _bounded(one.index, tuple(kept))[0].range
                 if low < 0 or high >= one.size:
-                    kept.append(Inside(known(one.index, kept), one.size))
-            return body.leaf(Read(slot, dtype, known(index, kept), tuple(kept)))
+                    kept.append(Inside(known(one.index, tuple(kept)), one.size))
+            return body.leaf(Read(slot, dtype, known(index, tuple(kept)), tuple(kept)))
     return body.leaf(leaf)
 
 

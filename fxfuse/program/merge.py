@@ -26,6 +26,7 @@ from fxfuse.program.loops import (
     Inside,
     Loops,
     all_leaves,
+    forget,
     has_rows_read,
     indices_of,
     inlined,
@@ -59,7 +60,10 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 
     Raises ToolchainError, BuildError; nothing has changed then.
     """
-    plan = _Plan(steps, output)
+    try:
+        plan = _Plan(steps, output)
+    finally:
+        forget()
     found: dict[int, kernels.LoopsKernel] = {}
     for number, loops in plan.computed.items():
         kernel = kernels.kernel(loops)
