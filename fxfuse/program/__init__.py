@@ -18,7 +18,7 @@ import logging
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,6 +31,7 @@ from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
+from fxfuse.program.loops import forget
 from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
 from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
@@ -287,7 +288,16 @@ class Programs:
         given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound, strict=True)), **self._nothing}
         values = dict(zip(self._attributes, attributes, strict=True))
         given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
-        recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts=merges)
+        try:
+            return self._recorded(given, tensors, constants, by_parts=merges)
+        finally:
+            forget()
+
+    def _recorded(
+        self, given: Mapping[fx.Node, Any], tensors: list[torch.Tensor], constants: tuple[Any, ...], by_parts: bool
+    ) -> Any:
+        """The graph's result for what is given; there is a program of the call afterwards, or a reason."""
+        recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts)
         result = recorder.run()
         if recorder.reason is not None:
             self._tries += 1

@@ -26,7 +26,6 @@ from fxfuse.program.loops import (
     Inside,
     Loops,
     all_leaves,
-    forget,
     has_rows_read,
     indices_of,
     inlined,
@@ -60,10 +59,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 
     Raises ToolchainError, BuildError; nothing has changed then.
     """
-    try:
-        plan = _Plan(steps, output)
-    finally:
-        forget()
+    plan = _Plan(steps, output)
     found: dict[int, kernels.LoopsKernel] = {}
     for number, loops in plan.computed.items():
         kernel = kernels.kernel(loops)
