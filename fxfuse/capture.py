@@ -34,6 +34,7 @@ from fxfuse.patterns.anchors import has_hooks
 from fxfuse.proxies import BufferProxy, Proxy, answering
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
+from fxfuse.structure import hooks_of
 
 logger = logging.getLogger("fxfuse")
 
@@ -92,8 +93,7 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
         memo.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         # the dictionaries themselves, so that a conversion (to, half) of either converts both, buffers included
         memo.update((id(table), table) for table in (module._parameters, module._buffers))
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        memo.update((id(hook), hook) for table in hooks for hook in table.values())
+        memo.update((id(hook), hook) for table in hooks_of(module) for hook in table.values())
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever __deepcopy__ or __reduce__ of an attribute raises

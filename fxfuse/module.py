@@ -27,6 +27,7 @@ from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.locks import free_in_children
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
+from fxfuse.patterns.anchors import has_hooks
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
@@ -440,7 +441,7 @@ def _calling(root: nn.Module) -> Callable[..., Any]:
 
     def call(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         # checkpoints run a forward again, in training; hooks are given the module that they are called for
-        if stand_in is None or root.training or torch.compiler.is_compiling() or any(_own_hooks(root)):
+        if stand_in is None or root.training or torch.compiler.is_compiling() or has_hooks(root):
             return root(*args, **kwargs)
         module = object.__new__(stand_in)
         object.__setattr__(module, "__dict__", root.__dict__)
@@ -463,10 +464,6 @@ def _stand_in(root: nn.Module) -> type[nn.Module] | None:
         return type(self.fused).forward(self.fused, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__slots__": ("fused",), "forward": forward, "__module__": kind.__module__})
-
-
-def _own_hooks(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 _GLOBAL_HOOKS: Final = tuple(

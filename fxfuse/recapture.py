@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.locks import free_in_children
 from fxfuse.state import Draws, unchanged
+from fxfuse.structure import hooks_of
 
 if TYPE_CHECKING:
     from fxfuse.module import FusedModule
@@ -258,14 +259,7 @@ class Recapture:
             if self._run is None:
                 root = self._root()
                 assert root is not None  # its module calls this
-                self._tables = [
-                    table
-                    for module in root.modules()
-                    for table in (
-                        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-                        module._backward_pre_hooks,
-                    )
-                ]  # fmt: skip
+                self._tables = [table for module in root.modules() for table in hooks_of(module)]
                 self._hooks_then = self._hooks()
 
                 def forward(*args: Any, **kwargs: Any) -> Any:

@@ -35,6 +35,11 @@ _TENSOR: Final = object()
 """In the place of a parameter or buffer, which graphs read anew: only that there was none is fixed."""
 
 
+def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    """The module's own hooks, by their numbers: the dictionaries in which they come and go."""
+    return [getattr(module, name) for name in HOOKS]
+
+
 @dataclass(frozen=True)
 class _Module:
     """What of one module decides a graph."""
@@ -84,7 +89,7 @@ def structure_of(root: nn.Module, is_apart: Callable[[nn.Module], bool]) -> Stru
     tables = [module._modules for module in found.values() if module._modules]
     return Structure(
         {path: _described(module) for path, module in found.items()},
-        [getattr(module, name) for module in unhooked for name in HOOKS]
+        [hooks for module in unhooked for hooks in hooks_of(module)]
         + [module._modules for module in found.values() if not module._modules],
         tables,
         list(map(dict, tables)),
