@@ -756,6 +756,34 @@ def test_results_that_are_read_several_times(name, device):
     assert (made.launches, set(made.calls)) == (kernels, {"cumsum"}), made.code
 
 
+def turned_over(x):
+    return (x.transpose(0, 1) * 2).contiguous()
+
+
+REPEATED = {
+    # how many kernels there are beside cumulative sums
+    "twice": (lambda r: (turned_over(r).cumsum(0), turned_over(r).cumsum(1)), 1),
+    "three times": (lambda r: (turned_over(r).cumsum(0), turned_over(r).cumsum(1), turned_over(r).cumsum(2)), 1),
+    "and read by a kernel": (lambda r: (turned_over(r).cumsum(0), turned_over(r).cumsum(1) + turned_over(r)), 2),
+    "of what is repeated": (
+        lambda r: (turned_over(turned_over(r).cumsum(0)).cumsum(0), turned_over(r).cumsum(1)), 2,
+    ),
+    "overwritten in between": (lambda r: (turned_over(r).cumsum(0), turned_over(r.mul_(3)).cumsum(1)), 2),
+    "the second is overwritten": (lambda r: (turned_over(r).cumsum(0), turned_over(r).cumsum_(1)), 2),
+    "the first is overwritten": (lambda r: (turned_over(r).cumsum_(0), turned_over(r).cumsum(1)), 2),
+    "the second leaves": (lambda r: (turned_over(r).cumsum(0), turned_over(r)), 2),
+    "the first leaves": (lambda r: (lambda y: (y, y.cumsum(1), turned_over(r).cumsum(0)))(turned_over(r)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_computed_twice(name, device):
+    compute, kernels = REPEATED[name]
+    model = Net(lambda m, x: (compute((x.cumsum(0) + x.cumsum(1)).cumsum(2)), torch.cat([x] * 9).cumsum(0)))
+    made = checked(model, device, 3, 5, 16)
+    assert made.launches == kernels + 2, made.code  # the sum, and what is much larger
+
+
 def test_layers_of_kernels_that_are_alike(device):
     """Each layer's kernel, in the place of two passes after a library's products, needs what the one before made."""
 

@@ -347,6 +347,21 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     return simplified(body.loops(loops.output, _with_operands(loops.expression, places), also))
 
 
+def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
+    """The same loops, which read other memory; indices are read where they were."""
+
+    def changed(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, Read):
+            return Read(same.get(leaf.slot, leaf.slot), leaf.dtype, leaf.index, leaf.where)
+        if isinstance(leaf, Reduced):
+            return Reduced(leaf.op, leaf.over, leaf.expression, tuple(map(changed, leaf.leaves)))
+        return leaf
+
+    if same.keys().isdisjoint(read.slot for read in loops.reads):
+        return loops
+    return Loops(loops.output, loops.expression, tuple(map(changed, loops.leaves)), loops.also)
+
+
 def reads_alike(loops: Loops, value: Value) -> list[int]:
     """Of the leaves, those that read of a value what lies as far from its first as the result from the output's."""
     place = _place_alike(loops, value)

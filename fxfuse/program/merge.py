@@ -33,6 +33,7 @@ from fxfuse.program.loops import (
     reads_alike,
     rows_pay,
     times_read,
+    with_memory,
     work_of,
 )
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, values_in, written_by
@@ -89,8 +90,19 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             event = events.Launch(loaded[texts[number]], params, ())
             result.append(Launch(event, references, written, in_place=in_place))
         elif number not in found and number not in plan.absent:
+            _lie_elsewhere(step, plan.same)
             result.append(step)
     return result
+
+
+def _lie_elsewhere(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
+    """Lets a step read other memory, with the same in it."""
+    if isinstance(step, Launch):
+        step.references = [(same.get(slot, slot), offset) for slot, offset in step.references]
+        step.in_place = [(same.get(read, read), written) for read, written in step.in_place]
+        return
+    for value in step.values():
+        value.slot = same.get(value.slot, value.slot)
 
 
 def _together(
@@ -161,6 +173,8 @@ class _Plan:
         """Steps that nothing is left of."""
         self.made: dict[Slot, Value] = {}
         """Memory of torch's that begins with what a kernel computes: with which value."""
+        self.same: dict[Slot, Slot] = {}
+        """Memory that is not there, since the same lies in other memory."""
         self._left: set[int] = set()
         """Steps that overwrite a part of memory, which torch does alone: all of it lies there."""
         self._steps = steps
@@ -177,6 +191,7 @@ class _Plan:
         self._store_on_the_way()
         self._drop_unread()
         self.computed = dict(sorted(self.computed.items()))
+        self._drop_repeated()
         for number, loops in self.computed.items():
             if self._begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
@@ -351,6 +366,29 @@ class _Plan:
                 needed |= _sources(loops)
             elif number not in self.absent:
                 needed |= _read(self._steps[number])
+
+    def _drop_repeated(self) -> None:
+        """Results that another kernel computes, too, of memory that nobody writes into in between."""
+        first: dict[Any, int] = {}
+        room = max(map(_largest, self._steps), default=0) // SHARE_TOGETHER  # what lives longer takes memory
+        of_indices = {one.memory for loops in self.computed.values() for one in _elements(loops)}
+        for number, loops in list(self.computed.items()):
+            self.computed[number] = loops = with_memory(loops, self.same)
+            output = loops.output
+            is_written_once = [one for one in self._writers[output.slot] if one not in self.absent] == [number]
+            if output.slot.kind != "made" or not is_written_once or loops.also or _span(output)[1] > room:
+                continue
+            key = loops.expression, loops.leaves, output.shape, output.strides, output.dtype, output.offset
+            earlier = first.setdefault(key, number)
+            slot = self.computed[earlier].output.slot
+            if earlier == number or output.slot in self._leaving or output.slot in of_indices:
+                continue
+            writers = {one for source in _sources(loops) for one in self._writers.get(source, ())}
+            if slot.alignment < output.slot.alignment or any(earlier < one < number for one in writers):
+                continue
+            self.same[output.slot] = slot
+            del self.computed[number]
+            self.absent.add(number)
 
     def _may_be_absent(self, number: int) -> bool:
         """Whether what a step writes may be computed where it is read, until the next step overwrites it."""
