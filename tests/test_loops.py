@@ -680,6 +680,19 @@ def test_rows_are_read_once_although_the_result_is_longer(length, more, device, 
     assert "held0" in rows and rows.count("static_cast<const float*>") == 1, rows
 
 
+@pytest.mark.parametrize("compute", [
+    lambda x: F.layer_norm(x.cumsum(0) + x.cumsum(1) * x.cumsum(2), (16,)),
+    lambda x: F.pad(F.softmax(x.cumsum(0) + x.cumsum(1) * x.cumsum(2), -1), (0, 5)),
+], ids=["norm", "padded"])  # fmt: skip
+def test_the_text_of_a_kernel_is_the_same_each_time(compute, device, monkeypatch):
+    """Otherwise a new process does not find it in the cache, and compiles it again."""
+    made, kernel = [], merge.kernels.kernel
+    monkeypatch.setattr(merge.kernels, "kernel", lambda loops: made.append(kernel(loops)) or made[-1])
+    for _ in range(8):
+        checked(Net(lambda m, x: compute(x)), device, 3, 5, 16, exact=False)
+    assert len(made) == 8 and len({one.form for one in made}) == 1
+
+
 def test_what_becomes_float32_is_read_as_it_lies(device):
     """Rotary positions by pairs, in float32: three places read what a cast makes."""
 

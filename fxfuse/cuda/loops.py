@@ -358,8 +358,9 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     readers, also = Counter[Read](), dict[Read, Read]()
     for row in reductions:
         at = _cut(row.over.name, size, vector)
-        readers.update({read for leaf in row.leaves if isinstance(read := substituted(leaf, at), Read)})
-    own = set[Read]()
+        # in the order of the leaves, not of a set: the text must be the same in every process, or it is compiled again
+        reads = (read for leaf in row.leaves if isinstance(read := substituted(leaf, at), Read))
+        readers.update(list(dict.fromkeys(reads)))
     for leaf in leaves:
         if isinstance(leaf, Read) and (size == length or within in leaf.where):
             # where the result is longer, by the row's variable: what its condition asks is always so
@@ -369,9 +370,8 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
             assert isinstance(of_row, Read)
             as_read = substituted(leaf, _cut(_ALONG, length, vector))
             assert isinstance(as_read, Read)
-            own.add(of_row)
             also[as_read] = of_row
-    readers.update(own)
+    readers.update(list(dict.fromkeys(also.values())))
     shared = [read for read, count in readers.items() if count > 1]
     words = vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
     lanes = _lanes_of_rows(rows, size // vector, may_be_longer=True)

@@ -526,8 +526,9 @@ def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
     return body.leaf(leaf)
 
 
-def _simplicity(condition: Inside) -> tuple[int, int, str]:
-    return _divisions_in([condition.index]), len(condition.index.terms), condition.index.key
+def _simplicity(condition: Inside) -> tuple[int, int, str, int]:
+    """An order of all conditions, the simplest first."""
+    return _divisions_in([condition.index]), len(condition.index.terms), condition.index.key, condition.size
 
 
 def divisions_of(leaves: Sequence[Leaf]) -> int:
