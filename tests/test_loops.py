@@ -22,7 +22,7 @@ from fxfuse import build, program
 from fxfuse.module import state_of
 from fxfuse.program import merge, record
 from fxfuse.program.indices import Index, Quotient, Remainder, Variable, variable
-from fxfuse.program.loops import Inside, known
+from fxfuse.program.loops import Inside, simplified_index
 
 EMULATED = pytest.mark.skipif(not emulator.available(), reason="the emulation needs Linux and g++ 12 or newer")
 
@@ -1063,7 +1063,7 @@ def test_indices_are_the_same_numbers_where_conditions_hold():
         for _ in range(3):
             by = generator.choice([2, 3, 5, 8])
             index = (index + generator.choice(sums) * generator.choice([1, 2, -1, 5]) + 40) % by + index // by
-        shorter = known(index, tuple(where))
+        shorter = simplified_index(index, tuple(where))
         simpler += len(list(shorter.atoms())) < len(list(index.atoms()))
         for at in every:
             values = {name: Index((), number) for name, number in at.items()}

@@ -310,8 +310,12 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), length // vector, width, text, stores)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
-    columns, lanes = _layout(count, longest, beside * widest) if rows.inner else (1, _lanes_of_rows(count, longest))
-    lanes = lanes if held is None else held.lanes
+    if rows.inner:
+        columns, lanes = _layout(count, longest, beside * widest)
+    elif held is not None:
+        columns, lanes = 1, held.lanes
+    else:
+        columns, lanes = 1, THREADS if longest > LONGEST_OF_A_WARP else _lanes_of_rows(count, longest)
     body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
     return body, count
 
@@ -374,7 +378,7 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     readers.update(list(dict.fromkeys(also.values())))
     shared = [read for read, count in readers.items() if count > 1]
     words = vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
-    lanes = _lanes_of_rows(rows, size // vector, may_be_longer=True)
+    lanes = _lanes_of_rows(rows, size // vector)
     while lanes < THREADS and -(-size // (vector * lanes)) * words > HELD_WORDS:
         lanes *= 2
     turns = -(-size // (vector * lanes))
@@ -388,16 +392,11 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     return _Held(lanes, turns, vector, names, variables, inside)
 
 
-def _lanes_of_rows(rows: int, longest: int, may_be_longer: bool = False) -> int:
-    """As _layout, where a row's own elements lie side by side: a part of a warp has each, a warp, or a block, where
-    rows are long, or so few that a GPU has threads to spare.
-
-    Args:
-        may_be_longer: if a warp can have rows that are long.
-    """
+def _lanes_of_rows(rows: int, longest: int) -> int:
+    """How many threads share a row whose elements lie side by side: a part of a warp, or a warp; a block where rows are
+    so few that a GPU has threads to spare."""
     is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
-    is_long = longest > LONGEST_OF_A_WARP and not may_be_longer
-    return THREADS if is_long or is_spare else min(WARP, 1 << (longest - 1).bit_length())
+    return THREADS if is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
@@ -665,8 +664,7 @@ class _Text:
         return Inside(rest // self._vector, condition.size // self._vector)
 
     def _inside(self, condition: Inside) -> str:
-        low, high = condition.index.range
-        if low >= 0 and high < condition.size:
+        if condition.is_always:
             return "true"
         is_of_row = self.held is not None and condition == self.held.within
         condition = self._by_runs(condition)

@@ -31,7 +31,7 @@ from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
-from fxfuse.program.loops import forget
+from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
 from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
@@ -291,7 +291,7 @@ class Programs:
         try:
             return self._recorded(given, tensors, constants, by_parts=merges)
         finally:
-            forget()
+            forget_indices()
 
     def _recorded(
         self, given: Mapping[fx.Node, Any], tensors: list[torch.Tensor], constants: tuple[Any, ...], by_parts: bool

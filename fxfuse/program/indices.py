@@ -181,44 +181,37 @@ class Index:
 
     def replaced(self, change: Callable[[Atom], Index | None]) -> Index:
         """The same of other atoms, wherever `change` says another for one; of others what they are made of is."""
+        return self._rebuilt(change, lambda of: of.replaced(change))
+
+    def with_sum(self, whole: Index, value: Index) -> Index:
+        """The same with another value for a sum, wherever a multiple of it is found, atoms included.
+
+        With a variable of fewer values than the sum has, quotients and remainders become simpler.
+        """
+        terms = dict(self.terms)
+        shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in whole.terms}
+        (factor, rest), *others = shares
+        factor = 0 if others or rest else factor
+        left = (self - whole * factor)._rebuilt(lambda _: None, lambda of: of.with_sum(whole, value))
+        return left + value * factor
+
+    def _rebuilt(self, change: Callable[[Atom], Index | None], inner: Callable[[Index], Index]) -> Index:
+        """The same of the atoms that `change` says, and else of those made of what `inner` makes of their indices."""
         result = Index((), self.constant)
         for atom, coefficient in self.terms:
             new = change(atom)
             if new is None:
                 match atom:
                     case Quotient(of, by):
-                        new = of.replaced(change) // by
+                        new = inner(of) // by
                     case Remainder(of, by):
-                        new = of.replaced(change) % by
+                        new = inner(of) % by
                     case Element(memory, at, dtype, size, wraps):
-                        new = _of(Element(memory, at.replaced(change), dtype, size, wraps))
+                        new = _of(Element(memory, inner(at), dtype, size, wraps))
                     case _:
                         new = _of(atom)
             result = result + new * coefficient
         return result
-
-    def by_sum(self, whole: Index, name: Index) -> Index:
-        """The same by another name for a sum, here and in what atoms are made of, wherever multiples of it are found.
-
-        With a variable of fewer values than the sum's range has, places are simpler: those where it has such a value.
-        """
-        terms = dict(self.terms)
-        shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in whole.terms}
-        factor, rest = shares.pop() if len(shares) == 1 else (0, 0)
-        named = self if rest else self - whole * factor
-        result = Index((), named.constant)
-        for atom, coefficient in named.terms:
-            match atom:
-                case Quotient(of, by):
-                    new = of.by_sum(whole, name) // by
-                case Remainder(of, by):
-                    new = of.by_sum(whole, name) % by
-                case Element(memory, at, dtype, size, wraps):
-                    new = _of(Element(memory, at.by_sum(whole, name), dtype, size, wraps))
-                case _:
-                    new = _of(atom)
-            result = result + new * coefficient
-        return result if rest else result + name * factor
 
     def substituted(self, values: Mapping[str, Index]) -> Index:
         """With other values for variables of these names."""

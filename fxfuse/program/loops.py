@@ -348,7 +348,7 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
 
 
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
-    """The same loops, which read other memory; indices are read where they were."""
+    """The same loops reading `same[slot]` in the place of a slot. Indices that lie in memory are not redirected."""
 
     def changed(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Read):
@@ -369,14 +369,15 @@ def reads_alike(loops: Loops, value: Value) -> list[int]:
 
 
 def times_read(loops: Loops, value: Value) -> float:
-    """How often they read an element of a value, in the mean; at least, if conditions are about the same."""
+    """How often they read an element of a value, on average; an estimate."""
     reads = [read for read in loops.reads if read.slot is value.slot]
     each = math.prod(loops.output.shape) / max(math.prod(value.shape), 1)
     return sum(each * _share_inside(read.where) for read in reads)
 
 
 def _share_inside(where: Iterable[Inside]) -> float:
-    """For which part of all places conditions hold; those that depend on the same variables are taken as one."""
+    """About what part of all places the conditions hold for. Independent ones multiply; of those that depend on a
+    common variable the least counts."""
     shares: dict[frozenset[Atom], float] = {}
     for one in where:
         low, high = one.index.range
@@ -438,8 +439,8 @@ def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list
 
 
 @functools.lru_cache(maxsize=4096)
-def known(index: Index, where: tuple[Inside, ...]) -> Index:
-    """An index that is the same where the conditions hold, by no more divisions."""
+def simplified_index(index: Index, where: tuple[Inside, ...]) -> Index:
+    """An index with fewer divisions, equal to this one where the conditions hold; this one if none is found."""
     divisions = _divisions_in([index])
     if not divisions:
         return index
@@ -450,41 +451,41 @@ def known(index: Index, where: tuple[Inside, ...]) -> Index:
 
 @functools.lru_cache(maxsize=4096)
 def _bounded(index: Index, where: tuple[Inside, ...]) -> tuple[Index, Mapping[str, Index]]:
-    """The index where conditions hold, with a variable of so few values for each sum that one of them bounds; by the
-    variables' names, these sums."""
+    """The index with a variable in the place of each sum that a condition bounds, and the sums by the variables' names.
+    Each variable has only the values that its condition allows."""
     sums: dict[str, Index] = {}
     for number, one in enumerate(where):
         name = f"within{number}"
         if one.index.terms and not one.is_always:
-            index, sums[name] = index.by_sum(one.index, variable(name, one.size)), one.index
+            index, sums[name] = index.with_sum(one.index, variable(name, one.size)), one.index
     return index, sums
 
 
-def forget() -> None:
-    """Lets go of what is remembered of indices, which know a program's memory; none of another's are like them."""
-    known.cache_clear()
+def forget_indices() -> None:
+    """Empties the caches of simplified indices. They refer to one program's memory and are of no use to another."""
+    simplified_index.cache_clear()
     _bounded.cache_clear()
 
 
 def simplified(loops: Loops) -> Loops:
-    """The same, of indices that are simpler: each is asked for where conditions hold only."""
+    """The same loops with simpler indices, each right only under the conditions under which its value is used."""
     if not any(isinstance(leaf, Inside) or (isinstance(leaf, Read) and leaf.where) for leaf in loops.leaves):
         return loops
     expressions = [store.expression for store in loops.stores]
     order = list(dict.fromkeys(node for one in expressions for node in postorder(one)))
-    asked: dict[Expr, frozenset[Inside]] = dict.fromkeys(expressions, frozenset())
-    """By node, what is known wherever anybody asks for it."""
-    for node in reversed(order):  # who asks for it comes first
+    holding: dict[Expr, frozenset[Inside]] = dict.fromkeys(expressions, frozenset())
+    """By node, the conditions that hold wherever its value is used."""
+    for node in reversed(order):  # who uses a value comes first
         if not isinstance(node, Call):
             continue
         for place, argument in enumerate(node.args):
-            here = asked[node]
+            here = holding[node]
             if node.op == "where" and place == 1 and isinstance(node.args[0], Operand):
                 condition = loops.leaves[node.args[0].index]
                 here = here | {condition} if isinstance(condition, Inside) else here
-            asked[argument] = asked[argument] & here if argument in asked else here
+            holding[argument] = holding[argument] & here if argument in holding else here
     body = Body()
-    changed = {node: _known_leaf(body, loops.leaves[node.index], asked[node])
+    changed = {node: _simplified_leaf(body, loops.leaves[node.index], holding[node])
                for node in order if isinstance(node, Operand)}  # fmt: skip
 
     def change(node: Expr) -> Expr:
@@ -503,26 +504,26 @@ def simplified(loops: Loops) -> Loops:
     return body.loops(loops.output, first, also)
 
 
-def _known_leaf(body: Body, leaf: Leaf, asked: Iterable[Inside]) -> Expr:
-    """What stands for a leaf, where it is asked for only if conditions hold."""
-    where = tuple(sorted(asked, key=_simplicity))
+def _simplified_leaf(body: Body, leaf: Leaf, holding: Iterable[Inside]) -> Expr:
+    """What stands for a leaf whose value is used only where these conditions hold."""
+    where = tuple(sorted(holding, key=_simplicity))
     match leaf:
         case Inside(index, size):
-            low, high = _bounded(index, where)[0].range
-            if low >= 0 and high < size:
+            bounded = Inside(_bounded(index, where)[0], size)
+            low, high = bounded.index.range
+            if bounded.is_always:
                 return Const(True)
             if high < 0 or low >= size:
                 return Const(False)
-            return body.leaf(Inside(known(index, where), size))
+            return body.leaf(Inside(simplified_index(index, where), size))
         case Position(index):
-            return body.leaf(Position(known(index, where)))
+            return body.leaf(Position(simplified_index(index, where)))
         case Read(slot, dtype, index, own):
             kept: list[Inside] = []
             for one in sorted(own, key=_simplicity):
-                low, high = _bounded(one.index, tuple(kept))[0].range
-                if low < 0 or high >= one.size:
-                    kept.append(Inside(known(one.index, tuple(kept)), one.size))
-            return body.leaf(Read(slot, dtype, known(index, tuple(kept)), tuple(kept)))
+                if not Inside(_bounded(one.index, tuple(kept))[0], one.size).is_always:
+                    kept.append(Inside(simplified_index(one.index, tuple(kept)), one.size))
+            return body.leaf(Read(slot, dtype, simplified_index(index, tuple(kept)), tuple(kept)))
     return body.leaf(leaf)
 
 
@@ -559,10 +560,9 @@ def _places_in(producer: Loops, read: Read) -> list[Index]:
 def _within(place: Index, where: Sequence[Inside]) -> Index:
     """A place that is the same where the conditions hold; elsewhere, too, what they ask about counts as inside."""
     for condition in where:
-        low, high = condition.index.range
         terms = dict(place.terms)
         shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in condition.index.terms}
-        if (low >= 0 and high < condition.size) or len(shares) != 1:
+        if condition.is_always or len(shares) != 1:
             continue
         ((factor, rest),) = shares
         if factor and not rest:

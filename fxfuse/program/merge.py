@@ -51,8 +51,8 @@ READ_AGAIN: Final = 1.5
 """How often the elements of a result may be read, in the mean, that is computed where it is read."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
-SHARE_TOGETHER: Final = 4
-"""They are no more than this part of the largest value of the program."""
+SMALL_SHARE: Final = 4
+"""What part of the largest value of a program other values are at most, that may live longer than they need to."""
 
 
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
@@ -90,13 +90,13 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             event = events.Launch(loaded[texts[number]], params, ())
             result.append(Launch(event, references, written, in_place=in_place))
         elif number not in found and number not in plan.absent:
-            _lie_elsewhere(step, plan.same)
+            _redirect(step, plan.same)
             result.append(step)
     return result
 
 
-def _lie_elsewhere(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
-    """Lets a step read other memory, with the same in it."""
+def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
+    """Makes a step use `same[slot]` in the place of a slot, which holds the same."""
     if isinstance(step, Launch):
         step.references = [(same.get(slot, slot), offset) for slot, offset in step.references]
         step.in_place = [(same.get(read, read), written) for read, written in step.in_place]
@@ -114,7 +114,7 @@ def _together(
     they are: they are computed before they are needed, so as many as a launch is worth, and their memory does not
     count beside the program's. Of others those that follow each other, between two calls of torch.
     """
-    room = min(MOST_BYTES_TOGETHER, max(map(_largest, steps), default=0) // SHARE_TOGETHER)
+    room = min(MOST_BYTES_TOGETHER, _small_beside(steps))
     result: dict[int, list[int]] = {}
     latest: dict[tuple[str, bool], tuple[int, int]] = {}
     """By form, the first of those that more may join, and how many bytes they make."""
@@ -149,6 +149,11 @@ def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
     return pairs
 
 
+def _small_beside(steps: Sequence[Launch | Call]) -> int:
+    """Bytes that may live longer than they need to: they do not count beside a program's largest value."""
+    return max(map(_largest, steps), default=0) // SMALL_SHARE
+
+
 def _largest(step: Launch | Call) -> int:
     """Bytes of the largest of its results."""
     if isinstance(step, Launch):
@@ -174,7 +179,7 @@ class _Plan:
         self.made: dict[Slot, Value] = {}
         """Memory of torch's that begins with what a kernel computes: with which value."""
         self.same: dict[Slot, Slot] = {}
-        """Memory that is not there, since the same lies in other memory."""
+        """For memory that is not allocated, the other memory that holds the same."""
         self._left: set[int] = set()
         """Steps that overwrite a part of memory, which torch does alone: all of it lies there."""
         self._steps = steps
@@ -370,7 +375,7 @@ class _Plan:
     def _drop_repeated(self) -> None:
         """Results that another kernel computes, too, of memory that nobody writes into in between."""
         first: dict[Any, int] = {}
-        room = max(map(_largest, self._steps), default=0) // SHARE_TOGETHER  # what lives longer takes memory
+        room = _small_beside(self._steps)  # the other result lives longer then
         of_indices = {one.memory for loops in self.computed.values() for one in _elements(loops)}
         for number, loops in list(self.computed.items()):
             self.computed[number] = loops = with_memory(loops, self.same)
