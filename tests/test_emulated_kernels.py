@@ -430,6 +430,35 @@ def test_float32_product_by_warpgroups(tile, splits, layout):
     torch.testing.assert_close(out, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
+LAST_WAVES = [
+    ("tf32x3", gemm._TILES_TF32X3[3]), ("bf16", gemm._TILES[6]),
+    ("bf16", gemm.WGMMA_TILES[-1]), ("tf32x3", gemm.WGMMA_TF32X3_TILES[-1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "tile"), LAST_WAVES, ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}"
+)
+def test_tiles_of_the_last_wave_are_shared(precision, tile):
+    tile, dtype = dataclasses.replace(tile, resident=1), PRECISIONS[precision]
+    m, n, k = 9 * tile.m - 5, 2 * tile.n - 8, 11 * (32 if dtype == torch.float32 else 64)  # 18 tiles in two bands
+    x, bias, weight = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
+    want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+    for multiprocessors, shared in ((5, 3), (16, 2), (17, 1)):
+        problem = gemm_problem.Problem(
+            m, n, k, precision, "nk", k, k, n, multiprocessors=multiprocessors, shared_memory=228 << 10, hopper=True
+        )
+        kernel = gemm._kernel(tile, problem, 2)
+        assert kernel.workspace == gemm.shared_sums_bytes(shared, tile.m * tile.n, 2)
+        out = torch.full((m, n), 99, dtype=dtype)
+        launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+        assert torch.equal(out, want), (kernel.name, multiprocessors)
+    x[m - 1, 3], x[2, 7] = math.inf, math.nan  # in a shared tile, and in one that is not
+    want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+    launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["3x3", "1x1 with stride", "long sum"])
 def test_windows_by_warpgroups(name):
     shape, filters, options = GATHERED[name]
@@ -451,6 +480,7 @@ def test_windows_in_float32_by_warpgroups(splits):
     shape, filters = (shape[0], -(-shape[1] // 4) * 4, *shape[2:]), (filters[0], -(-filters[1] // 4) * 4, *filters[2:])
     x, weight = (integers(*sizes).to(memory_format=torch.channels_last) for sizes in (shape, filters))
     problem = conv2d._as_gemm(convolution(x, weight, "tf32x3", hopper=True, **options))
+    problem = dataclasses.replace(problem, multiprocessors=132)
     kernel = gemm._kernel(gemm.WGMMA_TF32X3_TILES[-1], problem, splits)
     check_convolution(kernel, x * 4099, weight, residual=splits > 1, precision="tf32x3", **options)
 

@@ -51,7 +51,7 @@ def tile(kernel_type: str) -> tuple[int, int]:
 
 def splits(kernel: Kernel) -> int:
     """Thread blocks that share a tile."""
-    return int(struct.unpack("<10q", kernel.params)[7])
+    return int(struct.unpack("<11q", kernel.params)[8])
 
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16x3"])
@@ -125,7 +125,7 @@ def test_sums_are_shared_where_tiles_are_few(
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 4096), (16, 300, 2049), (200, 333, 1800), (128, 32768, 32768)])
 def test_shares_of_k_are_equal_and_none_is_empty(precision: Precision, m: int, n: int, k: int) -> None:
     for kernel in candidates(linear(m, n, k, precision)):
-        count, share = struct.unpack("<10q", kernel.params)[7:9]
+        count, share = struct.unpack("<11q", kernel.params)[8:10]
         tiles = -(-k // (128 // (2 if precision in ("fp16", "bf16") else 4)))
         assert (count - 1) * share < tiles <= count * share
         assert (f"split {count}" in kernel.name) is (count > 1)
@@ -143,6 +143,31 @@ def test_the_workspace_holds_a_counter_and_all_parts_of_every_tile() -> None:
     assert all(kernel.workspace == 0 for kernel in candidates(problem) if splits(kernel) == 1)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("multiprocessors", [20, 108, 132])
+def test_where_tiles_fill_the_device_only_those_of_the_last_wave_are_shared(
+    precision: Precision, multiprocessors: int
+) -> None:
+    problem = replace(linear(3152, 768, 8192, precision), multiprocessors=multiprocessors)
+    for kernel in candidates(problem):
+        m, n = tile(kernel.type)
+        tiles, (alone, count) = -(-3152 // m) * -(-768 // n), struct.unpack("<11q", kernel.params)[7:9]
+        if count == 1 or tiles < multiprocessors:
+            assert alone == 0
+        elif alone > 0:
+            assert alone % multiprocessors == 0
+            assert kernel.workspace == gemm.shared_sums_bytes(tiles - alone, m * n, count)
+        else:  # a multiprocessor has several at a time, or longer sums are less accurate than eager's
+            assert tiles < 8 * multiprocessors or precision == "tf32x3"
+
+
+def test_sharing_the_last_wave_is_first_where_it_is_nearly_empty() -> None:
+    whole, more = (candidates(linear(m, 768, 8192, "bf16")) for m in (132 * 128 // 6 * 2, 132 * 128 // 6 * 2 + 900))
+    assert splits(more[0]) > 1
+    assert struct.unpack("<11q", more[0].params)[7] > 0
+    assert (more[0].estimate or 0) < 1.5 * (whole[0].estimate or 0)
+
+
 def test_one_kernel_serves_any_number_of_splits() -> None:
     tile = Tile(64, 64, 2, 2, stages=4, resident=4, alone=0.5, full=0.7)
     kernels = [gemm._kernel(tile, linear(64, 640, 8192, "bf16"), splits) for splits in (2, 3, 8)]
@@ -157,7 +182,7 @@ def test_one_kernel_serves_any_number_of_splits() -> None:
 def test_sums_follow_k(k: int, sums: str, block: int) -> None:
     large = next(kernel for kernel in candidates(linear(4096, 8192, k)) if tile(kernel.type) == (128, 128))
     assert config(large.type)[6] == f"Sums::{sums}"
-    assert struct.unpack("<10q", large.params)[6] == block
+    assert struct.unpack("<11q", large.params)[6] == block
 
 
 @pytest.mark.parametrize(
@@ -244,8 +269,8 @@ def test_sizes_are_arguments_of_the_same_kernels() -> None:
 
 def test_params_are_the_problem_struct() -> None:
     problem = replace(linear(6, 64, 32, "fp16"), x_stride=40, weight_stride=48, out_stride=56, rows_per_batch=3)
-    assert struct.unpack("<10q", candidates(problem)[0].params) == (6, 64, 32, 48, 56, 3, 1, 1, 1, 40)
-    assert struct.unpack("<10q", candidates(replace(problem, rows_per_batch=0))[0].params)[5] == 6
+    assert struct.unpack("<11q", candidates(problem)[0].params) == (6, 64, 32, 48, 56, 3, 1, 0, 1, 1, 40)
+    assert struct.unpack("<11q", candidates(replace(problem, rows_per_batch=0))[0].params)[5] == 6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -315,7 +340,7 @@ def test_splitting_into_halves_takes_any_alignment_with_the_same_kernels() -> No
     kinds = [{kernel.type for kernel in candidates(each) if is_fp16x3(kernel)} for each in (problem, odd)]
     assert kinds[0] == kinds[1] != set()
     for kernel in candidates(odd):
-        assert struct.unpack("<10q", kernel.params)[:4] == (1024, 8192, 8192, 8193)
+        assert struct.unpack("<11q", kernel.params)[:4] == (1024, 8192, 8192, 8193)
 
 
 # ------------------------------------------------------------------------------------- Hopper's own instructions

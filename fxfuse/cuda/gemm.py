@@ -2,8 +2,8 @@
 
 `candidates` turns a problem (gemm_problem.py: sizes, layouts and alignments of one call) into the `Kernel`s of
 kernels/gemm.cuh and its kin that can solve it as accurately as its precision promises (gemm_accuracy.py), best first by
-a model of their time. Where a tile's thread blocks do not fill the device, several of them may share a tile's sum
-over K. Convolutions on channels_last are such problems, too: rows of x that are no matrix are gathered (`Windows`).
+a model of their time. Thread blocks compute a tile each, in waves of as many as the device holds; where those of the
+last wave do not fill it, several of them may share a tile's sum over K. Convolutions on channels_last are such problems, too: rows of x that are no matrix are gathered (`Windows`).
 Nothing here needs a GPU.
 """
 
@@ -173,21 +173,21 @@ def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _split_counts(tile: Tile, problem: Problem) -> list[int]:
-    """1, and the best number of thread blocks to share each tile if sharing pays; of these, the accurate ones."""
+    """1, and the best number of thread blocks to share a tile if sharing pays; of these, the accurate ones."""
     counts = [1] if is_accurate(tile, problem, 1) else []
     most = estimated_time(tile, problem, 1) * SHARING_PAYS if counts else math.inf
     times = {
         splits: estimated_time(tile, problem, splits)
         for splits in possible_splits(tile, problem)
-        if is_accurate(tile, problem, splits)
+        if is_accurate(tile, problem, _fewest_shares(tile, problem, splits))
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return [*counts, best] if best > 1 and times[best] < most else counts
 
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
-    """Numbers above 1 of thread blocks that can share each tile, none of which would be left without work."""
-    if tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
+    """Numbers above 1 of thread blocks that can share a tile, none of which would be left without work."""
+    if not _shared_tiles(tile, problem) or tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
         return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
@@ -200,9 +200,20 @@ def share_counts(tiles_k: int) -> list[int]:
     return sorted({-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)})
 
 
+def _shared_tiles(tile: Tile, problem: Problem) -> int:
+    """How many tiles are shared where any are: those of the last wave, or all if only shares are accurate."""
+    blocks, wave = _blocks(tile, problem), _resident(tile, problem) * problem.multiprocessors
+    return blocks % wave if blocks < wave or is_accurate(tile, problem, 1) else blocks
+
+
+def _fewest_shares(tile: Tile, problem: Problem, splits: int) -> int:
+    """How many thread blocks share each tile at least: accuracy is that of the longest sums."""
+    return splits if _shared_tiles(tile, problem) == _blocks(tile, problem) else 1
+
+
 def workspace_bytes(tile: Tile, problem: Problem, splits: int) -> int:
     """Of sums that `splits` thread blocks share."""
-    return shared_sums_bytes(_blocks(tile, problem), tile.m * tile.n, splits)
+    return shared_sums_bytes(_shared_tiles(tile, problem), tile.m * tile.n, splits)
 
 
 def shared_sums_bytes(tiles: int, elements: int, splits: int) -> int:
@@ -213,6 +224,11 @@ def shared_sums_bytes(tiles: int, elements: int, splits: int) -> int:
 
 def _blocks(tile: Tile, problem: Problem) -> int:
     return -(-problem.m // tile.m) * -(-problem.n // tile.n)
+
+
+def _resident(tile: Tile, problem: Problem) -> int:
+    """Thread blocks that a multiprocessor holds at a time."""
+    return max(1, min(tile.resident, problem.shared_memory // (tile.shared_bytes + RESERVED_SHARED)))
 
 
 # Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
@@ -250,32 +266,43 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     """Microseconds that a kernel takes on an H200 (or on a device like it in all but its size).
 
     Thread blocks run in waves of as many as the device holds. A wave takes as long as its products, its reads from L2
-    or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory.
+    or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory. Where `splits`
+    thread blocks share a tile, those of the last wave are shared (`_shared_tiles`).
     """
-    share = math.ceil(problem.tiles_k / splits)  # tiles of K
     rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
     speed = _PRODUCTS[problem.precision]
-    if problem.precision == "tf32x3" and summation(tile, problem, splits)[0] == _SLOWER_SUMS[tile.splits_weight]:
+    shares = _fewest_shares(tile, problem, splits)
+    if problem.precision == "tf32x3" and summation(tile, problem, shares)[0] == _SLOWER_SUMS[tile.splits_weight]:
         speed *= 0.84  # measured as the tiles' speeds
     if problem.precision == "tf32x3" and multiplier(problem) == "Bf16x6":
         speed /= 1.5
 
-    def wave(together: int) -> float:
+    def wave(together: int, share: int) -> float:
         products = together * tile.m * tile.n * share * problem.tile_k / (speed * tile.speed(together))
         reads = together * (rows + cols) * share * TILE_BYTES_OF_K / _L2_BYTES
         copies = share / (tile.stages if tile.holds_k else tile.stages - 1) * _LATENCY
         return max(products, reads, copies) + _WAVE
 
-    resident = min(tile.resident, problem.shared_memory // (tile.shared_bytes + RESERVED_SHARED))
-    waves, rest = divmod(_blocks(tile, problem) * splits, resident * problem.multiprocessors)
-    time = waves * wave(resident) + (wave(-(-rest // problem.multiprocessors)) if rest else 0)
+    resident = _resident(tile, problem)
+
+    def waves(blocks: int, share: int) -> tuple[int, float]:
+        """Of so many thread blocks with so many tiles of K each: their number and time."""
+        full, rest = divmod(blocks, resident * problem.multiprocessors)
+        time = full * wave(resident, share)
+        return full + (rest > 0), time + (wave(-(-rest // problem.multiprocessors), share) if rest else 0)
+
+    shared = _shared_tiles(tile, problem) if splits > 1 else 0
+    _, time = waves(_blocks(tile, problem) - shared, problem.tiles_k)
+    meetings, sharing = waves(shared * splits, math.ceil(problem.tiles_k / splits))
+    time += sharing
     memory = _memory_time(problem)
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
     beyond = -(-problem.n // tile.n) * tile.n - problem.n
     time += problem.m * beyond / (_STORED * problem.multiprocessors)
     if splits > 1:
-        time += _MEETING + _HANDING_IN * (waves + (rest > 0)) + splits * rows * cols * 4 / _PART_BYTES
-        time += splits * problem.m * problem.n * 4 / (_DEVICE_BYTES * problem.multiprocessors)
+        time += _MEETING + _HANDING_IN * meetings + splits * rows * cols * 4 / _PART_BYTES
+        parts = splits * problem.m * problem.n * shared / _blocks(tile, problem)
+        time += parts * 4 / (_DEVICE_BYTES * problem.multiprocessors)
     return time
 
 
@@ -328,7 +355,7 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
 
 
 def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
-    sums, block = summation(tile, problem, splits)
+    sums, block = summation(tile, problem, _fewest_shares(tile, problem, splits))
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
@@ -356,17 +383,18 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
             f", {rows}, {str(tile.holds_k).lower()}>"
         )
     name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
+    alone = _blocks(tile, problem) - _shared_tiles(tile, problem) if splits > 1 else 0
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
         header=header,
         type=f"{struct_name}<{config}, {{output}}, {{epilogue}}>",
-        params=_params(problem, block, splits),
+        params=_params(problem, block, splits, alone),
         shared=tile.shared_bytes,
         workspace=workspace_bytes(tile, problem, splits) if splits > 1 else 0,
     )
 
 
-def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
+def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
     """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows or WindowRows::Host in windows.cuh."""
     rows: tuple[int, ...] = (problem.x_stride,)
     if problem.windows is not None:
@@ -374,7 +402,7 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
         sides = (*of.kernel, *of.stride, *of.padding, *of.dilation)
         rows = (*of.size, of.channels, *of.out_size, *sides, *of.x_strides)
     return struct.pack(
-        f"<{9 + len(rows)}q",
+        f"<{10 + len(rows)}q",
         problem.m,
         problem.n,
         problem.k,
@@ -382,6 +410,7 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1) -> bytes:
         problem.out_stride,
         problem.rows_per_batch or problem.m,
         block_tiles,
+        alone,
         splits,
         math.ceil(problem.tiles_k / splits),
         *rows,

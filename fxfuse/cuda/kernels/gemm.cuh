@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
     FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, workspace, epilogue));
 }
 
-// kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of K.
+// kSplits: whether several thread blocks share the sums of those tiles that do not fill the device, each taking
+// `split_tiles` tiles of K.
 template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Gemm {
     using Config = Config_;
@@ -80,7 +81,8 @@ struct Gemm {
         int64_t weight_stride, out_stride;  // of rows, in elements
         int64_t rows_per_batch;             // row m of out is row m % rows_per_batch of a batch
         int64_t block_tiles;                // tiles of K in a block, for sums that have blocks
-        int64_t splits, split_tiles;        // thread blocks per tile of out, and tiles of K in each
+        int64_t alone;                      // tiles of out that a thread block each computes, the first ones
+        int64_t splits, split_tiles;        // thread blocks that share each of the others, and tiles of K in each
         typename Rows::Host rows;           // of x
     };
 
@@ -130,11 +132,12 @@ struct Gemm {
 #ifndef __CUDACC_RTC__
     // Blocks start in the order x, y, z. Those that run together then cover a compact part of the output, a band of at
     // most kBand tiles high, and share their rows of x and of the weight through L2. Blocks that share a tile of out
-    // start together, too.
+    // start together, too, after all others.
     static dim3 grid(const Problem& problem) {
         const int64_t high = tiles_m(problem), bands = (high + kBand - 1) / kBand;
-        return {static_cast<unsigned>((high + bands - 1) / bands * problem.splits),
-                static_cast<unsigned>(tiles_n(problem)), static_cast<unsigned>(bands)};
+        if constexpr (kSplits) return {static_cast<unsigned>(problem.alone + shared_tiles(problem) * problem.splits)};
+        return {static_cast<unsigned>((high + bands - 1) / bands), static_cast<unsigned>(tiles_n(problem)),
+                static_cast<unsigned>(bands)};
     }
 
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
@@ -151,7 +154,7 @@ protected:
         if (const cudaError_t error = allow_shared_memory<kKernel>(shared_bytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
         if constexpr (kSplits) {
-            workspace = SplitWorkspace::make(pointers[3], tiles_m(problem) * tiles_n(problem));
+            workspace = SplitWorkspace::make(pointers[3], shared_tiles(problem));
         }
         return queue(kKernel, grid(problem), threads, shared_bytes, stream, problem,
                      Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
@@ -162,7 +165,7 @@ protected:
 
     struct Origin {
         int64_t row, col;
-        int split;  // which of the blocks that share the tile
+        int split;  // which of the blocks that share the tile; -1 if it is one block's
     };
 
     // Of K.
@@ -180,13 +183,37 @@ protected:
         return (problem.n + kTileN - 1) / kTileN;
     }
 
-    // Of the block's tile; the last band may reach beyond M.
+    static __host__ __device__ __forceinline__ int64_t shared_tiles(const Problem& problem) {
+        return tiles_m(problem) * tiles_n(problem) - problem.alone;
+    }
+
+    // Where the index-th of so many tiles is. They come in bands of kBand rows of tiles, column by column: those that
+    // run together share their rows of x and of the weight through L2.
+    struct Place {
+        unsigned row, col;  // in tiles
+
+        __device__ __forceinline__ Place(unsigned index, unsigned high, unsigned wide) {
+            const unsigned band = index / (kBand * wide), in_band = index - band * kBand * wide;
+            const unsigned rows = min(static_cast<unsigned>(kBand), high - band * kBand);
+            row = band * kBand + in_band % rows;
+            col = in_band / rows;
+        }
+    };
+
+    // Of the block's tile; where nothing is shared the last band may reach beyond M.
     static __device__ __forceinline__ Origin tile_origin(const Problem& problem) {
         const uint3 block = ptx::read_block_index();
-        const unsigned rows = kSplits ? gridDim.x / static_cast<unsigned>(problem.splits) : gridDim.x;
-        const unsigned split = kSplits ? block.x / rows : 0;
-        return {(static_cast<int64_t>(block.z) * rows + block.x - split * rows) * kTileM,
-                static_cast<int64_t>(block.y) * kTileN, static_cast<int>(split)};
+        if constexpr (!kSplits) {
+            return {(static_cast<int64_t>(block.z) * gridDim.x + block.x) * kTileM,
+                    static_cast<int64_t>(block.y) * kTileN, -1};
+        }
+        const int alone = static_cast<int>(problem.alone), splits = static_cast<int>(problem.splits);
+        const int beyond = static_cast<int>(block.x) - alone;    // of the blocks that share
+        const int tile = beyond < 0 ? beyond : beyond / splits;  // from the first shared one on
+        const Place at(static_cast<unsigned>(alone + tile), static_cast<unsigned>(tiles_m(problem)),
+                       static_cast<unsigned>(tiles_n(problem)));
+        return {static_cast<int64_t>(at.row) * kTileM, static_cast<int64_t>(at.col) * kTileN,
+                beyond < 0 ? -1 : beyond - tile * splits};
     }
 
     static __device__ __forceinline__ int rows_of(const Problem& problem, const Origin& origin) {
@@ -195,18 +222,21 @@ protected:
 
     static __device__ __forceinline__ Share share_of(const Problem& problem, const Origin& origin) {
         if constexpr (!kSplits) return {0, static_cast<int>(problem.k)};
-        const int64_t share = problem.split_tiles * Config::kTileK, first = origin.split * share;
-        return {first, static_cast<int>(min(share, problem.k - first))};
+        const int whole = static_cast<int>(problem.k);
+        const int share = origin.split < 0 ? whole : static_cast<int>(problem.split_tiles) * Config::kTileK;
+        const int first = max(origin.split, 0) * share;
+        return {first, min(share, whole - first)};
     }
 
-    // Hands the block's part of the sums in. True for one of the blocks that share a tile, which then has all of it.
+    // Hands the block's part of the sums in, if the tile is shared. True for one of the blocks, which then has all of it.
     static __device__ __forceinline__ bool collect(typename Loop::Sum& sum, const Problem& problem,
                                                    const SplitWorkspace& workspace) {
         using Part = SplitPart<Config>;
         const Origin origin = tile_origin(problem);
-        const int64_t tile = origin.row / kTileM * tiles_n(problem) + ptx::read_block_index().y;
-        const int splits = static_cast<int>(problem.splits), rows = rows_of(problem, origin);
-        return Part::collect(sum, workspace, tile, origin.split, splits, rows);
+        if (origin.split < 0) return true;
+        const unsigned splits = static_cast<unsigned>(problem.splits);
+        const unsigned tile = (ptx::read_block_index().x - static_cast<unsigned>(problem.alone)) / splits;
+        return Part::collect(sum, workspace, tile, origin.split, static_cast<int>(splits), rows_of(problem, origin));
     }
 
     template <class Shape>
@@ -221,10 +251,10 @@ protected:
                                          : weight + first * problem.weight_stride + origin.col;
         LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
                            CopyW(weight_tile, problem.weight_stride, cols, k, thread), thread);
-        // The last share of K may be shorter; beyond its end there are zeros. Its own length would take a register, which
-        // large tiles have not got.
-        const int tiles = Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
-                                                          : (k + Shape::kTileK - 1) / Shape::kTileK;
+        // Where nothing is shared, this is the length of all; computed, it would take a register, which large tiles have
+        // not got.
+        const int tiles = !kSplits && Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
+                                                                      : (k + Shape::kTileK - 1) / Shape::kTileK;
         loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
     }
 

@@ -19,7 +19,7 @@ struct TileAfterTile : Gemm<Config_, Output_, Epilogue_> {
     using Output = Output_;
     using Epilogue = Epilogue_;
     using typename Base::Problem, typename Base::Rows, typename Base::Element;
-    using Base::kTileM, Base::kTileN, Base::kThreads, Base::kBand, Base::kVector, Base::kWhole, Base::kRuns;
+    using Base::kTileM, Base::kTileN, Base::kThreads, Base::kVector, Base::kWhole, Base::kRuns;
     using Base::position, Base::tiles_m;
     using Sum = typename Base::Loop::Sum;
 
@@ -63,17 +63,15 @@ protected:
         return static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
     }
 
-    // Of a tile. They run in bands of kBand rows of tiles, column by column: those that run together share their rows of
-    // x and of the weight through L2.
+    // Of a tile.
     struct Origin {
         int64_t row, col;
 
         __device__ __forceinline__ Origin(const Problem& problem, unsigned index) {
             const unsigned high = static_cast<unsigned>(tiles_m(problem)), wide = static_cast<unsigned>(tiles_n(problem));
-            const unsigned band = index / (kBand * wide), in_band = index - band * kBand * wide;
-            const unsigned rows = min(static_cast<unsigned>(kBand), high - band * kBand);
-            row = static_cast<int64_t>(band * kBand + in_band % rows) * kTileM;
-            col = static_cast<int64_t>(in_band / rows) * kTileCols;
+            const typename Base::Place at(index, high, wide);
+            row = static_cast<int64_t>(at.row) * kTileM;
+            col = static_cast<int64_t>(at.col) * kTileCols;
         }
     };
 
