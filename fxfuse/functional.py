@@ -1,5 +1,5 @@
-"""The fused operators: functional.linear, gated_linear, matmul, mm, addmm, conv2d, layer_norm, pointwise, in
-torch.ops.fxfuse, too.
+"""The fused operators: functional.linear, gated_linear, matmul, mm, addmm, conv2d, conv3d, layer_norm, pointwise,
+in torch.ops.fxfuse, too.
 
 Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
 
@@ -42,6 +42,7 @@ _OPTIONS: Final = {
     "mm": "",
     "addmm": ", float beta, float alpha",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
+    "conv3d": ", int[] stride, int[] padding, int[] dilation, int groups",
     "layer_norm": ", int[] normalized_shape, float eps",
     "pointwise": ", bool overwrite",
 }
@@ -339,5 +340,6 @@ matmul = _function("matmul")
 mm = _function("mm")
 addmm = _function("addmm")
 conv2d = _function("conv2d")
+conv3d = _function("conv3d")
 layer_norm = _function("layer_norm")
 pointwise = _function("pointwise")

@@ -35,9 +35,10 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """torch's own test for suggesting channels_last of a 4-D tensor (c10/core/MemoryFormat.h)."""
+    """torch's own test for suggesting channels_last of a 4-D tensor, or channels_last_3d of a 5-D one
+    (c10/core/MemoryFormat.h)."""
     least = 0
-    for dim in (1, 3, 2, 0):
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
         if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
             return False
         least = strides[dim] * max(shape[dim], 1)

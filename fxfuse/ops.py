@@ -463,6 +463,8 @@ _ROWS: Final[list[Row]] = [
                 channel_args=(1, 2, 3, 4), formats=_BATCH_NORM_FORMATS),
     PointwiseOp("batch_norm_2d", _batch_norm_of(4), _BATCH_NORM_CODE, params=_BATCH_NORM,
                 channel_args=(1, 2, 3, 4), formats=_BATCH_NORM_FORMATS),
+    PointwiseOp("batch_norm_3d", _batch_norm_of(5), _BATCH_NORM_CODE, params=_BATCH_NORM,
+                channel_args=(1, 2, 3, 4), formats=_BATCH_NORM_FORMATS),
     Composite("batch_norm", _batch_norm_function,
               {"input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": None, "bias": None,
                "training": False, "momentum": 0.1, "eps": 1e-5}, (F.batch_norm,)),

@@ -21,10 +21,11 @@ from fxfuse import build, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import Expr, operand_count
-from fxfuse.layout import contiguous_strides
+from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.locks import free_in_children
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
+    CONVOLUTIONS,
     OPTION_NAMES,
     PRODUCTS,
     RESULT_DTYPES,
@@ -226,7 +227,7 @@ def _problem(
     """What a call with this key poses."""
     kind, epilogue, values, _, fp32, pool = key[:6]
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    x_meta = _meta_of_any_layout(x) if kind == "conv2d" and values[1] != (0, 0) else _meta(x)
+    x_meta = _meta_of_any_layout(x) if kind in CONVOLUTIONS and any(values[1]) else _meta(x)
     weights = (
         None if weight is None else _meta_of_any_layout(weight),
         None if bias is None else _meta(bias),
@@ -263,7 +264,7 @@ def _free_strides(result: torch.Tensor, x: torch.Tensor, operands: Sequence[torc
     """
     if 1 not in result.shape or result.dim() < 2:
         return None
-    is_pixel = result.dim() == 4 and result.shape[2] == result.shape[3] == 1
+    is_pixel = result.dim() in FORMATS and math.prod(result.shape[2:]) == 1
     alike = (tensor for tensor in (x, *operands) if tensor.dim() == result.dim())
     if is_pixel or any(tensor.stride() != contiguous_strides(tensor.shape) for tensor in alike):
         return result.stride()

@@ -244,6 +244,13 @@ def _conv2d(
     return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
+def _conv3d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    return F.conv3d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+
+
 def _layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, normalized_shape: Sequence[int], eps: float
 ) -> torch.Tensor:
@@ -263,12 +270,16 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "mm": _mm,
     "addmm": _addmm,
     "conv2d": _conv2d,
+    "conv3d": _conv3d,
     "layer_norm": _layer_norm,
     "pointwise": _pointwise,
 }
 """What each fused operator computes before its epilogue, in torch."""
 
-PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "conv2d"})
+CONVOLUTIONS: Final[Mapping[str, int]] = {"conv2d": 2, "conv3d": 3}
+"""Those that convolve, and the dimensions that their filters move along."""
+
+PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", *CONVOLUTIONS})
 """Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
@@ -326,14 +337,14 @@ def anchor_alone(problem: Problem) -> Run:
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
     weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
-    if problem.kind == "conv2d":
+    if problem.kind in CONVOLUTIONS:
         _check_convolution(problem)
     try:
         acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise Refused(f"torch does not accept these tensors: {error}") from None
-    if problem.kind == "conv2d":
-        return acc.as_strided(acc.shape, _conv2d_strides(problem, acc.shape))
+    if problem.kind in CONVOLUTIONS:
+        return acc.as_strided(acc.shape, _convolution_strides(problem, acc.shape))
     # meta tensors keep the layout of x, of which torch makes a contiguous copy
     return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
 
@@ -344,7 +355,11 @@ def _check_convolution(problem: Problem) -> None:
     sizes = (*options["stride"], *options["dilation"], options["groups"])
     if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
         raise Refused(f"torch does not accept this convolution of {filters} filters: {options}")
-    image, taps, padding = problem.x.shape[-2:], anchor_weight(problem).shape[2:], options["padding"]
+    image, taps, padding = (
+        problem.x.shape[-CONVOLUTIONS[problem.kind] :],
+        anchor_weight(problem).shape[2:],
+        options["padding"],
+    )
     spans = [step * (size - 1) + 1 for step, size in zip(options["dilation"], taps, strict=False)]
     if any(size + 2 * pad < span for size, pad, span in zip(image, padding, spans, strict=False)):
         raise Refused(f"torch does not accept an image of {tuple(problem.x.shape)} for filters that span {spans}")
@@ -352,14 +367,25 @@ def _check_convolution(problem: Problem) -> None:
         raise Refused(f"torch does not accept a bias of shape {bias.shape} for {filters} filters")
 
 
-def _conv2d_strides(problem: Problem, shape: torch.Size) -> Strides:
+def _convolution_strides(problem: Problem, shape: torch.Size) -> Strides:
     """Strides of a convolution's result: channels_last if the input or the weight suggests it (meta tensors guess)."""
     x, weight = problem.x, anchor_weight(problem)
-    four = len(shape) == 4
-    x_shape, x_strides = (x.shape, x.strides) if four else ((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides))
+    batched = len(shape) == CONVOLUTIONS[problem.kind] + 2
+    x_shape, x_strides = (x.shape, x.strides) if batched else ((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides))
     if is_channels_last(x_shape, x_strides) or is_channels_last(weight.shape, weight.strides):
-        return channels_last_strides(shape if four else (1, *shape))[-len(shape) :]
+        return channels_last_strides(shape if batched else (1, *shape))[-len(shape) :]
     return contiguous_strides(shape)
+
+
+def as_images(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> tuple[int, int] | None:
+    """How a convolution of volumes is one of images: along which of depth, height and width (0, 1, 2) the filters of
+    images move. None if its filters are not flat.
+
+    (0, 1): a plane's height and width together are an image's width. (1, 2): each plane is an image.
+    """
+    if tuple(kernel[1:]) == (1, 1) and tuple(padding[1:]) == (0, 0) and tuple(stride[1:]) == (1, 1):
+        return 0, 1
+    return (1, 2) if kernel[0] == 1 and padding[0] == 0 else None
 
 
 # ---------------------------------------------------------------------------------------------- checks

@@ -54,10 +54,18 @@ def test_vectors_along_channels(name):
 
 
 _PLAIN = ([1, 1], [0, 0], [1, 1], 1)
+_VOLUMES = ([1, 1, 1], [0, 0, 0], [1, 1, 1], 1)
 REFUSED = {
     "a bias too short": ("conv2d", (randn(1, 4, 6, 6), randn(8, 4, 3, 3), randn(4)), _PLAIN),
     "a bias of two dimensions": ("conv2d", (randn(1, 4, 6, 6), randn(8, 4, 3, 3), randn(8, 1)), _PLAIN),
     "channels": ("conv2d", (randn(1, 3, 6, 6), randn(8, 4, 3, 3), None), _PLAIN),
+    "channels of a volume": ("conv3d", (randn(1, 3, 4, 6, 6), randn(8, 4, 1, 3, 3), None), _VOLUMES),
+    "planes": ("conv3d", (randn(1, 4, 1, 6, 6), randn(8, 4, 3, 1, 1), None), _VOLUMES),
+    "a volume's negative padding": (
+        "conv3d",
+        (randn(1, 4, 4, 6, 6), randn(8, 4, 1, 3, 3), None),
+        ([1, 1, 1], [0, -1, 0], [1, 1, 1], 1),
+    ),
     "filters": ("conv2d", (randn(1, 4, 6, 6), randn(8, 4, 3), None), _PLAIN),
     "groups": ("conv2d", (randn(1, 6, 6, 6), randn(8, 2, 3, 3), None), ([1, 1], [0, 0], [1, 1], 3)),
     "no stride": ("conv2d", (randn(1, 4, 6, 6), randn(8, 4, 3, 3), None), ([0, 1], [0, 0], [1, 1], 1)),
@@ -73,7 +81,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_operator_raises_what_torch_raises(name):
     kind, tensors, options = REFUSED[name]
-    eager = {"conv2d": F.conv2d, "linear": F.linear, "mm": lambda x, w, _: torch.mm(x, w)}[kind]
+    eager = {"conv2d": F.conv2d, "conv3d": F.conv3d, "linear": F.linear, "mm": lambda x, w, _: torch.mm(x, w)}[kind]
     with pytest.raises(RuntimeError) as expected:
         eager(*tensors, *options)
     with pytest.raises(RuntimeError) as found:

@@ -116,6 +116,8 @@ def check(drafted, kind, options, epilogue, x, weight, bias, operands, pool=()):
     expected = problem.reference(*(None if t is None else t.double() for t in (x, weight, bias)),
                                  [operand.double() for operand in operands])  # fmt: skip
     expected = expected if kind == "layer_norm" else expected.to(x.dtype)
+    if kind == "conv3d":  # on a CPU torch's result in float64 is contiguous
+        expected = expected.to(memory_format=torch._prims_common.suggest_memory_format(x))
     names = []
     for candidate in drafted(problem):
         run = candidate.build()
@@ -202,6 +204,44 @@ def test_a_layout_that_no_kernel_reads(drafted):
     x = integers(2, 8, 6, 10).contiguous(memory_format=torch.channels_last)
     operand = integers(2, 16, 6, 10).contiguous()
     check(drafted, "conv2d", CONV, "relu(acc + o0)", x, integers(16, 8, 3, 3), None, (operand,))
+
+
+FLAT = {
+    "planes": ((1, 3, 3), (1, 1, 1), (0, 1, 1)),
+    "planes, every second one": ((1, 3, 3), (2, 2, 2), (0, 1, 1)),
+    "through planes": ((3, 1, 1), (1, 1, 1), (1, 0, 0)),
+    "through planes, every second one": ((3, 1, 1), (2, 1, 1), (1, 0, 0)),
+    "pixels": ((1, 1, 1), (1, 1, 1), (0, 0, 0)),
+    "pixels, every second one": ((1, 1, 1), (2, 2, 2), (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FLAT)
+def test_volumes_with_flat_filters_are_images(name, dtype, channels_last, drafted):
+    kernel, stride, padding = FLAT[name]
+    options = (("stride", stride), ("padding", padding), ("dilation", (1, 1, 1)), ("groups", 1))
+    memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
+    for batch in (1, 3):
+        x = integers(batch, 8, 4, 6, 5, dtype=dtype).contiguous(memory_format=memory_format)
+        weight, bias, scale = integers(16, 8, *kernel, dtype=dtype), integers(16, dtype=dtype), integers(16, 1, 1, 1)
+        of_batch = integers(batch, 16, 1, 1, 1, dtype=dtype)
+        residual = torch.nn.functional.conv3d(x, weight, bias, stride, padding).contiguous(memory_format=memory_format)
+        operands = (residual, scale.to(dtype), of_batch)
+        names = check(drafted, "conv3d", options, "relu(acc * o1 + o0) + o2", x, weight, bias, operands)
+        ours = channels_last or name in ("through planes", "through planes, every second one", "pixels")
+        assert names[-1] == plan.LIBRARY and len(names) == 1 + ours
+
+
+def test_volumes_that_are_no_images_are_left_to_the_library(drafted):
+    for x, kernel, stride, padding in (
+        (integers(2, 8, 5, 6, 5).contiguous(memory_format=torch.channels_last_3d), (1, 3, 3), (2, 1, 1), (0, 1, 1)),
+        (integers(2, 8, 4, 6, 5), (3, 3, 3), (1, 1, 1), (1, 1, 1)),
+        (integers(8, 4, 6, 5), (3, 1, 1), (1, 1, 1), (1, 0, 0)),
+    ):
+        options = (("stride", stride), ("padding", padding), ("dilation", (1, 1, 1)), ("groups", 1))
+        assert check(drafted, "conv3d", options, "relu(acc)", x, integers(16, 8, *kernel), None, ()) == [plan.LIBRARY]
 
 
 def assert_rounded(have, exact, name):

@@ -489,6 +489,7 @@ def channels_last(*shape):
 _X, _W, _B, _V = randn(3, 8), randn(5, 8), randn(5), randn(5)
 _IMAGE, _FILTERS = randn(2, 4, 6, 6), randn(8, 4, 3, 3)
 _CONV = ([1, 1], [0, 0], [1, 1], 1)
+_VOLUME, _CONV3D = randn(2, 4, 3, 6, 6), ([1, 1, 1], [0, 0, 0], [1, 1, 1], 1)
 OPERATORS = {
     "linear": ("linear", _X, _W, _B, [_V], "relu(acc) * o0"),
     "linear without a bias": ("linear", _X, _W, None, [_V], "relu(acc) * o0"),
@@ -510,6 +511,12 @@ OPERATORS = {
         "conv2d", channels_last(2, 4, 6, 6), _FILTERS, None, [randn(4, 4) > 0], "masked_fill(acc, o0, 0.5)", *_CONV,
     ),
     "conv2d of one image": ("conv2d", _IMAGE[0], _FILTERS, None, [], "relu(acc)", *_CONV),
+    "conv3d": ("conv3d", _VOLUME, randn(8, 4, 1, 3, 3), randn(8), [], "relu(acc)", *_CONV3D),
+    "conv3d in channels_last_3d": (
+        "conv3d", _VOLUME.to(memory_format=torch.channels_last_3d), randn(8, 4, 3, 1, 1), None, [randn(8, 1, 1, 1)],
+        "relu(acc + o0)", *_CONV3D,
+    ),
+    "conv3d of one volume": ("conv3d", _VOLUME[0], randn(8, 4, 3, 3, 3), None, [], "relu(acc)", *_CONV3D),
     "layer_norm": ("layer_norm", _X, randn(8), randn(8), [], "relu(acc)", [8], 1e-5),
     "layer_norm of columns": ("layer_norm", randn(8, 3).t(), None, None, [], "relu(acc)", [8], 1e-5),
     "pointwise": ("pointwise", _X, None, None, [randn(8)], "tanh(acc) * o0", False),

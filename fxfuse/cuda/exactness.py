@@ -29,7 +29,17 @@ from fxfuse import cache
 from fxfuse.cuda.precision import Precision, precision
 from fxfuse.layout import is_channels_last
 from fxfuse.locks import free_in_children
-from fxfuse.problem import BY_ROWS, PRODUCTS, Problem, Run, TensorMeta, anchor_weight, channel_operands, run_anchor
+from fxfuse.problem import (
+    BY_ROWS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Problem,
+    Run,
+    TensorMeta,
+    anchor_weight,
+    channel_operands,
+    run_anchor,
+)
 from fxfuse.reference import evaluate
 
 logger = logging.getLogger("fxfuse")
@@ -143,7 +153,7 @@ def _library_error(problem: Problem) -> float | None:
             part = Part(problem)
             exact = part.anchor(x, weight, bias)
             layouts = [(x, weight)]
-            if problem.kind == "conv2d" and is_channels_last(problem.x.shape, problem.x.strides):
+            if problem.kind in CONVOLUTIONS and is_channels_last(problem.x.shape, problem.x.strides):
                 layouts.append((x.contiguous(), weight.contiguous()))
             results = (run_anchor(problem.kind, problem.options, *there, bias) for there in layouts)
             return min(relative_error(part.of_result(result), exact) for result in results)
@@ -211,12 +221,12 @@ class Part:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._options = problem, problem.options
         weight = anchor_weight(problem)
-        self._is_conv2d = problem.kind == "conv2d"
-        if self._is_conv2d:
+        self._moved = CONVOLUTIONS.get(problem.kind, 0)  # dimensions that filters move along
+        if self._moved:
             ungrouped = dict(problem.options)["groups"] == 1
             filters = _spread(weight.shape[0], MOST_FILTERS if ungrouped else weight.shape[0])
-            images = [[0]] if len(problem.x.shape) == 4 else []
-            self._of_dims: list[list[int] | None] = [*images, filters, None, None]
+            images = [[0]] if len(problem.x.shape) == self._moved + 2 else []
+            self._of_dims: list[list[int] | None] = [*images, filters, *([None] * self._moved)]
             return
         rows: list[list[int] | None] = []
         room = MOST_ROWS
@@ -246,14 +256,14 @@ class Part:
     def _anchor(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Sequence[tuple[str, Any]]
     ) -> torch.Tensor:
-        if self._is_conv2d:
-            images, filters = self._of_dims[:-3], self._of_dims[-3]
-            if images:
+        if self._moved:
+            filters = self._of_dims[-1 - self._moved]
+            if len(self._of_dims) == self._moved + 2:
                 x = x[:1]
             chosen = torch.tensor(filters, device=x.device)
             weight = weight.index_select(0, chosen)
             bias = None if bias is None else bias.index_select(0, chosen).double()
-            return run_anchor("conv2d", options, x.double(), weight.double(), bias)
+            return run_anchor(self._problem.kind, options, x.double(), weight.double(), bias)
         for dim, rows in enumerate(self._of_dims[:-1]):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))
         columns = torch.tensor(self._of_dims[-1], device=x.device)

@@ -3,7 +3,8 @@
 `candidates` turns a problem (gemm_problem.py: sizes, layouts and alignments of one call) into the `Kernel`s of
 kernels/gemm.cuh and its kin that can solve it as accurately as its precision promises (gemm_accuracy.py), best first by
 a model of their time. Thread blocks compute a tile each, in waves of as many as the device holds; where those of the
-last wave do not fill it, several of them may share a tile's sum over K. Convolutions on channels_last are such problems, too: rows of x that are no matrix are gathered (`Windows`).
+last wave do not fill it, several of them may share a tile's sum over K. Convolutions on channels_last are such
+problems, too: rows of x that are no matrix are gathered (`Windows`).
 Nothing here needs a GPU.
 """
 
@@ -187,7 +188,8 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share a tile, none of which would be left without work."""
-    if not _shared_tiles(tile, problem) or tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA:
+    too_large = tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA
+    if too_large or not _shared_tiles(tile, problem):
         return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]

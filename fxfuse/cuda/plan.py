@@ -34,6 +34,7 @@ from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
     ANCHORS,
+    CONVOLUTIONS,
     PRODUCTS,
     Draft,
     Pass,
@@ -147,14 +148,15 @@ def _is_tiny(region: Region) -> bool:
 def _products(region: Region) -> int:
     """Multiplications of the anchor."""
     weight = anchor_weight(region.problem).shape
-    depth = {"conv2d": math.prod(weight[1:]), "linear": weight[-1]}.get(region.problem.kind, weight[0])
+    kind = region.problem.kind
+    depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[0]
     return math.prod(region.prepared.result_shape) * depth
 
 
 def _library_is_faster(region: Region) -> bool:
     """A guess for where nothing is measured: Hopper's libraries use instructions (wgmma) that these kernels do not."""
     problem = region.problem
-    if problem.kind in ("conv2d", "layer_norm") or region.capability < (9, 0):
+    if problem.kind in (*CONVOLUTIONS, "layer_norm") or region.capability < (9, 0):
         return False
     wide = precision_of(problem) in ("tf32", "fp16", "bf16")
     return wide and _products(region) >= LIBRARY_PRODUCTS
@@ -255,7 +257,7 @@ def _converting(region: Region, meta: TensorMeta, needed: Input) -> Convert | No
 def _library_candidate(region: Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
-    biased = problem.kind == "conv2d" and problem.bias is not None  # which torch adds in a slower pass
+    biased = problem.kind in CONVOLUTIONS and problem.bias is not None  # which torch adds in a slower pass
     if isinstance(region.expression, Acc) and output == problem.x.dtype and not biased:
         return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True, library=True)
     by_pass = _bias_by_pass(region)
@@ -294,7 +296,7 @@ def _bias_by_pass(region: Region) -> bool:
         return False
     rows = [ops.row(node.op) for node in postorder(region.expression) if isinstance(node, Call)]
     rounds = any(not (row.passing or row.boolean) for row in rows)
-    return region.problem.kind == "conv2d" or region.problem.x.dtype == torch.float32 or rounds
+    return region.problem.kind in CONVOLUTIONS or region.problem.x.dtype == torch.float32 or rounds
 
 
 def _library(problem: Problem, bias_by_pass: bool) -> Callable[..., torch.Tensor]:

@@ -5,6 +5,7 @@ Layouts that no kernel addresses are copied at every call, as eager's own kernel
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,11 +28,12 @@ from fxfuse.layout import (
     channels_last_strides,
     collapse,
     contiguous_strides,
+    flatten,
     group,
     is_channels_last,
 )
 from fxfuse.operands import Grouping
-from fxfuse.problem import BY_ROWS, Problem, TensorMeta, anchor_weight
+from fxfuse.problem import BY_ROWS, Problem, TensorMeta, anchor_weight, as_images
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -241,6 +243,74 @@ def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
     return convert(x.unsqueeze(0))
 
 
+# ---------------------------------------------------------------------------------------------- conv3d
+
+
+def _prepare_conv3d(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
+    """A convolution of volumes with flat filters as the one of images that it is, in the same memory. For others there
+    are no kernels."""
+    shape, strides = tuple(acc.shape), acc.stride()
+    try:
+        return _as_images(problem, shape, strides, multiplied)
+    except UnsupportedError as error:
+        reason = str(error)
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        raise UnsupportedError(reason)
+
+    assert problem.weight is not None
+    return Prepared(Input(problem.x), Input(problem.weight), shape, strides, flatten, candidates, lambda result: True)
+
+
+def _as_images(problem: Problem, shape: tuple[int, ...], strides: Strides, multiplied: Precision) -> Prepared:
+    x, weight, options = problem.x, anchor_weight(problem), dict(problem.options)
+    moved = as_images(weight.shape[2:], options["stride"], options["padding"])
+    if moved is None or len(x.shape) != 5:
+        raise UnsupportedError("a convolution of volumes whose filters are not flat")
+    planes = moved == (1, 2)
+    dims = ((0, 2), (1,), (3,), (4,)) if planes else ((0,), (1,), (2,), (3, 4))
+    images, in_memory = _merged(shape, strides, dims)
+    sizes, steps = x.shape, x.strides
+    if planes:  # of which every stride-th is an image
+        sizes = (*sizes[:2], shape[2], *sizes[3:])
+        steps = (*steps[:2], steps[2] * options["stride"][0], *steps[3:])
+    missing = 2 if planes else 4
+    shape_of_filters, steps_of_filters = (of[:missing] + of[missing + 1 :] for of in (weight.shape, weight.strides))
+    along = {name: tuple(options[name][dim] for dim in moved) for name in ("stride", "padding", "dilation")}
+    flat = dataclasses.replace(
+        problem,
+        kind="conv2d",
+        options=tuple({**along, "groups": options["groups"]}.items()),
+        x=TensorMeta(*_merged(sizes, steps, dims), x.dtype, x.device, x.alignment),
+        weight=TensorMeta(shape_of_filters, steps_of_filters, weight.dtype, weight.device, weight.alignment),
+    )
+    found = _prepare_conv2d(flat, torch.empty(images, device="meta"), multiplied)
+    if found.x.convert is not None or found.weight is None or found.result_strides != in_memory:
+        raise UnsupportedError("volumes in an order that is not that of images")
+    read = found.weight
+    if read.convert is not None:
+        read = Input(read.meta, functools.partial(_convert_flat, read.convert, missing))
+    of_images = CHANNELS_LAST if in_memory == channels_last_strides(images) else NCHW
+    groups = [[dim for image in part for dim in dims[image]] for part in of_images]
+    grouping = functools.partial(group, groups=groups)
+    return dataclasses.replace(found, weight=read, result_shape=shape, result_strides=strides, grouping=grouping)
+
+
+def _merged(
+    sizes: Sequence[int], strides: Sequence[int], dims: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a tensor some of whose dimensions are taken for one. Raises UnsupportedError."""
+    found = [collapse([sizes[dim] for dim in one], [tuple(strides[dim] for dim in one)]) for one in dims]
+    if any(len(merged) > 1 for merged, _ in found):
+        raise UnsupportedError("planes that do not follow one another in memory")
+    steps = [merged[0] if merged else strides[one[-1]] for (_, (merged,)), one in zip(found, dims, strict=True)]
+    return tuple(math.prod(sizes[dim] for dim in one) for one in dims), tuple(steps)
+
+
+def _convert_flat(convert: Convert, missing: int, filters: torch.Tensor) -> torch.Tensor:
+    return convert(filters.squeeze(missing))
+
+
 # ------------------------------------------------------------------------------------------ layer_norm
 
 
@@ -268,7 +338,7 @@ def _prepare_layer_norm(problem: Problem, acc: torch.Tensor, multiplied: Precisi
     return Prepared(x, None, shape, strides, grouping, candidates, splits_rows, grows=bool(leading))
 
 
-_FAMILIES = {"conv2d": _prepare_conv2d, "layer_norm": _prepare_layer_norm}
+_FAMILIES = {"conv2d": _prepare_conv2d, "conv3d": _prepare_conv3d, "layer_norm": _prepare_layer_norm}
 
 
 def prepare(problem: Problem, acc: torch.Tensor, multiplied: Precision | None = None) -> Prepared:

@@ -13,7 +13,7 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.prepare import Prepared
 from fxfuse.expression import Acc, Expr, Operand, call, rewrite
 from fxfuse.operands import OperandPlan
-from fxfuse.problem import Problem, TensorMeta, gate_of
+from fxfuse.problem import CONVOLUTIONS, Problem, TensorMeta, gate_of
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,10 @@ def with_bias(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMet
     meta = problem.bias
     acc: Expr = Acc()
     bias: Expr = Operand(len(problem.operands))
-    if problem.kind == "conv2d":
-        meta = TensorMeta((*meta.shape, 1, 1), (*meta.strides, 0, 0), meta.dtype, meta.device, meta.alignment)
+    if problem.kind in CONVOLUTIONS:
+        pixels = CONVOLUTIONS[problem.kind]
+        shape, strides = (*meta.shape, *(1,) * pixels), (*meta.strides, *(0,) * pixels)
+        meta = TensorMeta(shape, strides, meta.dtype, meta.device, meta.alignment)
     elif problem.kind == "addmm":
         scale = dict(problem.options)
         acc = acc if scale["alpha"] == 1 else call("mul", acc, scale["alpha"])

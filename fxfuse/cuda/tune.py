@@ -31,7 +31,7 @@ from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
 from fxfuse.errors import BuildError, ExpressionError, LaunchError, ToolchainError
-from fxfuse.problem import Draft, Pass, Plan, Problem, Run, TensorMeta
+from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
 
@@ -331,7 +331,7 @@ def _key(problem: Problem) -> str:
         *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, problem.pool,
         precision_of(problem),
-        tensor(problem.x, False) if problem.kind == "conv2d" else leading(problem.x),
+        tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
         problem.weight and tensor(problem.weight, True),
         problem.bias and tensor(problem.bias, True),
         [tensor(operand, operand.is_parameter) for operand in problem.operands],

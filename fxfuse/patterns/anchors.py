@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from fxfuse import ops
 from fxfuse.ops import REQUIRED, Rejected
-from fxfuse.problem import RESULT_DTYPES
+from fxfuse.problem import RESULT_DTYPES, as_images
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Anchor:
 
     kind: str
     """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)),
-    "conv2d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
+    "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -103,6 +103,13 @@ def _conv2d_module(root: nn.Module, node: fx.Node, module: nn.Conv2d) -> Anchor:
     return Anchor("conv2d", _input(node), Attribute(f"{node.target}.weight"), _parameter(node, module, "bias"), options)
 
 
+def _conv3d_module(root: nn.Module, node: fx.Node, module: nn.Conv3d) -> Anchor | None:
+    if module.padding_mode != "zeros":
+        return None
+    weight, bias = Attribute(f"{node.target}.weight"), _parameter(node, module, "bias")
+    return _conv3d(root, _input(node), weight, bias, module.stride, module.padding, module.dilation, module.groups)
+
+
 def _layer_norm_module(root: nn.Module, node: fx.Node, module: nn.LayerNorm) -> Anchor | None:
     weight, bias = (_parameter(node, module, name) for name in ("weight", "bias"))
     return _normalisation(root, _input(node), module.normalized_shape, weight, bias, module.eps)
@@ -138,6 +145,7 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 _MODULES: Final[Mapping[type[nn.Module], Callable[[nn.Module, fx.Node, Any], Anchor | None]]] = {
     nn.Linear: _linear_module,
     nn.Conv2d: _conv2d_module,
+    nn.Conv3d: _conv3d_module,
     nn.LayerNorm: _layer_norm_module,
 }
 
@@ -234,12 +242,39 @@ def _conv2d(
     return Anchor("conv2d", _tensor(x, "input"), weight, _optional_tensor(bias, "bias"), options)
 
 
+def _conv3d(
+    root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> Anchor | None:
+    """A convolution of volumes that is one of images, since its filters are flat: those of factorised ones (R(2+1)D,
+    S3D, P3D), and of 1x1x1. None for one that is left to torch."""
+    filters = known_tensor(root, weight)
+    sources = [source for source in (x, weight, bias) if source is not None]
+    stride, padding, dilation = _triple(stride), _triple(padding), _triple(dilation)
+    if filters is None or filters.dim() != 5 or stride is None or padding is None or dilation is None or groups != 1:
+        return None
+    if not all(isinstance(source, fx.Node | Attribute) for source in sources) or not _is_for_kernels(root, *sources):
+        return None
+    if as_images(filters.shape[2:], stride, padding) is None:
+        return None
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return Anchor("conv3d", x, weight, bias, options)
+
+
+def _triple(value: Any) -> list[int] | None:
+    """A convolution's option in three dimensions; None if it is not known before the model runs, or a word."""
+    found = [value] * 3 if isinstance(value, int) else list(value) if isinstance(value, tuple | list) else []
+    found = found * 3 if len(found) == 1 else found
+    return found if len(found) == 3 and all(isinstance(item, int) for item in found) else None
+
+
 def _convolution(
     root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
     output_padding: Any, groups: Any,
-) -> Anchor:  # fmt: skip
+) -> Anchor | None:  # fmt: skip
     """What every convolution becomes in the graphs of AOTAutograd."""
     tensor = known_tensor(root, _tensor(weight, "weight"))
+    if tensor is not None and tensor.dim() == 5 and not transposed:
+        return _conv3d(root, x, weight, bias, stride, padding, dilation, groups)
     if transposed or tensor is None or tensor.dim() != 4:
         raise Rejected("a convolution that is transposed or not known to have two dimensions")
     return _conv2d(root, x, weight, bias, stride, padding, dilation, groups)
@@ -273,6 +308,7 @@ _CONV2D: Final = _Function(
     {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     _conv2d,
 )
+_CONV3D: Final = _Function("conv3d", _CONV2D.params, _conv3d)
 _CONVOLUTION: Final = _Function(
     "convolution",
     dict.fromkeys(
@@ -293,6 +329,8 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.addmm: _ADDMM,
     F.conv2d: _CONV2D,
     torch.conv2d: _CONV2D,
+    F.conv3d: _CONV3D,
+    torch.conv3d: _CONV3D,
     F.layer_norm: _LAYER_NORM,
     torch.layer_norm: _LAYER_NORM,
     torch.ops.aten.linear: _LINEAR,
@@ -300,6 +338,7 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.ops.aten.mm: _MM,
     torch.ops.aten.addmm: _ADDMM,
     torch.ops.aten.conv2d: _CONV2D,
+    torch.ops.aten.conv3d: _CONV3D,
     torch.ops.aten.convolution: _CONVOLUTION,
     torch.ops.aten.layer_norm: _LAYER_NORM,
 }

@@ -63,7 +63,8 @@ _TRANSPOSED: Final = {
     F.conv_transpose3d: 5, torch.conv_transpose3d: 5, _aten.conv_transpose3d: 5,
 }  # fmt: skip
 _CONVOLUTIONS: Final = {
-    functional.conv2d: 4, F.conv2d: 4, torch.conv2d: 4, _aten.conv2d: 4, F.conv3d: 5, torch.conv3d: 5, _aten.conv3d: 5,
+    functional.conv2d: 4, F.conv2d: 4, torch.conv2d: 4, _aten.conv2d: 4,
+    functional.conv3d: 5, F.conv3d: 5, torch.conv3d: 5, _aten.conv3d: 5,
     **_TRANSPOSED,
 }  # fmt: skip
 """The dimensions of what they convolve."""
@@ -158,9 +159,9 @@ def _of_convolution(root: nn.Module, node: fx.Node, target: Any) -> Role | None:
     x = _argument(node, 0, "input")
     weight = known_tensor(root, _argument(node, 1, "weight"))
     dimensions = _CONVOLUTIONS[target]
-    if not isinstance(x, fx.Node) or (_is_left(dimensions, _argument(node, 6, "groups"))):
+    fused = target in (functional.conv2d, functional.conv3d)
+    if not isinstance(x, fx.Node) or _is_left(dimensions, _argument(node, 8 if fused else 6, "groups")):
         return None
-    fused = target is functional.conv2d
     operands = [arg for arg in node.args[3] if _may_be_picture(arg)] if fused else []  # type: ignore[union-attr]
     stride = _argument(node, 5 if fused else 3, "stride")
     transposed = target in _TRANSPOSED

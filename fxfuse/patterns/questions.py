@@ -18,17 +18,24 @@ from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
 from fxfuse.patterns.mutation import spelling
 from fxfuse.patterns.values import BATCH_NORMS, is_nothing
+from fxfuse.problem import CONVOLUTIONS
 
 _METHODS: Final = frozenset({"dim", "ndimension"})
 _NORMALISED: Final = (F.batch_norm, torch.batch_norm)
 """Functions whose further tensors are vectors."""
 
 
-def rank_of_conv2d(x: torch.Tensor) -> int:
-    """The rank of a convolution's result; raises for an x that torch's convolution refuses, in its words."""
-    if isinstance(x, torch.Tensor) and x.dim() not in (3, 4):  # not while somebody traces the optimised model
+def rank_of_convolution(x: torch.Tensor, moved: int) -> int:
+    """The rank of the result of a convolution whose filters move along so many dimensions; raises for an x that torch's
+    refuses, in its words."""
+    single, batched = moved + 1, moved + 2
+    if isinstance(x, torch.Tensor) and x.dim() not in (
+        single,
+        batched,
+    ):  # not while somebody traces the optimised model
         raise RuntimeError(
-            f"Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: {list(x.shape)}"
+            f"Expected {single}D (unbatched) or {batched}D (batched) input to conv{moved}d, but got input of size: "
+            f"{list(x.shape)}"
         )
     return x.dim()
 
@@ -66,8 +73,8 @@ def _asked(root: nn.Module, graph: fx.Graph, question: fx.Node, value: fx.Node) 
             ranks.append(_asked(root, graph, question, source))
             continue
         with graph.inserting_before(value):
-            if anchor is not None and anchor.kind == "conv2d":
-                ranks.append(graph.call_function(rank_of_conv2d, (source,)))
+            if anchor is not None and anchor.kind in CONVOLUTIONS:
+                ranks.append(graph.call_function(rank_of_convolution, (source, CONVOLUTIONS[anchor.kind])))
             elif len(sources) > 1:
                 ranks.append(graph.call_function(rank_of, (source,)))
             else:
@@ -96,7 +103,7 @@ def asks_rank(node: fx.Node) -> bool:
         return node.target in _METHODS and len(node.args) == 1 and not node.kwargs
     if node.op != "call_function":
         return False
-    return node.target is rank_of_conv2d or (node.target is getattr and tuple(node.args[1:]) == ("ndim",))
+    return node.target is rank_of_convolution or (node.target is getattr and tuple(node.args[1:]) == ("ndim",))
 
 
 def _anchor(root: nn.Module, node: fx.Node) -> Anchor | None:

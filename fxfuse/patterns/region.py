@@ -22,7 +22,7 @@ from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.pooling import pool_after
 from fxfuse.patterns.values import Growth, check_overwritten, value_of
 from fxfuse.pooling import MaxPool
-from fxfuse.problem import RESULT_DTYPES
+from fxfuse.problem import CONVOLUTIONS, RESULT_DTYPES
 from fxfuse.simplify import simplify
 
 
@@ -182,7 +182,7 @@ def is_region_alone(kind: str, weight: torch.Tensor | None, has_bias: bool) -> b
         return True
     if weight is None or not weight.is_cuda:
         return False
-    biased = kind == "conv2d" and has_bias and weight.dtype in RESULT_DTYPES
+    biased = kind in CONVOLUTIONS and has_bias and weight.dtype in RESULT_DTYPES
     return biased or weight.dtype == torch.float32
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,13 +15,15 @@ from fxfuse.expression import Call, Expr, Operand, call
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Attribute, Source, has_hooks, known_tensor, noted
 from fxfuse.patterns.mutation import Mutations, second_arguments, spelling
-from fxfuse.problem import MAX_OPERANDS
+from fxfuse.problem import CONVOLUTIONS, MAX_OPERANDS
 
 _DROPOUT_MODULES: Final = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
-BATCH_NORMS: Final = {nn.BatchNorm1d: "batch_norm_1d", nn.BatchNorm2d: "batch_norm_2d"}
-MODE_DEPENDENT: Final = (*_DROPOUT_MODULES, *BATCH_NORMS)
+BATCH_NORMS: Final[Mapping[type[nn.Module], str]] = {
+    nn.BatchNorm1d: "batch_norm_1d", nn.BatchNorm2d: "batch_norm_2d", nn.BatchNorm3d: "batch_norm_3d"
+}  # fmt: skip
+MODE_DEPENDENT: Final[tuple[type[nn.Module], ...]] = (*_DROPOUT_MODULES, *BATCH_NORMS)
 """Modules that join a region in one mode and end it in the other."""
 _DROPOUT_FUNCTIONS: Final = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
@@ -87,8 +90,9 @@ class Growth:
             dimension, features = -1, self.anchor.options["normalized_shape"][-1]
         elif weight is None or weight.dim() < 2:
             return
-        elif self.anchor.kind == "conv2d":
-            dimension, features, rank = -3, weight.shape[0], 4
+        elif self.anchor.kind in CONVOLUTIONS:
+            moved = CONVOLUTIONS[self.anchor.kind]
+            dimension, features, rank = -1 - moved, weight.shape[0], 2 + moved
         else:
             dimension, features = -1, weight.shape[0 if self.anchor.kind == "linear" else 1]
         size = tensor.shape[dimension] if tensor.dim() >= -dimension else 1
@@ -158,7 +162,7 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
     return node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
 
-def _batch_norm(growth: Growth, node: fx.Node, module: nn.BatchNorm1d | nn.BatchNorm2d) -> Expr:
+def _batch_norm(growth: Growth, node: fx.Node, module: nn.modules.batchnorm._BatchNorm) -> Expr:
     """Evaluation-mode normalisation from the live buffers."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise Rejected(f"'{node.name}' normalises by the batch's own statistics")
@@ -184,7 +188,7 @@ def value_of(growth: Growth, node: fx.Node) -> Expr | None:
         raise Rejected(f"'{node.name}' has hooks")
     if is_nothing(growth.root, node):
         return growth.values.get(node.all_input_nodes[0])
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and type(module) in BATCH_NORMS:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) in BATCH_NORMS:
         return _batch_norm(growth, node, module)
     found = spelling(growth.root, node)
     if found is None:

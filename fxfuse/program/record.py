@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxfuse import events, functional, plans
 from fxfuse.layout import FORMATS
 from fxfuse.patterns.anchors import has_hooks
-from fxfuse.problem import ANCHORS, Plan, Problem
+from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
 from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_norm, loops_of_pass
@@ -543,7 +543,7 @@ class Recorder:
         if len(made) != 1 or math.prod(made[0].shape) != math.prod(result.shape):
             return None
         if plan.computes.reads_bias:
-            planes = (1,) * (len(result.shape) - 2) if kind == "conv2d" else ()
+            planes = (1,) * (len(result.shape) - 2) if kind in CONVOLUTIONS else ()
             strides = (*bias.strides, *(0 for _ in planes))
             operands = [*operands, dataclasses.replace(bias, shape=(*bias.shape, *planes), strides=strides)]
         return loops_of_pass(plan.computes.expression, made[0], operands, result)
