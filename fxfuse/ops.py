@@ -368,7 +368,9 @@ _BATCH_NORM_CODE: Final = "({0} - {1}) * (rsqrt({2} + {5}) * {3}) + {4}"
 _BATCH_NORM: Final = {
     "input": REQUIRED, "running_mean": REQUIRED, "running_var": REQUIRED, "weight": 1.0, "bias": 0.0, "eps": REQUIRED,
 }  # fmt: skip
-_BATCH_NORM_FORMATS: Final = dict.fromkeys(("cpu", "cuda"), (torch.contiguous_format, torch.channels_last))
+_BATCH_NORM_FORMATS: Final = dict.fromkeys(
+    ("cpu", "cuda"), (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+)
 _unit = interval.increasing(-1.0, 1.0)
 _truth = interval.always(0.0, 1.0)
 _positive = interval.increasing(0.0)

@@ -35,6 +35,8 @@ def arguments(name, first, second):
     x, y = LAYOUTS[first](), LAYOUTS[second]()
     if name == "batch_norm_1d":
         x = x.flatten(2) if x.dim() > 2 else x
+    if name == "batch_norm_3d":
+        x = x.unsqueeze(2) if x.dim() == 4 else x
     if row.channel_args:
         channels = [torch.rand(x.shape[1:2]) for _ in row.channel_args]
         return [x, *channels, *[1e-5] * (len(row.params) - 1 - len(channels))]
