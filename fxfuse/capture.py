@@ -29,12 +29,11 @@ from torch.utils import _pytree as pytree
 from fxfuse import ops
 from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
+from fxfuse.hooks import has_hooks, hooks_of
 from fxfuse.locks import free_in_children
-from fxfuse.patterns.anchors import has_hooks
 from fxfuse.proxies import BufferProxy, Proxy, answering
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
-from fxfuse.structure import hooks_of
 
 logger = logging.getLogger("fxfuse")
 

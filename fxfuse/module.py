@@ -25,9 +25,9 @@ from fxfuse import channels_last, plans, recapture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untraced, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
+from fxfuse.hooks import has_hooks
 from fxfuse.locks import free_in_children
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
-from fxfuse.patterns.anchors import has_hooks
 from fxfuse.program import Programs
 from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced

@@ -26,9 +26,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxfuse.hooks import hooks_of
 from fxfuse.locks import free_in_children
 from fxfuse.state import Draws, unchanged
-from fxfuse.structure import hooks_of
 
 if TYPE_CHECKING:
     from fxfuse.module import FusedModule

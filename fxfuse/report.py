@@ -32,8 +32,8 @@ class RegionReport:
     node: str
     """The node that replaced the others, with the path of the submodule whose graph it is in."""
     anchor: str
-    """"linear", "gated_linear" (two linears of one x), "matmul", "conv2d", "conv3d" or "layer_norm"; what torch's library
-    computes ("bmm"), if a pass follows it; or CHAIN."""
+    """"linear", "gated_linear" (two linears of one x), "matmul", "conv2d", "conv3d" or "layer_norm"; what torch's
+    library computes ("bmm"), if a pass follows it; or CHAIN."""
     nodes: tuple[str, ...]
     """Names of the nodes it replaced."""
     epilogue: str

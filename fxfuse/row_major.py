@@ -19,7 +19,8 @@ import torch
 from torch import fx, nn
 
 from fxfuse import functional
-from fxfuse.patterns.anchors import has_hooks, noted
+from fxfuse.hooks import has_hooks
+from fxfuse.patterns.anchors import noted
 from fxfuse.patterns.layouts import forgets, is_contiguous_copy, is_never_contiguous, is_pool, name_of, role_of
 from fxfuse.patterns.mutation import Mutations, asks_shape, spelling
 from fxfuse.patterns.values import is_nothing

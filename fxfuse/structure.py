@@ -15,12 +15,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx, nn
 
-from fxfuse.patterns.anchors import has_hooks
+from fxfuse.hooks import has_hooks, hooks_of
 
 Unwrap: TypeAlias = Callable[[nn.Module], nn.Module]
 """The module that stands behind a fused one; any other module as it is."""
 
-HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_GRAPH_MODULES: Final = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) | {
     "_in_spec",
     "_out_spec",
@@ -33,11 +32,6 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 _MISSING: Final = object()
 _TENSOR: Final = object()
 """In the place of a parameter or buffer, which graphs read anew: only that there was none is fixed."""
-
-
-def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    """The module's own hooks, by their numbers: the dictionaries in which they come and go."""
-    return [getattr(module, name) for name in HOOKS]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
+from fxfuse.hooks import has_hooks
 from fxfuse.ops import REQUIRED, Rejected
 from fxfuse.problem import RESULT_DTYPES, as_images
 
@@ -69,13 +70,6 @@ def noted(node: Any) -> Any:
     """The fake value that Dynamo ("example_value") or torch.export ("val") noted for a node; None if neither did."""
     meta = node.meta if isinstance(node, fx.Node) else {}
     return meta.get("val", meta.get("example_value"))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` runs more, or something else, than its class's forward."""
-    return "forward" in vars(module) or bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 # -------------------------------------------------------------------------------------------- modules

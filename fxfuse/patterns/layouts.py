@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import functional, ops
+from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
-from fxfuse.patterns.anchors import has_hooks, known_tensor, noted
+from fxfuse.patterns.anchors import known_tensor, noted
 from fxfuse.patterns.mutation import asks_shape, spelling
 from fxfuse.patterns.values import is_nothing
 

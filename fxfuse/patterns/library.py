@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.patterns.anchors import Attribute, has_hooks
+from fxfuse.hooks import has_hooks
+from fxfuse.patterns.anchors import Attribute
 
 _aten: Final = torch.ops.aten
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.patterns.anchors import Anchor, has_hooks
+from fxfuse.hooks import has_hooks
+from fxfuse.patterns.anchors import Anchor
 from fxfuse.patterns.mutation import Mutations
 
 _PADS: Final = frozenset({F.pad, torch._C._nn.pad, torch.ops.aten.pad, torch.ops.aten.constant_pad_nd})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.patterns.anchors import has_hooks
+from fxfuse.hooks import has_hooks
 from fxfuse.pooling import MaxPool
 
 _FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(

@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from fxfuse import ops
 from fxfuse.expression import Call, Expr, Operand, call
+from fxfuse.hooks import has_hooks
 from fxfuse.ops import Rejected
-from fxfuse.patterns.anchors import Anchor, Attribute, Source, has_hooks, known_tensor, noted
+from fxfuse.patterns.anchors import Anchor, Attribute, Source, known_tensor, noted
 from fxfuse.patterns.mutation import Mutations, second_arguments, spelling
 from fxfuse.problem import CONVOLUTIONS, MAX_OPERANDS
 

@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fxfuse.patterns.anchors import has_hooks
-from fxfuse.structure import HOOKS
+from fxfuse.hooks import HOOKS, has_hooks
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_non_persistent_buffers_set"}
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import events, functional, plans
+from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
-from fxfuse.patterns.anchors import has_hooks
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops

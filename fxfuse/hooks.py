@@ -1,0 +1,21 @@
+"""The hooks of modules: what runs beside their forward, so that no kernel may stand for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that hold its own."""
+
+
+def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    """The module's own hooks, by their numbers: the dictionaries in which they come and go."""
+    return [getattr(module, name) for name in HOOKS]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more, or something else, than its class's forward."""
+    return "forward" in vars(module) or any(hooks_of(module))
