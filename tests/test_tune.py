@@ -86,6 +86,24 @@ def test_the_fastest_is_chosen_and_remembered(gpu):
     assert gpu(problem(), candidates) == "b" and gpu.built == ["b"] and not gpu.measured
 
 
+def test_of_kernels_that_a_model_expects_to_take_as_long_one_is_compiled_for_all_problems(gpu, monkeypatch):
+    monkeypatch.setattr(build, "PROCESSORS", 1)
+    monkeypatch.setattr(tune, "_familiar", set())
+    gpu.times = dict.fromkeys("abc", 1.0)
+
+    def candidates(**estimates):
+        return [
+            dataclasses.replace(candidate, estimate=estimates[candidate.name], text=lambda name=candidate.name: name)
+            for candidate in gpu.candidates(*estimates)
+        ]
+
+    assert gpu(problem(64), candidates(a=1.0, b=1.02, c=3.0)) == "a"
+    assert gpu(problem(1000), candidates(b=1.0, a=1.04, c=3.0)) == "a" and gpu.built == ["a"]
+    assert gpu(problem(5000), candidates(b=1.0, c=1.01, a=1.2)) == "b"
+    assert gpu(problem(20000), candidates(c=1.0, a=1.04, b=1.03)) == "a"  # in order, those that are familiar
+    assert gpu(problem(90000), candidates(c=1.0)) == "c"
+
+
 def test_the_report_gets_every_time(gpu):
     gpu.times = {"a": 3.0, "b": 1.0}
     assert dict(tune.draft(problem(), gpu.candidates("a", "b"))().measured) == gpu.times

@@ -182,8 +182,9 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
             return _fused_runner(region, operands, kernel, region.load(kernel, expression, operands, uses_batch))
 
         return tune.Candidate(
-            kernel.name, kernel.type, compiled, kernel.workspace, computes=computes, estimate=kernel.estimate
-        )
+            kernel.name, kernel.type, compiled, kernel.workspace, computes=computes, estimate=kernel.estimate,
+            text=lambda: region.text(kernel, expression, operands, uses_batch),
+        )  # fmt: skip
 
     computes = Pass(region.expression, False, "layer_norm") if region.problem.kind == "layer_norm" else None
     return [candidate(kernel) for kernel in kernels]

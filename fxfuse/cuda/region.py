@@ -36,9 +36,12 @@ class Region:
             return 1
         return 3 if self.problem.kind == "gated_linear" else 2
 
-    def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
+    def text(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> str:
         tf32 = precision_of(self.problem) == "tf32"
-        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
+        return codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
+
+    def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
+        text = self.text(kernel, expression, operands, uses_batch)
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 
     def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:

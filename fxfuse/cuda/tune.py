@@ -17,6 +17,7 @@ import hashlib
 import logging
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
 from fxfuse.errors import BuildError, ExpressionError, LaunchError, ToolchainError
+from fxfuse.locks import free_in_children
 from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta
 
 logger = logging.getLogger("fxfuse")
@@ -42,6 +44,11 @@ A third was the fastest by more than 1 % for 5 of 111 problems on an H200, a fou
 """
 UNPROMISING: Final = 1.2
 """Of them, those that a model expects to take so much longer than the best are not compiled."""
+ALIKE: Final = 1.05
+"""Those that it expects to take no longer than this times the best are alike: first are those whose kernel is compiled
+for another problem in any case. So ResNet-50 needs 8 kernels for its convolutions instead of 12, RegNet's 11 instead of
+17 (counted, one for each problem), which are expected to take 1.004 times as long in the mean.
+"""
 ROUNDS: Final = 9
 """Timed runs of each; medians count."""
 ATTEMPTS: Final = 3
@@ -80,6 +87,8 @@ class Candidate:
     """What its only launch does, if kernels that others join could do that, too."""
     estimate: float | None = None
     """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
+    text: Callable[[], str] | None = None
+    """Of the kernel that it needs."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +156,39 @@ def most_contestants(processors: int) -> int:
 
 def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that are compiled and measured, in order of rank; at least one that is not measured in any case."""
-    others = [candidate for candidate in candidates if not candidate.always]
-    ranked = candidates[: most_contestants(build.PROCESSORS)]
-    first = [candidate for candidate in ranked if not candidate.always] or others[:1]
-    least = min((candidate.estimate for candidate in first if candidate.estimate is not None), default=math.inf)
-    chosen = [candidate for candidate in first if (candidate.estimate or 0) <= UNPROMISING * least]
+    with _choosing:
+        candidates = _familiar_first(candidates)
+        others = [candidate for candidate in candidates if not candidate.always]
+        ranked = candidates[: most_contestants(build.PROCESSORS)]
+        first = [candidate for candidate in ranked if not candidate.always] or others[:1]
+        least = min((candidate.estimate for candidate in first if candidate.estimate is not None), default=math.inf)
+        chosen = [candidate for candidate in first if (candidate.estimate or 0) <= UNPROMISING * least]
+        _familiar.update(candidate.text() for candidate in chosen if candidate.text is not None)
     return [candidate for candidate in candidates if candidate.always or candidate in chosen]
+
+
+_choosing = free_in_children(threading.Lock())
+_familiar: Final[set[str]] = set()
+"""The kernels of contestants so far, of all problems."""
+
+
+def _familiar_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The same, where a model expects no difference those first whose kernel is compiled in any case."""
+    estimates = [candidate.estimate for candidate in candidates if candidate.estimate is not None]
+    most = ALIKE * min(estimates, default=math.inf)
+    places = [
+        place for place, candidate in enumerate(candidates)
+        if candidate.text is not None and candidate.estimate is not None and candidate.estimate <= most
+    ]  # fmt: skip
+    alike = [candidates[place] for place in places]
+    found = list(candidates)
+    for place, candidate in zip(places, sorted(alike, key=_is_unfamiliar), strict=True):
+        found[place] = candidate
+    return found
+
+
+def _is_unfamiliar(candidate: Candidate) -> bool:
+    return candidate.text is None or candidate.text() not in _familiar
 
 
 def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan:
