@@ -154,6 +154,7 @@ MOVES = {
     "pooled by the greatest, on to the end": lambda x: F.max_pool2d(x, (2, 3), 3, (0, 1), ceil_mode=True).neg(),
     "pooled by the greatest, apart": lambda x: F.max_pool2d(x / x.sign(), 2, 1, 1, 2) + 1,  # NaN where x is 0
     "pooled by the greatest of infinities": lambda x: F.max_pool2d(x.masked_fill(x < 9, float("-inf")), 2).flip(0),
+    "pooled by the greatest of two columns": lambda x: F.max_pool2d(x[..., :2], 3, 2, 1) * 2,
     "pooled volumes": lambda x: F.avg_pool3d(x, (1, 2, 3), 1, (0, 1, 0)).sin(),
     "pooled volumes by the greatest": lambda x: F.max_pool3d(x, (2, 3, 2), (2, 2, 1), (1, 1, 0)).flip(1),
     "unfolded": lambda x: F.unfold(x.permute(0, 3, 1, 2), (3, 2), padding=(1, 0), stride=(2, 1)).transpose(1, 2) * 2,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -154,7 +154,8 @@ class _Kernel:
                 case Const(number):
                     made[node] = number
                 case Call(op, args):
-                    made[node] = _as_number(ops.row(op).reference(*_tensors(made[arg] for arg in args)))
+                    numbers = op not in _OF_TENSORS
+                    made[node] = _as_number(ops.row(op).reference(*_tensors((made[arg] for arg in args), numbers)))
         return made[expression]
 
     def _leaf(self, leaf: loops.Leaf, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -218,12 +219,16 @@ _CONSPICUOUS = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch
 }  # fmt: skip
 
 
-def _tensors(items: Any) -> list[Any]:
-    """Numbers beside tensors as they are; those by themselves as tensors."""
+_OF_TENSORS = ("maximum", "minimum")
+"""Rows whose functions in torch take no numbers; a window beyond an image's border is one."""
+
+
+def _tensors(items: Iterable[Any], numbers: bool) -> list[Any]:
+    """Numbers beside tensors as they are, if `numbers`; others as tensors."""
     found = list(items)
-    if any(isinstance(item, torch.Tensor) for item in found):
+    if numbers and any(isinstance(item, torch.Tensor) for item in found):
         return found
-    return [torch.tensor(item) for item in found]
+    return [torch.as_tensor(item) for item in found]
 
 
 def _as_number(value: torch.Tensor) -> torch.Tensor:
