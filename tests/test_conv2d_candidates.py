@@ -176,9 +176,9 @@ def test_windows_are_described_after_the_product() -> None:
     case = replace(
         problem(8, (20, 30), 16, (3, 5), images=2, layout="nhwc"), stride=(1, 2), padding=(3, 4), dilation=(5, 6)
     )
-    fields = struct.unpack("<25q", candidates(case)[0].params)
+    fields = struct.unpack("<26q", candidates(case)[0].params)
     assert fields[:6] == (2 * 18 * 26, 16, 8 * 15, 8 * 15, 16, 18 * 26)
-    assert fields[9:] == (20, 30, 8, 18, 26, 3, 5, 1, 2, 3, 4, 5, 6, 20 * 30 * 8, 30 * 8, 8)
+    assert fields[10:] == (20, 30, 8, 18, 26, 3, 5, 1, 2, 3, 4, 5, 6, 20 * 30 * 8, 30 * 8, 8)
 
 
 def test_a_slice_of_images_in_channels_last_is_gathered() -> None:
