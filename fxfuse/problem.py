@@ -355,11 +355,8 @@ def _check_convolution(problem: Problem) -> None:
     sizes = (*options["stride"], *options["dilation"], options["groups"])
     if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
         raise Refused(f"torch does not accept this convolution of {filters} filters: {options}")
-    image, taps, padding = (
-        problem.x.shape[-CONVOLUTIONS[problem.kind] :],
-        anchor_weight(problem).shape[2:],
-        options["padding"],
-    )
+    moved, taps, padding = CONVOLUTIONS[problem.kind], anchor_weight(problem).shape[2:], options["padding"]
+    image = problem.x.shape[-moved:]
     spans = [step * (size - 1) + 1 for step, size in zip(options["dilation"], taps, strict=False)]
     if any(size + 2 * pad < span for size, pad, span in zip(image, padding, spans, strict=False)):
         raise Refused(f"torch does not accept an image of {tuple(problem.x.shape)} for filters that span {spans}")

@@ -163,6 +163,18 @@ def test_gated_linear(dtype, biases, drafted):
     check(drafted, "gated_linear", (), "relu(o0) * acc", spread, weight, None, (gate,))
 
 
+def test_problems_that_need_one_kernel_have_candidates_of_one_form(drafted):
+    def forms(rows, epilogue):
+        tensors = integers(rows, 40), integers(24, 40), integers(24)
+        problem = Problem(
+            "linear", (), epilogue, *map(meta, tensors[:1]), *(meta(one, True) for one in tensors[1:]), ()
+        )
+        return {candidate.form for candidate in drafted(problem) if not candidate.always}
+
+    assert forms(5, "relu(acc)") == forms(6, "relu(acc)")
+    assert forms(5, "relu(acc)").isdisjoint(forms(5, "tanh(acc)")) and None not in forms(5, "tanh(acc)")
+
+
 def test_addmm_does_not_read_a_bias_that_counts_nothing(drafted):
     x, weight, bias = integers(5, 40), integers(40, 24), torch.full((24,), torch.nan)
     options = (("beta", 0.0), ("alpha", 2.0))

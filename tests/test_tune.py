@@ -93,7 +93,7 @@ def test_of_kernels_that_a_model_expects_to_take_as_long_one_is_compiled_for_all
 
     def candidates(**estimates):
         return [
-            dataclasses.replace(candidate, estimate=estimates[candidate.name], text=lambda name=candidate.name: name)
+            dataclasses.replace(candidate, estimate=estimates[candidate.name], form=candidate.name)
             for candidate in gpu.candidates(*estimates)
         ]
 

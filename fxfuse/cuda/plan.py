@@ -183,9 +183,10 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
 
         return tune.Candidate(
             kernel.name, kernel.type, compiled, kernel.workspace, computes=computes, estimate=kernel.estimate,
-            text=lambda: region.text(kernel, expression, operands, uses_batch),
+            form=(kernel.type, *epilogue),
         )  # fmt: skip
 
+    epilogue = expression, region.output, operands.kinds, uses_batch, operands.columns, precision_of(region.problem)
     computes = Pass(region.expression, False, "layer_norm") if region.problem.kind == "layer_norm" else None
     return [candidate(kernel) for kernel in kernels]
 

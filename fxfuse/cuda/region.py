@@ -36,12 +36,9 @@ class Region:
             return 1
         return 3 if self.problem.kind == "gated_linear" else 2
 
-    def text(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> str:
-        tf32 = precision_of(self.problem) == "tf32"
-        return codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
-
     def load(self, kernel: Kernel, expression: Expr, operands: OperandPlan, uses_batch: bool) -> build.Launch:
-        text = self.text(kernel, expression, operands, uses_batch)
+        tf32 = precision_of(self.problem) == "tf32"
+        text = codegen.generate(expression, self.output, operands.kinds, kernel, uses_batch, operands.columns, tf32)
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 
     def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:

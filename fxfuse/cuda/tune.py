@@ -19,7 +19,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,8 @@ class Candidate:
     """What its only launch does, if kernels that others join could do that, too."""
     estimate: float | None = None
     """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
-    text: Callable[[], str] | None = None
-    """Of the kernel that it needs."""
+    form: Hashable = None
+    """What its kernel is compiled from: the same for problems that need the same one; None if nobody says."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
         first = [candidate for candidate in ranked if not candidate.always] or others[:1]
         least = min((candidate.estimate for candidate in first if candidate.estimate is not None), default=math.inf)
         chosen = [candidate for candidate in first if (candidate.estimate or 0) <= UNPROMISING * least]
-        _familiar.update(candidate.text() for candidate in chosen if candidate.text is not None)
+        _familiar.update(candidate.form for candidate in chosen if candidate.form is not None)
     return [candidate for candidate in candidates if candidate.always or candidate in chosen]
 
 
 _choosing = free_in_children(threading.Lock())
-_familiar: Final[set[str]] = set()
-"""The kernels of contestants so far, of all problems."""
+_familiar: Final[set[Hashable]] = set()
+"""The forms of contestants so far, of all problems."""
 
 
 def _familiar_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -178,17 +178,13 @@ def _familiar_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     most = ALIKE * min(estimates, default=math.inf)
     places = [
         place for place, candidate in enumerate(candidates)
-        if candidate.text is not None and candidate.estimate is not None and candidate.estimate <= most
+        if candidate.form is not None and candidate.estimate is not None and candidate.estimate <= most
     ]  # fmt: skip
     alike = [candidates[place] for place in places]
     found = list(candidates)
-    for place, candidate in zip(places, sorted(alike, key=_is_unfamiliar), strict=True):
+    for place, candidate in zip(places, sorted(alike, key=lambda one: one.form not in _familiar), strict=True):
         found[place] = candidate
     return found
-
-
-def _is_unfamiliar(candidate: Candidate) -> bool:
-    return candidate.text is None or candidate.text() not in _familiar
 
 
 def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan:

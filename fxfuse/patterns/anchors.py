@@ -148,12 +148,17 @@ _MODULES: Final[Mapping[type[nn.Module], Callable[[nn.Module, fx.Node, Any], Anc
 
 
 def _pair(value: Any, name: str) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else value
-    if isinstance(pair, Sequence) and len(pair) == 1:
-        pair = (pair[0], pair[0])
-    if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(item, int) for item in pair)):
+    pair = _numbers(value, 2)
+    if pair is None:
         raise Rejected(f"{name}={value!r} is not known before the model runs")
     return pair[0], pair[1]
+
+
+def _numbers(value: Any, count: int) -> list[int] | None:
+    """A convolution's option in so many dimensions; None if it is not known before the model runs, or a word."""
+    found = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else []
+    found = found * count if len(found) == 1 else found
+    return found if len(found) == count and all(isinstance(item, int) for item in found) else None
 
 
 def _conv2d_options(
@@ -243,7 +248,7 @@ def _conv3d(
     S3D, P3D), and of 1x1x1. None for one that is left to torch."""
     filters = known_tensor(root, weight)
     sources = [source for source in (x, weight, bias) if source is not None]
-    stride, padding, dilation = _triple(stride), _triple(padding), _triple(dilation)
+    stride, padding, dilation = _numbers(stride, 3), _numbers(padding, 3), _numbers(dilation, 3)
     if filters is None or filters.dim() != 5 or stride is None or padding is None or dilation is None or groups != 1:
         return None
     if not all(isinstance(source, fx.Node | Attribute) for source in sources) or not _is_for_kernels(root, *sources):
@@ -252,13 +257,6 @@ def _conv3d(
         return None
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return Anchor("conv3d", x, weight, bias, options)
-
-
-def _triple(value: Any) -> list[int] | None:
-    """A convolution's option in three dimensions; None if it is not known before the model runs, or a word."""
-    found = [value] * 3 if isinstance(value, int) else list(value) if isinstance(value, tuple | list) else []
-    found = found * 3 if len(found) == 1 else found
-    return found if len(found) == 3 and all(isinstance(item, int) for item in found) else None
 
 
 def _convolution(
