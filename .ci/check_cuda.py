@@ -81,6 +81,7 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
         for m, n, k, alignment in (
             (1024, 8192, 8192, 16),
             (128, 8192, 8192, 16),
+            (16, 4096, 4096, 16),
             (8, 4096, 4096, 16),
             (4, 4096, 4096, 16),
             (1, 4096, 4096, 16),

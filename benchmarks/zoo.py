@@ -45,28 +45,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contestants import (
+    COMPILE,
+    EAGER,
+    GRAPH,
+    OWN,
+    PEERS,
+    REDUCE,
+    Call,
+    Contestant,
+    compiled,
+    measured,
+    of_any_machine,
+    told,
+    wait,
+    warmed,
+)
 from suite import PRECISIONS, arguments, provenance, read, write
 from tabulate import tabulate
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
-from fxfuse.verify import leaves_of
 
-EAGER, COMPILE, REDUCE, OWN, GRAPH = "eager", "torch.compile", "reduce-overhead", "fxfuse", "fxfuse, CUDA graphs"
-PEERS = (EAGER, COMPILE, REDUCE)
 BATCH = 16
 SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
 MOST_PARAMETERS = 150_000_000
-APART = 0.2
-"""Part of a result's norm that rounding does not explain."""
 NOTHING = 1e-3
 """Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
-FOLDERS = re.compile(r"(?<![\w.])/\S*?/(?=[\w.-]+/[\w.-]+\.py)")
-"""Those of a path to a file in Python, but for the last."""
-COPIES = re.compile(r"copy|Memcpy DtoD|nchwToNhwc|nhwcToNchw|transpose", re.IGNORECASE)
-"""Names of kernels that only move values."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
 TOO_LONG = "its process took too long"
 PREFIX = "ZOO "
@@ -278,11 +285,6 @@ def _as_if_trained(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.05)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH) -> Trial:
     """The network with inputs that eager answers in reasonable time. Raises NotDrawn."""
     torch.manual_seed(0)
@@ -292,7 +294,7 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
         _as_if_trained(model)
         model = model.eval().to(device, dtype)
     except Exception as reason:  # a package may refuse in any way
-        raise NotDrawn(_told(reason)) from reason
+        raise NotDrawn(told(reason)) from reason
     refused = ""
     while batch:
         for inputs in inputs_for(batch):
@@ -300,10 +302,10 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
                 trial = Trial(model, {name: x.to(device, dtype if x.is_floating_point() else None)
                                       for name, x in inputs.items()})  # fmt: skip
                 trial.call(model)
-                _wait(device)
+                wait(device)
                 started = time.perf_counter()
                 trial.call(model)
-                _wait(device)
+                wait(device)
                 if time.perf_counter() - started <= SLOW or batch == 1:
                     return trial
                 break
@@ -311,7 +313,7 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
                 torch.cuda.empty_cache()
                 break
             except Exception as reason:  # a model may refuse in any way
-                refused = _told(reason)
+                refused = told(reason)
         else:
             break
         batch //= 2
@@ -319,18 +321,6 @@ def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int
 
 
 # -------------------------------------------------------------------------------------------------- measuring
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """What one of them takes. Times in milliseconds, medians; memory in MB beyond what lies there before a call."""
-
-    wall: float
-    issue: float
-    kernels: int = 0
-    copies: int = 0
-    gpu: float = 0.0
-    memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -380,101 +370,6 @@ class Row:
         return self._wall(REDUCE) / self._wall(GRAPH)
 
 
-def _warmed(trial: Trial, calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons.
-
-    A peer that computes something else than eager is none (some models do under a compiler); fxfuse was verified.
-    """
-    device = next(iter(trial.inputs.values())).device
-    failed = {}
-    for name, call in list(calls.items()):
-        try:
-            for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
-                result = call()
-            _wait(device)
-            if name in PEERS:
-                apart = _apart(expected := calls[EAGER](), result)
-                if apart > APART and _apart(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
-                    raise ArithmeticError(f"it computes something else than eager, {apart:.2f} of the norm apart")
-        except Exception as reason:
-            failed[name] = _told(reason)
-            del calls[name]
-    return failed
-
-
-def _told(error: Exception) -> str:
-    """What an exception says, for a table."""
-    return _of_any_machine(f"{type(error).__name__}: {error}")
-
-
-def _of_any_machine(text: str) -> str:
-    """The beginning of a text, its paths without the folders of the machine."""
-    return FOLDERS.sub("", text)[:200]
-
-
-def _apart(expected: Any, made: Any) -> float:
-    """The largest distance between two results' tensors, where they are finite, as a part of the expected one's norm;
-    infinite where they are not the same tensors."""
-    pairs = [[leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)] for result in (expected, made)]
-    if [leaf.shape for leaf in pairs[0]] != [leaf.shape for leaf in pairs[1]]:
-        return math.inf
-    worst = 0.0
-    for want, have in zip(*pairs, strict=True):
-        finite = want.isfinite() & have.isfinite()
-        norm, apart = (float(one.double()[finite].norm()) for one in (want, have.double() - want.double()))
-        worst = max(worst, apart / max(norm, 1e-30))
-    return worst
-
-
-def _measured(trial: Trial, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Contestant]:
-    """All contestants in turns, after `_warmed`."""
-    device = next(iter(trial.inputs.values())).device
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline or len(samples[OWN]) < 5:
-        for name, call in calls.items():
-            started = time.perf_counter()
-            result = call()
-            issued = time.perf_counter()
-            _wait(device)
-            samples[name].append((time.perf_counter() - started, issued - started))
-            del result
-    found = {
-        name: Contestant(*(statistics.median(column) * 1e3 for column in zip(*times, strict=True)))
-        for name, times in samples.items()
-    }
-    return {name: _profiled(found[name], call) for name, call in calls.items()} if device.type == "cuda" else found
-
-
-def _profiled(contestant: Contestant, call: Callable[[], Any]) -> Contestant:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    memory = (torch.cuda.max_memory_allocated() - before) / 1e6
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return replace(
-        contestant,
-        kernels=len(kernels),
-        copies=sum(COPIES.search(event.name) is not None for event in kernels),
-        gpu=_covered([(event.time_range.start, event.time_range.end) for event in kernels]) / 1e3,
-        memory=memory,
-    )
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """How long at least one of them lasts: a kernel may be launched while the one before it ends, and wait for that."""
-    total, until = 0.0, -math.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
 def _verified(trial: Trial, fast: nn.Module) -> dict[str, Any]:
     """Errors of fxfuse and eager against float64; against float32 without TF32 where float64 does not run.
 
@@ -512,16 +407,6 @@ def _nudged(model: nn.Module) -> nn.Module:
 
 def _say(**content: Any) -> None:
     print(PREFIX + json.dumps(content), flush=True)
-
-
-def _compiled(trial: Trial, mode: str) -> Callable[[], Any]:
-    compiled = torch.compile(trial.model, mode=mode)
-
-    def call() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return trial.call(compiled)
-
-    return call
 
 
 @contextlib.contextmanager
@@ -566,12 +451,12 @@ def one(given: Any, network: Network, only_build: bool) -> None:
         if only_build:
             started = time.perf_counter()
             trial.call(trial.optimized())
-            _wait(device)
+            wait(device)
             _say(seconds=time.perf_counter() - started)
             return
         _say(stage="eager", row=asdict(row))
         first, left_out = {}, {}
-        calls: dict[str, Callable[[], Any]] = {EAGER: lambda: trial.call(trial.model)}
+        calls: dict[str, Call] = {EAGER: lambda: trial.call(trial.model)}
         first[OWN] = _cold_seconds(given.limit * 0.5)
         _say(stage="fxfuse's kernels", row=asdict(row))
         for peer, mode in ((COMPILE, "default"), (REDUCE, "reduce-overhead")):
@@ -579,14 +464,14 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 continue
             try:
                 started = time.perf_counter()
-                call = _compiled(trial, mode)
+                call = compiled(trial.model, trial.call, mode)
                 with _at_most(given.limit * 0.9 - (time.monotonic() - began)):
                     call()
-                    _wait(device)
+                    wait(device)
                 first[peer] = time.perf_counter() - started
                 calls[peer] = call
             except Exception as reason:  # a peer's compiler may fail in any way
-                left_out[peer] = _told(reason)
+                left_out[peer] = told(reason)
             _say(stage=peer, row=asdict(row))
         row = replace(row, first_result=first, left_out=left_out)
         _say(built=True, row=asdict(row))
@@ -598,7 +483,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             calls[OWN] = lambda: trial.call(fast)
             calls[OWN]()
         except Exception as reason:  # a failure of ours is a row
-            _say(row=asdict(replace(row, failure=_told(reason))), final=True)
+            _say(row=asdict(replace(row, failure=told(reason))), final=True)
             return
         if device.type == "cuda":
             try:
@@ -607,9 +492,9 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 refused = [line for line in fxfuse.explain(graphed).cuda_graphs if "without" in line]
                 calls[GRAPH] = lambda: trial.call(graphed)
                 if refused:
-                    left_out = {**left_out, f"{GRAPH} (ran without one)": _of_any_machine(refused[0])}
+                    left_out = {**left_out, f"{GRAPH} (ran without one)": of_any_machine(refused[0])}
             except Exception as reason:
-                left_out = {**left_out, GRAPH: _told(reason)}
+                left_out = {**left_out, GRAPH: told(reason)}
         _say(stage="timing", row=asdict(row))
         report = fxfuse.explain(fast)
         row = replace(
@@ -618,12 +503,12 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             regions=sum(region.kernel is not None for region in report.regions),
             skipped=len(report.skipped),
         )
-        failed = _warmed(trial, calls)
+        failed = warmed(calls, device)
         row = replace(row, left_out={**row.left_out, **failed})
         if OWN in failed or EAGER in failed:
             _say(row=asdict(replace(row, ok=False, failure=failed.get(OWN) or failed[EAGER])), final=True)
             return
-        contestants = {name: asdict(found) for name, found in _measured(trial, calls, given.seconds).items()}
+        contestants = {name: asdict(found) for name, found in measured(calls, device, given.seconds).items()}
         _say(row=asdict(replace(row, contestants=contestants)), final=True)
 
 
@@ -699,7 +584,7 @@ class _Process:
         """The last line that it wrote to its standard error, which is an exception's message if one ended it."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return _of_any_machine(lines[-1]) if lines else ""
+        return of_any_machine(lines[-1]) if lines else ""
 
 
 def _row_of(process: _Process, network: Network, given: Any) -> Row:
@@ -834,7 +719,7 @@ def main() -> None:
             if any(part in network.family for part in given.only)]  # fmt: skip
     kept = read(given.output, "zoo", facts, Row) if given.output is not None else []
     rows = {row.key: row for row in kept}
-    measured: list[Row] = []
+    taken: list[Row] = []
     same = ["--seed", str(given.seed), "--dtype", given.dtype, "--device", given.device, "--batch", str(given.batch),
             "--limit", str(given.limit), "--seconds", str(given.seconds), "--compare", *given.compare]  # fmt: skip
 
@@ -866,13 +751,13 @@ def main() -> None:
                     process.run_to("final")
                 row = replace(_row_of(process, network, given), commit=facts["commit"])
                 rows[row.key] = row
-                measured.append(row)
+                taken.append(row)
                 print(render([row]).splitlines()[-1] if not row.not_drawn else f"{row.family}: {row.not_drawn}",
                       flush=True)  # fmt: skip
                 if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
                     listed = list(rows.values())
                     write(given.output, "zoo", facts, f"{heading}\n\n{summarise(listed)}\n\n{render(listed)}\n", listed)
-    print(f"\n{heading}\n\n{render(measured)}\n\n{summarise(measured)}")
+    print(f"\n{heading}\n\n{render(taken)}\n\n{summarise(taken)}")
 
 
 if __name__ == "__main__":

@@ -740,4 +740,6 @@ def _is_worth_while(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear | nn.Conv2d):  # a normalisation gains less than a graph module costs
         return False
     kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
+    if kind == "linear" and layer.weight.dtype != torch.float32:  # so does a product, even with few rows
+        return False
     return is_region_alone(kind, layer.weight, layer.bias is not None)

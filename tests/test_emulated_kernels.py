@@ -316,14 +316,24 @@ def test_matrix_product(m, n, k, precision, layout):
         assert torch.equal(out, want), kernel.name
 
 
-@pytest.mark.parametrize("precision", ["tf32x3", "tf32", "bf16", "fp16"])
-def test_few_rows_without_tensor_cores(precision):
+@pytest.mark.parametrize(
+    ("precision", "header", "sizes"),
+    [
+        ("tf32x3", gemm.GEMV_HEADER, ((1, 9, 16), (1, 41, 2064), (3, 6, 1040), (4, 130, 72))),
+        ("tf32", gemm.GEMV_HEADER, ((1, 41, 2064), (3, 6, 1040))),
+        ("bf16", gemm.GEMV_HEADER, ((1, 9, 16), (1, 41, 2064))),
+        ("fp16", gemm.GEMV_HEADER, ((1, 41, 2064),)),
+        ("bf16", gemm.FEW_ROWS_HEADER, ((1, 9, 16), (3, 41, 2064), (8, 16, 1040), (9, 33, 72), (16, 130, 1032))),
+        ("fp16", gemm.FEW_ROWS_HEADER, ((5, 6, 1040), (13, 35, 520))),
+    ],
+)
+def test_few_rows(precision, header, sizes):
     dtype, guard = PRECISIONS.get(precision, torch.float32), 5
-    for rows, n, k in ((1, 9, 16), (1, 41, 2064), (3, 6, 1040), (4, 130, 72)):
+    for rows, n, k in sizes:
         x, bias, weight = integers(rows, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
         residual = integers(rows, n, dtype=dtype)
-        kernel = gemm.candidates(gemm_problem.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132))[0]
-        assert kernel.header == gemm.GEMV_HEADER
+        kernels = gemm.candidates(gemm_problem.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132))
+        (kernel,) = (kernel for kernel in kernels[:2] if kernel.header == header)
         memory = torch.full((rows * n + guard,), 99, dtype=dtype)
         out = memory[:-guard].view(rows, n)
         operands = (Operand(bias, (0, 0, 1)), Operand(residual, (rows * n, n, 1)))

@@ -333,12 +333,26 @@ def test_the_output_of_another_dtype():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 4096, 4096), (1, 7, 24), (2, 1003, 2056), (3, 50257, 768), (4, 130, 11008)]
+    ("m", "n", "k"),
+    [(1, 4096, 4096), (1, 7, 24), (2, 1003, 2056), (3, 50257, 768), (4, 130, 11008), (8, 4096, 4096), (13, 4099, 2056)],
 )
-def test_few_rows_do_without_tensor_cores(m, n, k, dtype):
+def test_few_rows_wait_for_the_weight_alone(m, n, k, dtype):
+    if m > 4 and dtype == torch.float32:
+        pytest.skip("as many products cost more than the weight's way from memory")
     model = Net(lambda s, x: F.gelu(s.fc(x)) * s.v + x[..., :1], fc=nn.Linear(k, n), v=torch.randn(n))
     assert "gemv" in check(model, gpu_tensor(m, k, dtype=dtype), dtype)
     assert "gemv" in check(model, gpu_tensor(m, 1, k, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+def test_a_product_of_16_bits_alone_has_a_kernel_for_few_rows(rows):
+    model = Net(lambda s, x: s.fc(x).sum(0), fc=nn.Linear(4096, 4096, bias=False)).to("cuda", torch.bfloat16)
+    x = gpu_tensor(rows, 4096, dtype=torch.bfloat16)
+    with torch.no_grad():
+        fast = fxfuse.optimize(model, (x,))
+        assert fxfuse.verify(model, fast, (x,)).ok
+    (region,) = [region for region in fxfuse.explain(fast).regions if region.epilogue == "acc"]
+    assert ("gemv" in region.kernel) is (rows <= 16), region
 
 
 # --------------------------------------------------------------------------- sums that thread blocks share

@@ -18,7 +18,7 @@ from typing import Final
 from fxfuse.cuda.gemm_accuracy import LEAST_WGMMA_TF32X3_K, fp16x3_chain, is_accurate, multiplier, summation
 from fxfuse.cuda.gemm_problem import MAX_ACCESS, RESERVED_SHARED, TILE_BYTES_OF_K, Problem, Tile
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import ELEMENT, Precision
+from fxfuse.cuda.precision import ELEMENT, MMA, Precision
 
 HEADER = "gemm.cuh"
 WINDOWS_HEADER = "windows.cuh"
@@ -26,6 +26,7 @@ WGMMA_HEADER = "gemm_wgmma.cuh"
 WGMMA_TF32X3_HEADER = "gemm_wgmma_tf32x3.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 GEMV_HEADER = "gemv.cuh"
+FEW_ROWS_HEADER = "few_rows.cuh"
 SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
@@ -40,6 +41,7 @@ COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
 LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
 MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
+FEW_ROWS = (8, 16)  # of x, for which tensor cores multiply beside it (kRows in few_rows.cuh)
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 # Speeds: fractions of _PRODUCTS, fitted with the constants of `estimated_time`.
@@ -114,19 +116,25 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
-    few = problem.m <= MOST_GEMV_ROWS and problem.windows is None and problem.weight_layout == "nk"
-    if not few or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # it counts beyond K's end
+    """Those that wait for the weight alone: by tensor cores in 16 bits, where for one row either may be quicker."""
+    if problem.windows is not None or problem.weight_layout != "nk":
         return []
-    rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
-    element = ELEMENT[problem.precision]
+    if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
+        return []
+    element, kernels = ELEMENT[problem.precision], []
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
-    kernel = Kernel(
-        name=f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}",
-        header=GEMV_HEADER,
-        type=f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>",
-        params=struct.pack("<7q", problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m),
-    )
-    return [(_memory_time(problem) + _LAUNCH, kernel)]
+    params = struct.pack("<7q", problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
+    wide = element != "float"
+    if problem.m <= (1 if wide else MOST_GEMV_ROWS):
+        rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
+        name = f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}"
+        kernels.append(Kernel(name, GEMV_HEADER, f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>", params))
+    if wide and problem.m <= FEW_ROWS[-1]:
+        groups = next(number for number, rows in enumerate(FEW_ROWS, 1) if problem.m <= rows)
+        name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows"
+        kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}>"
+        kernels.append(Kernel(name, FEW_ROWS_HEADER, kind, params))
+    return [(_memory_time(problem) + _LAUNCH, kernel) for kernel in kernels]
 
 
 def _tiles(problem: Problem) -> list[Tile]:

@@ -22,6 +22,7 @@ from fxfuse import build, ops
 from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, pointwise, tune
 from fxfuse.cuda.exactness import precision_of
+from fxfuse.cuda.gemm import FEW_ROWS
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
 from fxfuse.cuda.pooling import Pooling
@@ -126,6 +127,8 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     pooling = Pooling.of(region) if region.problem.pool else None
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
     library = [first, *_channels_last_candidates(region, pooling)]
+    if first.name == LIBRARY_ALONE and _is_for_library(region):
+        return library
     try:
         fused = _fused_candidates(region)
     except UnsupportedError as error:
@@ -136,6 +139,12 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     if pooling is not None:
         fused = [pooling.after(candidate) for candidate in fused]
     return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
+
+
+def _is_for_library(region: Region) -> bool:
+    """Whether nothing but a product of 16 bits is left, in which libraries are ahead unless it waits for the weight."""
+    rows = math.prod(region.prepared.result_shape[:-1])
+    return region.problem.kind in PRODUCTS and region.problem.x.dtype != torch.float32 and rows > FEW_ROWS[-1]
 
 
 def _is_tiny(region: Region) -> bool:

@@ -176,14 +176,16 @@ def is_region_alone(kind: str, weight: torch.Tensor | None, has_bias: bool) -> b
     """Whether an anchor of this kind is a region even if nothing pointwise follows it.
 
     On a GPU: normalisations (which are anchors nowhere else); in float32 there are faster kernels for many than
-    torch's; and after a convolution torch adds the bias in a pass that takes twice what ours does.
+    torch's; in 16 bits for products with few rows, of which nobody knows before the call; and after a convolution torch
+    adds the bias in a pass that takes twice what ours does.
     """
     if kind == "layer_norm":
         return True
     if weight is None or not weight.is_cuda:
         return False
-    biased = kind in CONVOLUTIONS and has_bias and weight.dtype in RESULT_DTYPES
-    return biased or weight.dtype == torch.float32
+    if weight.dtype == torch.float32:
+        return True
+    return weight.dtype in RESULT_DTYPES and (has_bias if kind in CONVOLUTIONS else True)
 
 
 def close(growth: Growth, mutations: Mutations) -> Region | str:
