@@ -1077,3 +1077,183 @@ def test_views_of_views_are_simple_again():
     x = variable("x", 5376)
     assert (x // 672) * 672 + (x // 96 % 7) * 96 + x % 96 == x
     assert (variable("u", 12) * 8 + variable("l", 8)) // 32 == variable("u", 12) // 4
+
+
+# ------------------------------------------------------------------------------- parts of what is given
+
+
+def rows_copied(m, y, at):
+    m.cache.index_copy_(1, at, y.exp() + 1)
+
+
+def rows_put(m, y, at):
+    m.cache[:, at] = y.exp() + 1
+
+
+def a_part_copied(m, y, at):
+    m.cache[:, 2:5] = y.exp() + 1
+
+
+def every_other_column(m, y, at):
+    m.cache.narrow(1, 2, 3)[..., ::2] = y[..., ::2].exp() + 1
+
+
+def a_number(m, y, at):
+    m.cache[:, 3:5].fill_(2.5)
+
+
+def columns_copied(m, y, at):  # neighbours in memory come from rows that are far apart
+    m.turned.index_copy_(2, at, (y.exp() + 1).transpose(1, 2))
+
+
+def pairs_put(m, y, at):
+    m.cache[at, at + 1] = y[0].exp() + 1
+
+
+def rows_normalised(m, y, at):
+    m.cache.index_copy_(1, at, y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def sums_of_columns(m, y, at):
+    m.sums.index_copy_(1, at[:1], y.exp().sum(1, keepdim=True))
+
+
+def two_of_them(m, y, at):
+    m.cache.index_copy_(1, at, y.exp() + 1)
+    m.other.index_copy_(1, at, (y.exp() + 1) * 2)
+
+
+WRITTEN = {
+    "rows copied": (rows_copied, 1),
+    "rows put": (rows_put, 1),
+    "a part copied": (a_part_copied, 1),
+    "every other column": (every_other_column, 1),
+    "a number": (a_number, 1),
+    "columns copied": (columns_copied, 1),
+    "pairs put": (pairs_put, 2),
+    "rows normalised": (rows_normalised, 1),
+    "sums of columns": (sums_of_columns, 1),
+    "two of them": (two_of_them, 2),
+}
+
+
+class Cached(nn.Module):
+    """Puts something into a part of its buffers, and reads all of them."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        for name, shape in (("cache", (5, 7, 8)), ("other", (5, 7, 8)), ("turned", (5, 8, 7)), ("sums", (5, 7, 8))):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, x, at):
+        y = x.cumsum(-1)
+        self.write(self, y, at)
+        return (self.cache + self.other * 3 + self.turned.transpose(1, 2) + self.sums).cumsum(-1)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_put_into_a_part_of_memory_is_put_there(name, dtype, device):
+    write, kernels = WRITTEN[name]
+    model = Cached(write).eval().to(device, dtype)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x, at = torch.randn(5, 3, 8).to(device, dtype), torch.randperm(5)[:3].to(device)
+            versions = [buffer._version for buffer in fast.buffers()]
+            assert_as_eager(model, fast, x, at)
+            for (which, own), before in zip(model.named_buffers(), versions, strict=True):
+                torch.testing.assert_close(fast.get_buffer(which), own)
+                assert (fast.get_buffer(which)._version > before) is (own._version > 0), which
+    (made,) = state_of(fast).programs.programs or [pytest.fail(state_of(fast).programs.reason)]
+    if dtype == torch.float32 or write is not sums_of_columns:  # rows of 16 bytes are left to torch
+        assert made.launches == kernels + 1, made.code
+        assert set(made.calls) == {"cumsum"}, made.code
+    assert not made.repeats
+
+
+class Given(nn.Module):
+    def forward(self, x, cache, at):
+        cache.index_copy_(0, at, x.cumsum(-1).exp())
+        return (cache + 1).cumsum(-1)
+
+
+def test_an_argument_that_is_written_into_must_be_no_other(device):
+    model = Given().eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x, at = torch.randn(3, 8, device=device), torch.randperm(6, device=device)[:3]
+            caches = [torch.zeros(6, 8, device=device) for _ in range(2)]
+            torch.testing.assert_close(fast(x, caches[0], at), model(x, caches[1], at))
+            torch.testing.assert_close(*caches)
+        assert state_of(fast).programs.programs, state_of(fast).programs.reason
+        same = [torch.randn(3, 8, device=device)] * 2
+        same[1] = same[0].clone()
+        at = torch.tensor([2, 0, 1], device=device)
+        torch.testing.assert_close(fast(same[0], same[0], at), model(same[1], same[1], at))
+        torch.testing.assert_close(*same)
+
+
+def sums_in_place(m, y, at):
+    m.cache.index_copy_(1, at, m.cache[:, :3] + y.exp())
+
+
+def rows_moved(m, y, at):
+    m.cache[:, 1:4] = m.cache[:, :3].clone() + y[:, :1].exp()
+
+
+@pytest.mark.parametrize("write", [sums_in_place, rows_moved])
+def test_a_part_of_memory_is_not_overwritten_while_others_read_it(write, device):
+    model = Cached(write).eval().to(device)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            assert_as_eager(model, fast, torch.randn(5, 3, 8, device=device), torch.randperm(5, device=device)[:3])
+            torch.testing.assert_close(fast.cache, model.cache)
+    (made,) = state_of(fast).programs.programs or [pytest.fail(state_of(fast).programs.reason)]
+    assert set(made.calls) == {"cumsum"} and made.launches == 3, made.code
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_mask_of_truth_values_is_made_into_numbers_once(named, device):
+    def attend(q, mask):
+        options = {"attn_mask": mask} if named else {}
+        return F.scaled_dot_product_attention(q, q, q, *([] if named else [mask]), **options)
+
+    def forward(m, x):
+        mask = (x[:, :1, :, :1] > -1) & torch.ones(6, 6, dtype=torch.bool, device=x.device).tril()
+        q = x.cumsum(-1)
+        for _ in range(3):
+            q = attend(q, mask) + 1
+        return q.cumsum(-1)
+
+    made = checked(Net(forward), device, 2, 2, 6, 16)
+    assert made.calls == {"cumsum": 2, "scaled_dot_product_attention": 3}, made.code
+    assert made.launches == 5, made.code  # the question, the mask, and three additions
+
+
+def test_a_row_without_any_key_attends_as_in_torch(device):
+    def forward(m, x):
+        mask = (x[:, :1, :, :1] > 0).expand(-1, -1, -1, 6)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).cumsum(-1) + 1
+
+    checked(Net(forward), device, 2, 2, 6, 16)
+
+
+def test_a_mask_that_changes_is_made_into_numbers_again(device):
+    def forward(m, x):
+        mask = x[:, :1, :, :6] > -1
+        y = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        mask.logical_xor_(x[:, 1:, :, 1:7] > 1)
+        return F.scaled_dot_product_attention(y, x, x, attn_mask=mask).cumsum(-1) + 1
+
+    made = checked(Net(forward), device, 2, 2, 6, 16)
+    assert made.calls == {"cumsum": 1, "scaled_dot_product_attention": 2}, made.code

@@ -98,12 +98,13 @@ extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(stati
 #endif
 """
 _RUNS: Final = """\
-    static constexpr int kVector = {vector};
+    static constexpr int kVector = {vector}, kAccess = {access};
+    static constexpr bool kPlaced = {placed};
 
 {function}
 
     static __device__ __forceinline__ void compute(const LoopsArguments<Body>& p, unsigned rest,
-                                                   Output (&out)[kVector]) {{
+                                                   Adjacent<Output, kVector, kAccess>& result) {{
 {before}
 #pragma unroll
         for (int lane = 0; lane < kVector; ++lane) {{
@@ -210,24 +211,48 @@ _QUALIFIERS: Final = "static __device__ __forceinline__"
 
 def _runs(loops: Loops, text: _Text) -> tuple[str, int]:
     """The body of a kernel in which each thread has a run of elements, and how many runs there are."""
-    sizes, leaves = _flattened(loops)
+    sizes, leaves, into = _flattened(loops)
     vector = _vector(loops.output, sizes[-1] if sizes else 1)
     text.begin(vector)
     if sizes:
-        leaves = [substituted(leaf, _cut(f"d{len(sizes) - 1}", sizes[-1], vector)) for leaf in leaves]
+        cut = _cut(f"d{len(sizes) - 1}", sizes[-1], vector)
+        leaves = [substituted(leaf, cut) for leaf in leaves]
+        into = None if into is None else into.substituted(cut)
     text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
     arguments = ", ".join(["0.0f", *text.leaves(leaves)])
-    text.within.append(f"set(out[lane], expression({arguments}));")
+    text.within.append(f"set(result.element[lane], expression({arguments}));")
     if loops.also:
         text.before.insert(0, "const unsigned place = rest * kVector;")
+    access = ACCESS if into is None else _access_into(loops, into, vector)
+    after = _stores(loops) + ([] if into is None else _put(into, access, vector, "p.out", "", text))
     body = _RUNS.format(
         vector=vector,
+        access=access or ACCESS,
+        placed=str(into is not None).lower(),
         function="\n\n".join([_function(loops, 0), *_others(loops, vector, arguments, text)]),
         before=_indented(text.before, 8),
         within=_indented(text.within, 12),
-        after=_indented(_stores(loops), 8),
+        after=_indented(after, 8),
     )
     return body, math.prod(sizes) // vector
+
+
+def _access_into(loops: Loops, into: Index, width: int) -> int:
+    """Bytes that an instruction may write at once, of runs of so many elements; 0 if these do not lie side by side."""
+    begin = into - variable(_LANE, width)
+    if begin.depends_on(_LANE):
+        return 0
+    steps, size = [*(coefficient for _, coefficient in begin.terms), begin.constant], loops.output.dtype.itemsize
+    return math.gcd(ACCESS, width * size, loops.output.slot.alignment, *(step * size for step in steps))
+
+
+def _put(into: Index, access: int, width: int, out: str, inside: str, text: _Text) -> list[str]:
+    """What puts a run's results where they belong; if they lie apart, one by one, in the loop over the run."""
+    if not access:
+        place = text.place_of_one(into)
+        text.within.append(f"{inside}{out}[{place}] = result.element[lane];")
+        return []
+    return [f"result.store({out} + ({text.place(into - variable(_LANE, width))}));"]
 
 
 def _function(loops: Loops, number: int) -> str:
@@ -300,13 +325,18 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
     text.begin(width, held, length // vector)
     arguments = ", ".join(["0.0f", *text.leaves([substituted(leaf, at) for leaf in leaves])])
     functions_.append(_function(loops, 0))
-    text.before.insert(0, f"Adjacent<Output, {width}, {_access(output, width)}> result;")
+    into = None if loops.into is None else loops.into.place.substituted(values).substituted(at)
+    access = _access(output, width) if into is None else _access_into(loops, into, width)
+    text.before.insert(0, f"Adjacent<Output, {width}, {access or ACCESS}> result;")
     text.within.append(f"set(result.element[lane], expression({arguments}));")
     functions_ += _others(loops, width, arguments, text)
     index = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(_LANE, width)
-    text.before.append(f"const unsigned place = {text.place(index)};")
     inside = "" if held is None else "if (inside) "
-    stores = [f"{inside}{store}" for store in ("result.store(out + place);", *_stores(loops))]
+    stores = _stores(loops)
+    if into is None or loops.also:
+        text.before.append(f"const unsigned place = {text.place(index)};")
+    stores += ["result.store(out + place);"] if into is None else _put(into, access, width, "out", inside, text)
+    stores = [f"{inside}{store}" for store in stores]
     loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), length // vector, width, text, stores)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
@@ -451,17 +481,18 @@ def _loop(runs: str, count: int, vector: int, text: _Text, after: Sequence[str] 
 # ------------------------------------------------------------------------------------------------ dimensions
 
 
-def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
-    """Sizes in the order of the result's memory, and the leaves by variables d0, d1, … of these.
+def _flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
+    """Sizes in the order of the result's memory, and the leaves by variables d0, d1, … of these; where it is put, too.
 
     Neighbours become one dimension where no place needs the two digits.
     """
     output = loops.output
     order = memory_order(output)
     sizes = [output.shape[dim] for dim in order]
+    places = [] if loops.into is None else [Position(loops.into.place)]
     leaves = [
         substituted(leaf, {f"c{dim}": variable(f"d{at}", output.shape[dim]) for at, dim in enumerate(order)})
-        for leaf in loops.leaves
+        for leaf in (*loops.leaves, *places)
     ]
     for at in reversed(range(len(sizes) - 1)):
         inner = sizes[at + 1]
@@ -470,7 +501,8 @@ def _flattened(loops: Loops) -> tuple[list[int], list[Leaf]]:
         merged = [substituted(leaf, {f"d{at}": both // inner, f"d{at + 1}": both % inner, **later}) for leaf in leaves]
         if divisions_of(merged) <= divisions_of(leaves):
             leaves, sizes = merged, [*sizes[:at], sizes[at] * inner, *sizes[at + 2 :]]
-    return sizes, leaves
+    count = len(loops.leaves)
+    return sizes, leaves[:count], next((leaf.index for leaf in leaves[count:] if isinstance(leaf, Position)), None)
 
 
 # ------------------------------------------------------------------------------------------------------ text
@@ -644,6 +676,10 @@ class _Text:
     def place(self, index: Index) -> str:
         """A place that is the same for all elements of a run."""
         return self._index(index, self.before)
+
+    def place_of_one(self, index: Index) -> str:
+        """A place that each element of a run has for itself."""
+        return self._index(index, self.within)
 
     def _position(self, leaf: Position) -> str:
         lines = self.within if leaf.index.depends_on(_LANE) else self.before

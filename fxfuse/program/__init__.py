@@ -132,8 +132,11 @@ def _launching(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _changes_what_is_given(step: Launch | Call) -> bool:
-    """Whether a call may write into an argument or a parameter. Kernels write into memory that is a call's own."""
-    return isinstance(step, Call) and not step.is_pure and any(value.slot.kind == "given" for value in step.values())
+    """Whether it may write into an argument or a parameter."""
+    if isinstance(step, Launch):
+        return any(slot.kind == "given" for slot in step.writes)
+    overwrites = step.overwrites and not step.is_pure
+    return overwrites and any(value.slot.kind == "given" for value in step.values())
 
 
 class _Arguments:

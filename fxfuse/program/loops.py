@@ -118,20 +118,39 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Into:
+    """Where a result is put if it is a part of memory that is there: a cache's rows, say."""
+
+    target: Value
+    """The tensor that is written into."""
+    place: Index
+    """Of an element, of its coordinates: in elements from where the slot begins."""
+
+
+@dataclass(frozen=True)
 class Loops:
     """result[coordinates] = expression(leaves), for all coordinates of the output."""
 
     output: Value
+    """How the result lies: densely; with `into` only in the order in which it is computed."""
     expression: Expr
     """Of operands: the i-th is leaves[i]."""
     leaves: tuple[Leaf, ...]
     also: tuple[Store, ...] = ()
     """Further results, whose elements lie as far from their first as those of the output from its."""
+    into: Into | None = None
 
     @property
     def stores(self) -> tuple[Store, ...]:
         """All results."""
         return (Store(self.output, self.expression), *self.also)
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        """All, but for those of coordinates alone."""
+        yield from indices_of(self.leaves)
+        if self.into is not None:
+            yield self.into.place
 
     @functools.cached_property
     def reads(self) -> list[Read]:
@@ -241,10 +260,10 @@ class Body:
         (expression,), leaves = inner.finished(made(inner))
         return self.leaf(Reduced(op, over, expression, leaves))
 
-    def loops(self, output: Value, expression: Expr, also: Sequence[Store] = ()) -> Loops:
+    def loops(self, output: Value, expression: Expr, also: Sequence[Store] = (), into: Into | None = None) -> Loops:
         expressions, leaves = self.finished(expression, *(store.expression for store in also))
         others = zip((store.output for store in also), expressions[1:], strict=True)
-        return Loops(output, expressions[0], leaves, tuple(Store(*other) for other in others))
+        return Loops(output, expressions[0], leaves, tuple(Store(*other) for other in others), into)
 
     def finished(self, *expressions: Expr) -> tuple[list[Expr], tuple[Leaf, ...]]:
         """Expressions and the leaves that they need."""
@@ -344,7 +363,7 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     also = [Store(store.output, _with_operands(store.expression, places)) for store in loops.also]
     if kept is not None:
         also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
-    return simplified(body.loops(loops.output, _with_operands(loops.expression, places), also))
+    return simplified(body.loops(loops.output, _with_operands(loops.expression, places), also, loops.into))
 
 
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
@@ -359,7 +378,7 @@ def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
 
     if same.keys().isdisjoint(read.slot for read in loops.reads):
         return loops
-    return Loops(loops.output, loops.expression, tuple(map(changed, loops.leaves)), loops.also)
+    return Loops(loops.output, loops.expression, tuple(map(changed, loops.leaves)), loops.also, loops.into)
 
 
 def reads_alike(loops: Loops, value: Value) -> list[int]:
@@ -501,7 +520,7 @@ def simplified(loops: Loops) -> Loops:
 
     first, *others = (rewrite(one, change) for one in expressions)
     also = [Store(store.output, other) for store, other in zip(loops.also, others, strict=True)]
-    return body.loops(loops.output, first, also)
+    return body.loops(loops.output, first, also, loops.into)
 
 
 def _simplified_leaf(body: Body, leaf: Leaf, holding: Iterable[Inside]) -> Expr:

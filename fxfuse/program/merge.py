@@ -27,7 +27,6 @@ from fxfuse.program.loops import (
     Loops,
     all_leaves,
     has_rows_read,
-    indices_of,
     inlined,
     is_read_in_place,
     reads_alike,
@@ -88,7 +87,8 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             written = frozenset(store.output.slot for one in together[number] for store in plan.computed[one].stores)
             in_place = _in_place([plan.computed[one] for one in together[number]])
             event = events.Launch(loaded[texts[number]], params, ())
-            result.append(Launch(event, references, written, in_place=in_place))
+            targets = [loops.into.target for loops in map(plan.computed.__getitem__, together[number]) if loops.into]
+            result.append(Launch(event, references, written, in_place=in_place, targets=targets))
         elif number not in found and number not in plan.absent:
             _redirect(step, plan.same)
             result.append(step)
@@ -136,6 +136,8 @@ def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
     """Pairs of memory that a launch reads, and memory of a result that may lie there; of what it computes together."""
     pairs = []
     for loops in together:
+        if loops.into is not None:
+            continue
         others = {slot for other in together if other is not loops for slot in _sources(other)}
         others |= {atom.memory for atom in _elements(loops)} | {store.output.slot for store in loops.stores}
         for slot, dtype in dict.fromkeys((read.slot, read.dtype) for read in loops.reads):
@@ -198,7 +200,7 @@ class _Plan:
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
         for number, loops in self.computed.items():
-            if self._begins(number, loops.output.slot):
+            if loops.into is None and self._begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
 
     def needs_nothing(self, number: int) -> bool:
@@ -207,6 +209,7 @@ class _Plan:
         return (
             self._begins(number, loops.output.slot)
             and not loops.also
+            and loops.into is None
             and loops.output.slot not in self._leaving
             and all(source.kind == "given" and source not in self._writers for source in _sources(loops))
         )
@@ -304,7 +307,7 @@ class _Plan:
         touched = [self.touched(number) for number in range(len(self._steps))]
         for number in reversed(range(len(self._steps))):  # a reader may be computed by its own reader
             producer = self._loops_of(number)
-            if producer is None or producer.also:
+            if producer is None or producer.also or producer.into is not None:
                 continue
             slot = producer.output.slot
             following = (one for one in range(number + 1, len(self._steps)) if slot in touched[one])
@@ -364,7 +367,8 @@ class _Plan:
         needed = set(self._leaving)
         for number in reversed(range(len(self._steps))):
             loops = self.computed.get(number)
-            if loops is not None and needed.isdisjoint(store.output.slot for store in loops.stores):
+            slots = [] if loops is None else [store.output.slot for store in loops.stores]
+            if loops is not None and needed.isdisjoint(slots) and all(slot.kind != "given" for slot in slots):
                 del self.computed[number]
                 self.absent.add(number)
             elif loops is not None:
@@ -381,7 +385,9 @@ class _Plan:
             self.computed[number] = loops = with_memory(loops, self.same)
             output = loops.output
             is_written_once = [one for one in self._writers[output.slot] if one not in self.absent] == [number]
-            if output.slot.kind != "made" or not is_written_once or loops.also or _span(output)[1] > room:
+            if output.slot.kind != "made" or not is_written_once or loops.also or loops.into is not None:
+                continue
+            if _span(output)[1] > room:
                 continue
             key = loops.expression, loops.leaves, output.shape, output.strides, output.dtype, output.offset
             earlier = first.setdefault(key, number)
@@ -428,7 +434,7 @@ class _Plan:
         loops = self._steps[number].loops
         assert loops is not None
         first = self._steps[self._writers[loops.output.slot][0]]
-        return _span(loops.output) == _made_by(first, loops.output.slot)
+        return loops.into is None and _span(loops.output) == _made_by(first, loops.output.slot)
 
     def _is_loops(self, number: int) -> bool:
         """Whether loops compute all of a step that anybody reads."""
@@ -470,6 +476,8 @@ class _Plan:
             if any(since[source] < writer < number for writer in writers):
                 return None
         whole = inlined(loops, {slot: producer}, kept)
+        if whole.into is not None and whole.output.slot in _sources(whole):
+            return None
         overwritten = [store.output for store in loops.stores if store.output.slot in _sources(producer)]
         if not all(is_read_in_place(whole, value) for value in overwritten):
             return None
@@ -493,7 +501,9 @@ class _Plan:
 
 def _overwrites_part(step: Launch | Call) -> bool:
     """Whether a step's loops compute more than it does, what it leaves as it is included."""
-    return isinstance(step, Call) and step.loops is not None and step.loops.output not in values_in(step.result)
+    if isinstance(step, Launch) or step.loops is None:
+        return False
+    return step.loops.into is None and step.loops.output not in values_in(step.result)
 
 
 def _span(value: Value) -> tuple[int, int]:
@@ -526,7 +536,7 @@ def _sources(loops: Loops) -> set[Slot]:
 
 def _elements(loops: Loops) -> list[Element]:
     """The indices that they read."""
-    atoms = (atom for index in indices_of(loops.leaves) for atom in index.atoms())
+    atoms = (atom for index in loops.indices for atom in index.atoms())
     return [atom for atom in atoms if isinstance(atom, Element)]
 
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from fxfuse.program.loops import (
     Body,
     Inexact,
     Inside,
+    Into,
     Loops,
     Position,
     Rule,
@@ -53,13 +54,22 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     if not isinstance(result, Value) or math.prod(result.shape) == 0:
         return None
     args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    if not _is_whole(result):
-        return _loops_of_part(overload, args, result)
     names = [argument.name for argument in overload._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    body, packet = Body(), overload.overloadpacket
+    if _is_whole(result):
+        loops = _loops_of_whole(overload, args, kwargs, given, result)
+    else:
+        loops = _loops_of_part(overload, args, result)
+    return loops or _loops_into(overload, given, result)
+
+
+def _loops_of_whole(
+    overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any], result: Value
+) -> Loops | None:
+    """All of a result that fills its memory."""
+    body = Body()
     try:
-        rule = _RULES.get(packet)
+        rule = _RULES.get(overload.overloadpacket)
         made = _pointwise(body, overload, args, kwargs, result) if rule is None else rule(body, given, result)
         loops = body.loops(result, made)
     except (Unknown, ops.Rejected, KeyError):
@@ -88,6 +98,72 @@ def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops |
     return loops if _is_possible(loops) else None
 
 
+def _loops_into(overload: Any, given: Mapping[str, Any], result: Value) -> Loops | None:
+    """What is put into a part of a tensor; the rest of it stays as it is, and where it is."""
+    rule = _PARTS.get(overload.overloadpacket)
+    if rule is None or result.slot.is_apart or result.offset % result.dtype.itemsize:
+        return None
+    if is_overlapping(result.shape, result.strides) or torch.are_deterministic_algorithms_enabled():
+        return None  # places that are named several times: the last one counts then
+    try:
+        shape, order, own, value = rule(given, result)
+        if math.prod(shape) == 0:
+            return None
+        dense = Value(result.slot, 0, shape, _dense_strides(shape, order), result.dtype, result.name)
+        body, at = Body(), coordinates(shape)
+        made = _cast(body, value, at, result.dtype) if isinstance(value, Value) else _number(value, result.dtype)
+        loops = body.loops(dense, made, into=Into(result, place_of(result, own)))
+    except (Unknown, KeyError):
+        return None
+    if any(read.slot is result.slot for read in loops.reads) or place_of(result, own).range[1] >= LARGEST:
+        return None  # it would read what others have overwritten
+    return loops if _is_possible(loops) else None
+
+
+def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor without gaps whose dimensions lie in that order, the first farthest apart."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+_Part: TypeAlias = tuple[tuple[int, ...], Sequence[int], list[Index], Any]
+"""The shape of what is put somewhere, its dimensions as they lie there, each element's place, and what it is."""
+
+
+def _copied_part(given: Mapping[str, Any], result: Value) -> _Part:
+    value = given["src"] if "src" in given else given["value"]
+    return result.shape, _order_of(result), coordinates(result.shape), value
+
+
+def _order_of(value: Value) -> list[int]:
+    return sorted(range(len(value.shape)), key=lambda dim: -value.strides[dim])
+
+
+def _copied_rows(given: Mapping[str, Any], result: Value) -> _Part:
+    source, dim = given["source"], given["dim"] % max(1, len(result.shape))
+    if not isinstance(source, Value) or len(source.shape) != len(result.shape):
+        raise Unknown
+    at = coordinates(source.shape)
+    own = [*at[:dim], _chosen(given["index"], [at[dim]], result.shape[dim], False), *at[dim + 1 :]]
+    return source.shape, _order_of(result), own, source
+
+
+def _indexed_part(given: Mapping[str, Any], result: Value) -> _Part:
+    indices = given["indices"]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if given.get("accumulate") or not dims or dims != list(range(dims[0], dims[-1] + 1)):
+        raise Unknown
+    if not all(isinstance(indices[dim], Value) for dim in dims):
+        raise Unknown
+    chosen = torch.broadcast_shapes(*(indices[dim].shape for dim in dims))
+    shape = (*result.shape[: dims[0]], *chosen, *result.shape[dims[-1] + 1 :])
+    at, end = coordinates(shape), dims[0] + len(chosen)
+    within = [_chosen(indices[dim], at[dims[0] : end], result.shape[dim], True) for dim in dims]
+    return shape, range(len(shape)), [*at[: dims[0]], *within, *at[end:]], given["values"]
+
+
 def loops_of_chain(problem: Problem, x: Value, operands: Sequence[Value], result: Value) -> Loops | None:
     """What a fused region without an anchor computes; None if loops do not."""
     try:
@@ -108,6 +184,16 @@ def loops_of_layer_norm(
 ) -> Loops | None:
     """The same of an epilogue and LayerNorm, by the arguments of aten's native_layer_norm."""
     return _loops_of_epilogue(expression, lambda body, _: LAYER_NORM(body, given, result), operands, result)
+
+
+def loops_of_mask(mask: Value, result: Value) -> Loops | None:
+    """What attention adds for a mask of truth values: nothing, and minus infinity where nobody may look."""
+    body, at = Body(), coordinates(result.shape)
+    try:
+        loops = body.loops(result, Call("where", (body.read(mask, at), Const(0.0), Const(-math.inf))))
+    except Unknown:
+        return None
+    return loops if _is_possible(loops) else None
 
 
 def _loops_of_epilogue(
@@ -632,3 +718,11 @@ _RULES: Final[Mapping[Any, Rule]] = {
     **REDUCTIONS,
 }
 """Operators that are not pointwise; all others are looked for in the table of those that are."""
+
+_PARTS: Final[Mapping[Any, Callable[[Mapping[str, Any], Value], _Part]]] = {
+    _aten.copy_: _copied_part,
+    _aten.fill_: _copied_part,
+    _aten.index_copy_: _copied_rows,
+    _aten.index_put_: _indexed_part,
+}
+"""Operators that put something into a part of a tensor."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,7 +25,7 @@ from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
-from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_norm, loops_of_pass
+from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_norm, loops_of_mask, loops_of_pass
 from fxfuse.program.values import (
     Call,
     Launch,
@@ -42,6 +43,7 @@ from fxfuse.program.values import (
     numbers_in,
     tensors_in,
     values_in,
+    written_by,
 )
 
 logger = logging.getLogger("fxfuse")
@@ -113,7 +115,12 @@ class Operation:
     @property
     def is_pure(self) -> bool:
         """Whether nobody could tell if it had not run, but for its result."""
-        return not (self.overload._schema.is_mutable or self.draws or self._updates_statistics)
+        return not (self.overwrites or self.draws)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether it writes into an argument."""
+        return bool(self.overload._schema.is_mutable) or self._updates_statistics
 
     @property
     def draws(self) -> bool:
@@ -173,6 +180,11 @@ class Operators(TorchDispatchMode):
         """As of one operation."""
         return all(operation.is_pure for operation in self.operations)
 
+    @property
+    def overwrites(self) -> bool:
+        """As of one operation; perhaps only what it has made itself."""
+        return any(operation.overwrites for operation in self.operations)
+
     def __torch_dispatch__(
         self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -227,6 +239,18 @@ def full_strided(
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(number)
 
 
+def _replace_mask(attention: Call, by: Value) -> None:
+    if "attn_mask" in attention.kwargs:
+        attention.kwargs = {**attention.kwargs, "attn_mask": by}
+    else:
+        attention.args = (*attention.args[:3], by, *attention.args[4:])
+
+
+def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What attention adds for a mask of truth values."""
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+
+
 # ------------------------------------------------------------------------------------------------- recording
 
 
@@ -261,6 +285,8 @@ class Recorder:
         self._autocast_then = self._autocast()
         self._alive: dict[int, int] = {}
         self._count = 0
+        self._masks: dict[Any, tuple[Value, int]] = {}
+        """By where a mask lies: the numbers that were made of it, and the number of the steps so far."""
         self.distances: list[tuple[int, int, int]] = []
         """Of arguments in one memory, how many bytes the second lies behind the first."""
         self.given_names: dict[str, int] = {}
@@ -407,9 +433,44 @@ class Recorder:
             if seen.computing and self._autocast() != self._autocast_then:
                 raise Refused(f"'{node}' runs under a torch.autocast of the model's own")
             is_method = node.op == "call_method"
-            return {node: self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))}
+            made = self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
+            if target is F.scaled_dot_product_attention and self._by_parts:
+                self._turn_mask_into_numbers(args, kwargs)
+            return {node: made}
 
         return {node: result}, note
+
+    def _turn_mask_into_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Gives attention, the last step, what it makes of a mask of truth values at every call, by three kernels:
+        numbers to be added. They are made before, once for all that attend under that mask.
+
+        Args:
+            args, kwargs: the step's, as they are in this call.
+        """
+        step = self.steps[-1]
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        query = args[0] if args else kwargs["query"]
+        if not isinstance(step, Call) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            return
+        if self._autocast() is not None:  # it would round them at every call
+            return
+        value = step.kwargs.get("attn_mask") or step.args[3]
+        key = value.slot, value.offset, value.shape, value.strides, query.dtype
+        there, since = self._masks.get(key, (None, 0))
+        changed = {slot for later in self.steps[since:] for slot in written_by(later)}
+        if there is not None and changed.isdisjoint((there.slot, value.slot)):
+            _replace_mask(step, there)
+            return
+        numbers = as_numbers(mask, query.dtype)
+        slot = self._slot("made", self._name(), numbers, [value])
+        there = Value(slot, 0, tuple(numbers.shape), numbers.stride(), numbers.dtype, slot.name)
+        loops = loops_of_mask(value, there)
+        if loops is None:
+            return
+        _replace_mask(step, there)
+        made = Call(as_numbers, (value, numbers.dtype), {}, there, False, True, False, f"{step.label}: its mask", loops)
+        self.steps.insert(-1, made)
+        self._masks[key] = there, len(self.steps)
 
     def _asked(self, node: fx.Node, target: Any, symbols: Any, result: Any) -> Number | None:
         """A step that makes a number of tensors' values, asks about such a number, or raises by it."""
@@ -467,6 +528,7 @@ class Recorder:
         if is_view and all(id(tensor) in given for tensor in tensors):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], result)
         call = Call(target, symbols[0], symbols[1], None, is_view, seen.is_pure, is_method, label, draws=seen.draws)
+        call.overwrites = seen.overwrites
         call.result = self._result_of(call, result, given)
         self.steps.append(call)
         return call.result
@@ -700,6 +762,7 @@ class Recorder:
             f"{label}: {operation.overload}",
             loops,
             operation.draws,
+            operation.overwrites,
         )
 
     def _launched(self, launch: events.Launch) -> Launch:

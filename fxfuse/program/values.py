@@ -121,6 +121,8 @@ class Launch:
     """What it computes, if kernels of loops can, too."""
     in_place: Sequence[tuple[Slot, Slot]] = ()
     """Pairs of memory that it reads and memory that it writes, of which the second may lie where the first does."""
+    targets: Sequence[Value] = ()
+    """Tensors that it overwrites a part of."""
 
 
 @dataclass(eq=False)
@@ -139,6 +141,8 @@ class Call:
     """What it computes, if kernels of ours can."""
     draws: bool = False
     """Whether it draws random numbers."""
+    overwrites: bool = True
+    """Whether it may write into its arguments if it is not pure."""
 
     @property
     def name(self) -> str:
@@ -238,7 +242,7 @@ def written_by(step: Launch | Call) -> set[Slot]:
     if step.loops is not None:
         return made
     arguments = {value.slot for value in values_in((step.args, step.kwargs))}
-    return made - arguments if step.is_pure else made | arguments
+    return made - arguments if step.is_pure or not step.overwrites else made | arguments
 
 
 def functions_of(event: events.Launch) -> tuple[int, int] | None:

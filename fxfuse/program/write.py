@@ -25,6 +25,26 @@ reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _stri
 """reinterpret(tensor, shape, strides, offset): a tensor in the same memory, offset elements further on."""
 
 
+def _count_up_one_by_one(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _counting() -> Callable[[Sequence[torch.Tensor]], None]:
+    internals: Any = torch._C
+    try:
+        internals._increment_version(())
+    except TypeError:  # older releases take one
+        return _count_up_one_by_one
+    counting: Callable[[Sequence[torch.Tensor]], None] = internals._increment_version
+    return counting
+
+
+count_up: Final = _counting()
+"""Counts the versions of tensors up, by which torch knows that they have changed."""
+
+
 def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
     """Says of each value whether Python needs it as a tensor, and drops views and results that nobody needs."""
     for value in values_in(output):
@@ -192,8 +212,19 @@ class Writer:
                 self._take(slot)
             self._pack(step)
         self._line(f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {len(self.launches) // 4})")
+        written = dict.fromkeys(target for step in self._pending for target in step.targets)
+        given = dict.fromkeys(self._name_of_given(target) for target in written if target.slot.kind == "given")
+        if given:
+            self.names["count_up"] = count_up
+            self._line(f"count_up(({', '.join(given)},))")
         self._pending.clear()
         self._drop(number)
+
+    def _name_of_given(self, value: Value) -> str:
+        """The tensor of a call, or the first one in that memory, that a value is or is a view of."""
+        name = value.name if value.name in self._given_names else value.slot.name
+        self._read.add(self._given_names[name])
+        return name
 
     def _take(self, slot: Slot) -> None:
         """Takes an arena, or memory for what outlives the program, before it is used first."""

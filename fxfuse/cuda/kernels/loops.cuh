@@ -3,7 +3,7 @@
 //
 // The result's memory is cut into runs of kVector elements, a run for each thread. Elements that lie side by side where
 // a run reads them are read together. A kernel may have kOthers further results of as many elements, which lie in the same
-// order. A launch may have kTogether of them of one form, none of which needs another.
+// order. A result may be a part of memory that is there (kPlaced): then the Body puts it there. A launch may have kTogether of them of one form, none of which needs another.
 #pragma once
 
 #include <cstdint>
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(Body::kThreads) loops_kernel(const __grid_cons
         const LoopsArguments<Body>& arguments = together.mine();
         const unsigned run = blockIdx.x * Body::kThreads + threadIdx.x;
         if (run < arguments.count) {
-            Adjacent<typename Body::Output, Body::kVector, 16> result;
-            Body::compute(arguments, run, result.element);
-            result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
+            Adjacent<typename Body::Output, Body::kVector, Body::kAccess> result;
+            Body::compute(arguments, run, result);
+            if constexpr (!Body::kPlaced) result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
         }
     });
 }
