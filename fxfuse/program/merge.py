@@ -251,7 +251,10 @@ class _Plan:
             if loops is not None and _overwrites_part(step):
                 before = latest.get(loops.output.slot)
                 if before is None or not self._with(loops, self.computed[before], number, since[before], gone[before]):
-                    self._left.add(number)
+                    assert isinstance(step, Call)
+                    loops = step.loops = step.alone
+                    if loops is None:
+                        self._left.add(number)
             if loops is not None and self._is_loops(number):
                 since[number], gone[number], parts[number] = dict.fromkeys(_sources(loops), number), set(), []
                 reads = dict.fromkeys(read.slot for read in loops.reads)

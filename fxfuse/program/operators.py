@@ -60,7 +60,7 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         loops = _loops_of_whole(overload, args, kwargs, given, result)
     else:
         loops = _loops_of_part(overload, args, result)
-    return loops or _loops_into(overload, given, result)
+    return loops or loops_into(overload, args, kwargs, result)
 
 
 def _loops_of_whole(
@@ -98,10 +98,15 @@ def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops |
     return loops if _is_possible(loops) else None
 
 
-def _loops_into(overload: Any, given: Mapping[str, Any], result: Value) -> Loops | None:
-    """What is put into a part of a tensor; the rest of it stays as it is, and where it is."""
+def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
+    """What an operator puts into a part of a tensor, the rest of which stays as it is; None if that is no loops."""
     rule = _PARTS.get(overload.overloadpacket)
-    if rule is None or result.slot.is_apart or result.offset % result.dtype.itemsize:
+    if rule is None or not isinstance(result, Value):
+        return None
+    names = [argument.name for argument in overload._schema.arguments]
+    args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if result.slot.is_apart or result.offset % result.dtype.itemsize:
         return None
     if is_overlapping(result.shape, result.strides) or torch.are_deterministic_algorithms_enabled():
         return None  # places that are named several times: the last one counts then

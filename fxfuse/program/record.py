@@ -25,7 +25,14 @@ from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
-from fxfuse.program.operators import loops_of, loops_of_chain, loops_of_layer_norm, loops_of_mask, loops_of_pass
+from fxfuse.program.operators import (
+    loops_into,
+    loops_of,
+    loops_of_chain,
+    loops_of_layer_norm,
+    loops_of_mask,
+    loops_of_pass,
+)
 from fxfuse.program.values import (
     Call,
     Launch,
@@ -762,7 +769,8 @@ class Recorder:
             f"{label}: {operation.overload}",
             loops,
             operation.draws,
-            operation.overwrites,
+            alone=None if loops is None else loops_into(operation.overload, args, kwargs, result),
+            overwrites=operation.overwrites,
         )
 
     def _launched(self, launch: events.Launch) -> Launch:

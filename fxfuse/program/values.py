@@ -141,6 +141,8 @@ class Call:
     """What it computes, if kernels of ours can."""
     draws: bool = False
     """Whether it draws random numbers."""
+    alone: Loops | None = None
+    """If `loops` compute all of the memory of which it overwrites a part: loops that put only that part there."""
     overwrites: bool = True
     """Whether it may write into its arguments if it is not pure."""
 

@@ -116,8 +116,10 @@ class _Kernel:
         places = self._index(place, values).expand(shape)
         for store, address in zip(self._loops.stores, self._results, strict=True):
             dtype = store.output.dtype
+            into = self._loops.into if store.output is self._loops.output else None
+            there = places if into is None else self._index(into.place, values).expand(shape)
             made = self._evaluated(store.expression, self._loops.leaves, values)
-            self._made.append((address + places * dtype.itemsize, torch.as_tensor(made).expand(shape).to(dtype)))
+            self._made.append((address + there * dtype.itemsize, torch.as_tensor(made).expand(shape).to(dtype)))
         self._check_order()
 
     def _check_order(self) -> None:
@@ -128,6 +130,8 @@ class _Kernel:
     def _overwritten(self) -> list[Value]:
         """Results that lie where it reads."""
         read = {one.slot for one in self._loops.reads}
+        if self._loops.into is not None and self._loops.output.slot in read:
+            raise AssertionError("a kernel overwrites a part of what it reads")
         return [store.output for store in self._loops.stores if store.output.slot in read]
 
     def read(self) -> torch.Tensor:
