@@ -83,6 +83,8 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
             (128, 8192, 8192, 16),
             (16, 4096, 4096, 16),
             (8, 4096, 4096, 16),
+            (8, 640, 4096, 16),
+            (16, 640, 4096, 16),
             (4, 4096, 4096, 16),
             (1, 4096, 4096, 16),
             (129, 257, 513, element),
@@ -190,6 +192,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     )
     columns = value("columns", 8, 150, 64, 64)
     factors = (value("one", 26, 13, 13), value("other", 26, 13, 49))
+    before: list[loops.LoopsKernel] = []
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
         (
@@ -225,8 +228,12 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             wholes.append(inlined(second, {first.output.slot: first}, first.output.slot))
         for made in map(loops.kernel, wholes):
             assert made is not None
-            yield made.source()
-            yield made.source(made.most_together)
+            yield loops.source_of([made])
+            together = [made, *before[-1:]]
+            while loops.fit_together([made, *together]):
+                together.insert(0, made)
+            yield loops.source_of(together)
+            before.append(made)
 
 
 def sources() -> dict[str, str]:

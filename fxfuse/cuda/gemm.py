@@ -42,6 +42,8 @@ MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kern
 LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
 MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
 FEW_ROWS = (8, 16)  # of x, for which tensor cores multiply beside it (kRows in few_rows.cuh)
+MMA_COLUMNS = 16  # of a tile there: two of them read x once, but leave multiprocessors idle where there are few
+NEARLY = 0.9  # all multiprocessors
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
 # Speeds: fractions of _PRODUCTS, fitted with the constants of `estimated_time`.
@@ -131,8 +133,9 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         kernels.append(Kernel(name, GEMV_HEADER, f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>", params))
     if wide and problem.m <= FEW_ROWS[-1]:
         groups = next(number for number, rows in enumerate(FEW_ROWS, 1) if problem.m <= rows)
-        name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows"
-        kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}>"
+        tiles = 2 if problem.n >= 2 * MMA_COLUMNS * problem.multiprocessors * NEARLY else 1
+        name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"
+        kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}, {tiles}>"
         kernels.append(Kernel(name, FEW_ROWS_HEADER, kind, params))
     return [(_memory_time(problem) + _LAUNCH, kernel) for kernel in kernels]
 

@@ -12,9 +12,9 @@ import math
 import operator
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 
@@ -48,7 +48,9 @@ MAX_ADDRESSES: Final = 64
 """Of a launch (binding.h)."""
 MAX_TENSORS: Final = 40
 """That one kernel reads: so many fit in its arguments."""
-_TOGETHER: Final = "@together@"
+MOST_FORMS: Final = 4
+"""Of a launch: its kernel needs as many registers as the largest."""
+Key = TypeVar("Key")
 
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
 _NUMBERS: Final = {dtype: "float" if dtype.is_floating_point else "int64_t" for dtype in _TYPES} | {
@@ -70,35 +72,35 @@ TURNS_OF_A_WARP: Final = 4
 BUSY: Final = 2**18
 """Threads beyond which more of them read no faster: 2048 on each of 128 multiprocessors."""
 
-_TEMPLATE: Final = """\
-#include "{header}.cuh"
-#include "math.cuh"
-
-namespace fxfuse::fxfuse_kernel {{
-
+_BODY: Final = """\
 using namespace {functions};
 
 struct Body {{
     using Output = {output};
-    static constexpr int kThreads = {threads}, kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors};
-    static constexpr int kOthers = {others};
-    static constexpr int kTogether = {together};
+    static constexpr int kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors}, kOthers = {others};
 {body}
 }};
+"""
+_TEMPLATE: Final = """\
+#include "rows.cuh"
+#include "math.cuh"
 
+namespace fxfuse::fxfuse_kernel {{
+
+{bodies}
 }}  // namespace fxfuse::fxfuse_kernel
 
 #ifndef __CUDACC_RTC__
 extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {{
-    using fxfuse::fxfuse_kernel::Body;
-    return fxfuse::launch_{header}<Body>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
+    using namespace fxfuse::fxfuse_kernel;
+    return fxfuse::launch_loops<{forms}>(params, pointers, reinterpret_cast<cudaStream_t>(stream));
 }}
 
 extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
 #endif
 """
 _RUNS: Final = """\
-    static constexpr int kVector = {vector}, kAccess = {access};
+    static constexpr int kVector = {vector}, kAccess = {access}, kOfBlock = kLoopsThreads;
     static constexpr bool kPlaced = {placed};
 
 {function}
@@ -111,15 +113,21 @@ _RUNS: Final = """\
 {within}
         }}
 {after}
+    }}
+    static __device__ __forceinline__ void run(const LoopsArguments<Body>& p, unsigned block) {{
+        run_loops(p, block);
     }}"""
 _ROWS: Final = """\
-    static constexpr int kColumns = {columns}, kLanes = {lanes};
+    static constexpr int kColumns = {columns}, kLanes = {lanes}, kOfBlock = kLoopsThreads / kLanes;
 
 {functions}
 
     static __device__ __forceinline__ void compute(const LoopsArguments<Body>& p, unsigned row, unsigned thread,
                                                    bool exists, Output* out) {{
 {loops}
+    }}
+    static __device__ __forceinline__ void run(const LoopsArguments<Body>& p, unsigned block) {{
+        run_rows(p, block);
     }}"""
 
 
@@ -128,7 +136,7 @@ class LoopsKernel:
     """Loops as text to compile and arguments of a launch."""
 
     form: str
-    """Its text but for how many of it a launch has."""
+    """The text of its body."""
     params: bytes
     results: tuple[tuple[Slot, int], ...]
     """Where its results begin, in the order of the addresses: slots and bytes from there."""
@@ -140,17 +148,36 @@ class LoopsKernel:
         """Of a launch."""
         return [*self.results, *((slot, 0) for slot in self.tensors)]
 
-    def source(self, together: int = 1) -> str:
-        """The text, for launches of so many results of this form; params and addresses follow each other there."""
-        return self.form.replace(_TOGETHER, str(together))
-
     @property
-    def most_together(self) -> int:
-        """How many a launch may have."""
-        words = len(self.params) // 4
-        count = len(self.addresses)
-        argument_bytes = 16 * words + 8 * (count + 4)  # a divisor is three words, and each part has a spare
-        return max(1, min(ARGUMENT_BYTES // argument_bytes, MAX_ADDRESSES // count))
+    def argument_bytes(self) -> int:
+        """At most: a divisor is three words, and each part has a spare."""
+        return 16 * (len(self.params) // 4) + 8 * (len(self.addresses) + 4)
+
+
+def ordered(kernels: Mapping[Key, LoopsKernel]) -> list[Key]:
+    """The keys of kernels of one form after each other: the order of their params and addresses in a launch of all."""
+    forms = list(dict.fromkeys(kernel.form for kernel in kernels.values()))
+    return sorted(kernels, key=lambda key: forms.index(kernels[key].form))
+
+
+def fit_together(kernels: Sequence[LoopsKernel]) -> bool:
+    """Whether a launch may have them."""
+    addresses = sum(len(kernel.addresses) for kernel in kernels)
+    argument_bytes = sum(kernel.argument_bytes for kernel in kernels)
+    return addresses <= MAX_ADDRESSES and argument_bytes <= ARGUMENT_BYTES and len(forms_of(kernels)) <= MOST_FORMS
+
+
+def forms_of(kernels: Sequence[LoopsKernel]) -> Counter[str]:
+    """The texts of bodies, and how many kernels have each."""
+    return Counter(kernel.form for kernel in kernels)
+
+
+def source_of(kernels: Sequence[LoopsKernel]) -> str:
+    """The text of a launch of these, in an order as `ordered` has it."""
+    forms = forms_of(kernels)
+    bodies = [f"namespace form{number} {{\n{form}}}  // namespace form{number}\n" for number, form in enumerate(forms)]
+    each = [f"fxfuse::Alike<form{number}::Body, {count}>" for number, count in enumerate(forms.values())]
+    return _TEMPLATE.format(bodies="\n".join(bodies), forms=", ".join(each))
 
 
 def kernel(loops: Loops) -> LoopsKernel | None:
@@ -162,16 +189,13 @@ def kernel(loops: Loops) -> LoopsKernel | None:
     output = loops.output.dtype
     computed = [(store.expression, store.output.dtype) for store in loops.stores]
     computed += [(row.expression, output) for row in loops.reductions if _casts(row.expression)]
-    form = _TEMPLATE.format(
-        header="rows" if loops.reductions else "loops",
+    form = _BODY.format(
         functions=_functions(computed),
         output=_TYPES[output],
-        threads=THREADS,
         numbers=len(text.numbers),
         divisors=len(text.divisors),
         tensors=len(text.tensors),
         others=len(loops.also),
-        together=_TOGETHER,
         body=body,
     )
     values = [count, *text.numbers, *text.divisors]
@@ -316,7 +340,7 @@ def _rows(loops: Loops, text: _Text) -> tuple[str, int]:
         loops_ += [
             f"Totals<{kind}, {beside}> {total};",
             *_loop(runs, row.over.size // vector, max(vector, beside), text),
-            f"{total}.template across_threads<kColumns, kLanes, kThreads, {turn}>();",
+            f"{total}.template across_threads<kColumns, kLanes, kLoopsThreads, {turn}>();",
         ]
         text.rows[row] = f"{total}.value[{which}]"
         longest = max(longest, row.over.size // vector)

@@ -69,7 +69,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
         return list(steps)
     together = _together(found, plan, steps)
     architecture = torch.cuda.get_device_capability(device)
-    texts = {first: found[first].source(len(numbers)) for first, numbers in together.items()}
+    texts = {first: kernels.source_of([found[one] for one in numbers]) for first, numbers in together.items()}
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
     with ThreadPoolExecutor(len(sources)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
@@ -108,28 +108,45 @@ def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
 def _together(
     found: Mapping[int, kernels.LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]
 ) -> dict[int, list[int]]:
-    """By the first of them, the steps that one launch computes: kernels of one form.
+    """By the first of them, the steps that one launch computes.
 
     Those that read nothing but what is given (weights that are standardised, or brought into another order), wherever
-    they are: they are computed before they are needed, so as many as a launch is worth, and their memory does not
-    count beside the program's. Of others those that follow each other, between two calls of torch.
+    they are: they are computed before they are needed, so as many of one form as a launch is worth, and their memory
+    does not count beside the program's. Of others those that follow each other, between two calls of torch: of one
+    form, or small ones of several.
     """
+    groups: dict[int, _Group] = {}
+    latest: dict[tuple[str, bool], int] = {}
+    """By form, and whether they read what is given alone, the first of those that more may join."""
     room = min(MOST_BYTES_TOGETHER, _small_beside(steps))
-    result: dict[int, list[int]] = {}
-    latest: dict[tuple[str, bool], tuple[int, int]] = {}
-    """By form, the first of those that more may join, and how many bytes they make."""
+    of_any_form = ""
     for number, kernel in found.items():
         needs_nothing = plan.needs_nothing(number)
-        nbytes = sum(_span(store.output)[1] for store in plan.computed[number].stores) if needs_nothing else 0
-        key = kernel.form, needs_nothing
-        first, before = latest.get(key, (number, room))
-        has_room = first in result and before + nbytes <= room and len(result[first]) < kernel.most_together
-        if has_room and (needs_nothing or plan.may_join(number, result[first])):
-            result[first].append(number)
-            latest[key] = first, before + nbytes
+        nbytes = sum(_span(store.output)[1] for store in plan.computed[number].stores)
+        names = [(kernel.form, needs_nothing)] if needs_nothing else [(kernel.form, False), (of_any_form, False)]
+        for first in dict.fromkeys(latest[name] for name in names if name in latest):
+            group = groups[first]
+            is_small = group.nbytes + nbytes <= (room if needs_nothing else MOST_BYTES_TOGETHER)
+            is_alike = not needs_nothing and all(found[one].form == kernel.form for one in group.numbers)
+            fits = kernels.fit_together([found[one] for one in (*group.numbers, number)])
+            if fits and (is_small or is_alike) and (needs_nothing or plan.may_join(number, group.numbers)):
+                group.numbers.append(number)
+                group.nbytes += nbytes
+                break
         else:
-            result[number], latest[key] = [number], (number, nbytes)
-    return result
+            first, groups[number] = number, _Group([number], nbytes)
+        latest.update((name, first) for name in names)
+    return {
+        first: kernels.ordered({number: found[number] for number in group.numbers}) for first, group in groups.items()
+    }
+
+
+@dataclasses.dataclass
+class _Group:
+    """Steps that one launch computes, and how many bytes they make."""
+
+    numbers: list[int]
+    nbytes: int
 
 
 def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:

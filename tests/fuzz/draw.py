@@ -238,6 +238,7 @@ MOVES: list[Row] = [
     ("mean of pixels", 4, "", "{x} * {x}.mean((2, 3), keepdim=True).sigmoid()"),
     ("mean of rows", 0, "", "{x}.mean(1)"),
     ("softmax of columns", 0, "", "{x}.softmax(1)"),
+    ("masked sdpa", 3, "", "F.scaled_dot_product_attention({x}, {x}, {x}, {x}[..., :1] > -1)"),
     ("log_softmax", 0, "", "F.log_softmax({x}, -1)"),
     ("scores", 3, "", "(({x} @ {x}.transpose(1, 2)) * .5).softmax(-1) @ {x}"),
     ("max_pool", 4, "", "F.max_pool2d({x}, 3, 2, 1)"),
@@ -254,6 +255,27 @@ WRITES: list[Row] = [
     ("written after it was read", 0, "", "{v} = {x} * 2\nw = {v}.tanh() + {y}\n{v}.mul_(.5)\n{v} = {v} + w"),
     ("copy_", 0, "", "{v} = torch.empty_like({x})\n{v}.copy_({y} * 2)\n{v} = {v} + {x}"),
     ("masked_fill_", 0, "", "{v} = {x} + 0\n{v}.masked_fill_({y} > 0, .25)"),
+    (
+        "cache",
+        0,
+        "self.register_buffer('r{k}', torch.zeros(4, {n}))",
+        "w = {x}.detach().reshape(-1, {n})[:1].expand(2, -1).to(self.r{k}.dtype)\n"
+        "self.r{k}.index_copy_(0, torch.tensor([2, 0]{d}), w)\n"
+        "{v} = {x} + self.r{k}.sum(0)",
+    ),
+    (
+        "cache by index",
+        0,
+        "self.register_buffer('r{k}', torch.zeros(4, {n}))",
+        "self.r{k}[torch.tensor([-1, 1]{d})] = {x}.detach().exp().reshape(-1, {n}).mean(0).to(self.r{k}.dtype)\n"
+        "{v} = {x} * self.r{k}[1:].mean(0)",
+    ),
+    (
+        "part of a buffer",
+        0,
+        "self.register_buffer('r{k}', torch.zeros(3, {n}))",
+        "self.r{k}[1] = {x}.detach().reshape(-1, {n})[0] * 2\nself.r{k}[:, 0] = 0\n{v} = {x} - self.r{k}.sum(0)",
+    ),
 ]
 """Of programs: memory that is overwritten in part."""
 STATEFUL: list[Row] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ def interpreted_loops() -> Iterator[None]:
 
     with (
         mock.patch.object(kernels, "kernel", remembering),
-        mock.patch.object(kernels.LoopsKernel, "source", lambda kernel, together=1: f"{together} {kernel.form}"),
+        mock.patch.object(kernels, "source_of", lambda found: json.dumps(kernels.forms_of(found))),
         mock.patch.object(merge, "build", types.SimpleNamespace(load=_load, Source=build.Source)),
         mock.patch.object(program, "MERGING", ("cpu",)),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
@@ -55,13 +56,14 @@ def interpreted_loops() -> Iterator[None]:
 
 
 def _load(source: build.Source) -> Any:
-    together, _, form = source.text.partition(" ")
-    size = next(len(params) for known, params in _known if known == form)
+    forms: dict[str, int] = json.loads(source.text)
+    sizes = {form: next(len(params) for known, params in _known if known == form) for form in forms}
+    order = [form for form, count in forms.items() for _ in range(count)]
     failed: list[BaseException] = []
 
     def launch(params: int, pointers: Any, _: int) -> int:
         try:
-            _run(form, ctypes.string_at(params, size * int(together)), pointers, int(together))
+            _run(order, sizes, ctypes.string_at(params, sum(sizes[form] for form in order)), pointers)
         except BaseException as error:
             failed.append(error)
             return 1
@@ -73,13 +75,13 @@ def _load(source: build.Source) -> Any:
     return types.MethodType(lambda *_: None, types.SimpleNamespace(functions=addresses))
 
 
-def _run(form: str, params: bytes, pointers: Any, together: int) -> None:
-    """What a launch of so many kernels of one form does, which run at a time."""
-    size = len(params) // together
+def _run(order: Sequence[str], sizes: Mapping[str, int], params: bytes, pointers: Any) -> None:
+    """What a launch of kernels of these forms does, which run at a time."""
     parts = []
     at = 0
-    for number in range(together):
-        one, kernel = _known[form, params[number * size :][:size]]
+    for form in order:
+        own, params = params[: sizes[form]], params[sizes[form] :]
+        one, kernel = _known[form, own]
         addresses = [pointers[at + place] for place in range(len(kernel.addresses))]
         at += len(addresses)
         parts.append(_Kernel(one, kernel, addresses))

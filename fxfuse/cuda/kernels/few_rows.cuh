@@ -17,9 +17,9 @@
 
 namespace fxfuse {
 
-// kGroups: of 8 rows, at least as many as x has. Rows of x and of the weight start at multiples of 16 bytes and have such a
+// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once. Rows of x and of the weight start at multiples of 16 bytes and have such a
 // multiple.
-template <class Mma, class Output_, class Epilogue_, int kGroups>
+template <class Mma, class Output_, class Epilogue_, int kGroups, int kTiles>
 struct FewRows {
     using Element = typename Mma::Element;
     using Output = Output_;
@@ -28,40 +28,44 @@ struct FewRows {
 
     static constexpr int kTensors = 3;  // x, weight, out
     static constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
-    static constexpr int kBlocks = 2;  // of a multiprocessor, that have registers
-    static constexpr int kCols = kMmaM, kRows = kMmaN * kGroups;
+    static constexpr int kBlocks = kGroups * kTiles == 4 ? 1 : 2;  // of a multiprocessor, that have registers
+    static constexpr int kCols = kMmaM * kTiles, kRows = kMmaN * kGroups;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-    static constexpr int kStep = 2 * 4 * kVector;  // along K, of a warp: 128 bytes of each row
-    static constexpr int kResults = kCols * kRows;
-    static constexpr int kTogether = kGroups == 1 ? 2 : 1;  // steps that a warp has under way
-    static_assert(kResults <= kThreads && sizeof(Element) == 2);
+    static constexpr int kHalf = 4 * kVector, kStep = 2 * kHalf * kWarps;  // along K, of a warp 128 bytes of each row
+    static_assert(sizeof(Element) == 2);
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
                                                Output* out, const Epilogue& epilogue) {
         __shared__ float sums[kWarps][kRows][kCols];
         const int thread = static_cast<int>(threadIdx.x), m = static_cast<int>(problem.m);
         const int64_t first = static_cast<int64_t>(blockIdx.x) * kCols;
-        // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
-        const int row = thread / kCols, own_row = min(row, m - 1);
-        const int64_t col = first + thread % kCols, own_col = min(col, problem.n - 1);
-        const auto operands = epilogue.template load<Runs::kWhole, 1>(
-            position_in<Epilogue>(own_row, own_col, problem.rows_per_batch), 1);
-
         const int warp = thread / kWarp, group = thread % kWarp / 4, part = thread % 4;
-        float sum[kGroups][4] = {};
+        float sum[kTiles][kGroups][4] = {};
         add_up(sum, problem, x, weight, first, warp, group, part);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
+        for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sums[warp][i * kMmaN + 2 * part + j % 2][group + j / 2 * 8] = sum[i][j];
+            for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    sums[warp][i * kMmaN + 2 * part + j % 2][tile * kMmaM + group + j / 2 * 8] = sum[tile][i][j];
+                }
+            }
         }
         __syncthreads();
-        if (row >= m || row >= kRows || col >= problem.n) return;
-        float value[1] = {0.0f};
 #pragma unroll
-        for (int other = 0; other < kWarps; ++other) value[0] += sums[other][row][thread % kCols];
-        epilogue.apply(value, operands);
-        out[own_row * problem.out_stride + own_col] = from_float<Output>(value[0]);
+        for (int index = thread; index < kRows * kCols; index += kThreads) {
+            const int row = index / kCols;
+            const int64_t col = first + index % kCols;
+            if (row >= m || col >= problem.n) continue;
+            const auto operands =
+                epilogue.template load<Runs::kWhole, 1>(position_in<Epilogue>(row, col, problem.rows_per_batch), 1);
+            float value[1] = {0.0f};
+#pragma unroll
+            for (int other = 0; other < kWarps; ++other) value[0] += sums[other][row][index % kCols];
+            epilogue.apply(value, operands);
+            out[row * problem.out_stride + col] = from_float<Output>(value[0]);
+        }
     }
 
 #ifndef __CUDACC_RTC__
@@ -77,37 +81,60 @@ struct FewRows {
 #endif  // __CUDACC_RTC__
 
 private:
-    // sum[i] += what the warp's part of K comes to, for the i-th 8 rows of x.
-    static __device__ __forceinline__ void add_up(float (&sum)[kGroups][4], const Problem& problem, const Element* x,
-                                                  const Element* weight, int64_t first, int warp, int group, int part) {
+    // Fragments of a step, in halves of 64 bytes of each row: two rows of the weight for each tile.
+    struct Fragments {
+        uint4 of_weight[2][kTiles][2], of_x[2][kGroups];
+    };
+
+    // sum[tile][i] += what the warp's part of K comes to, for the i-th 8 rows of x.
+    static __device__ __forceinline__ void add_up(float (&sum)[kTiles][kGroups][4], const Problem& problem,
+                                                  const Element* x, const Element* weight, int64_t first, int warp,
+                                                  int group, int part) {
         const int k = static_cast<int>(problem.k), last = static_cast<int>(problem.m) - 1;
-        const Element *of_col[2], *of_row[kGroups];
+        const Element *of_col[kTiles][2], *of_row[kGroups];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            of_col[i] = weight + min(first + group + 8 * i, problem.n - 1) * problem.weight_stride;
+        for (int i = 0; i < 2 * kTiles; ++i) {
+            of_col[i / 2][i % 2] = weight + min(first + group + 8 * i, problem.n - 1) * problem.weight_stride;
         }
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) of_row[i] = x + min(group + kMmaN * i, last) * problem.x_stride;
-#pragma unroll 1
-        for (int begin = warp * kStep; begin < k; begin += kWarps * kStep * kTogether) {
-            uint4 of_weight[kTogether][2][2], of_x[kTogether][2][kGroups];
+        Fragments fragments[2];  // of two steps, of which one is read while the other is multiplied
+        const auto read = [&](Fragments& to, int begin) {
 #pragma unroll
-            for (int i = 0; i < 2 * kTogether; ++i) {
-                const int at = begin + i / 2 * (kWarps * kStep) + i % 2 * (kStep / 2) + part * kVector;
+            for (int half = 0; half < 2; ++half) {
+                const int place = begin + half * kHalf;
 #pragma unroll
-                for (int j = 0; j < 2; ++j) of_weight[i / 2][i % 2][j] = load(of_col[j], at, k);
+                for (int i = 0; i < 2 * kTiles; ++i) {
+                    to.of_weight[half][i / 2][i % 2] = load(of_col[i / 2][i % 2], place, k);
+                }
 #pragma unroll
-                for (int j = 0; j < kGroups; ++j) of_x[i / 2][i % 2][j] = load(of_row[j], at, k);
+                for (int i = 0; i < kGroups; ++i) to.of_x[half][i] = load(of_row[i], place, k);
             }
+        };
+        int place = warp * 2 * kHalf + part * kVector;
+        read(fragments[0], place);
+#pragma unroll 1
+        for (; place - part * kVector < k; place += 2 * kStep) {  // all lanes of a warp together
+            read(fragments[1], place + kStep);
+            multiply(sum, fragments[0]);
+            read(fragments[0], place + 2 * kStep);
+            multiply(sum, fragments[1]);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply(float (&sum)[kTiles][kGroups][4], const Fragments& from) {
 #pragma unroll
-            for (int i = 0; i < 2 * kTogether; ++i) {
-                const uint4(&w)[2] = of_weight[i / 2][i % 2];
-                const uint32_t a[2][4] = {{w[0].x, w[1].x, w[0].y, w[1].y}, {w[0].z, w[1].z, w[0].w, w[1].w}};
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                for (int j = 0; j < kGroups; ++j) {
-                    const uint4& b = of_x[i / 2][i % 2][j];
-                    Mma::template product<0>(sum[j], Mma::make_a(a[0]), Mma::make_b({b.x, b.y}));
-                    Mma::template product<0>(sum[j], Mma::make_a(a[1]), Mma::make_b({b.z, b.w}));
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const uint4(&w)[2] = from.of_weight[half][tile];
+                const auto low = Mma::make_a({w[0].x, w[1].x, w[0].y, w[1].y});
+                const auto high = Mma::make_a({w[0].z, w[1].z, w[0].w, w[1].w});
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    const uint4& b = from.of_x[half][i];
+                    Mma::template product<0>(sum[tile][i], low, Mma::make_b({b.x, b.y}));
+                    Mma::template product<0>(sum[tile][i], high, Mma::make_b({b.z, b.w}));
                 }
             }
         }

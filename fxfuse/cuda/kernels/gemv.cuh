@@ -40,9 +40,8 @@ struct Gemv {
     static constexpr int kTensors = 3;  // x, weight, out
     static constexpr int kThreads = 128, kWarp = 32, kWarps = kThreads / kWarp;
     static constexpr int kCols = 4, kSums = kRows * kCols;
-    static constexpr int kTogether = 2;                    // reads of a row that a thread has under way
-    static constexpr int kBlocks = kRows == 1 ? 8 : 5;     // of a multiprocessor, that have registers
-    static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+    static constexpr int kBlocks = kRows == 1 ? 8 : 5;  // of a multiprocessor, that have registers
+    static constexpr int kVector = 16 / static_cast<int>(sizeof(Element)), kStep = kThreads * kVector;
     using Vector = Elements<Element, kVector>;
     static_assert(kSums <= kThreads);
 
@@ -106,28 +105,33 @@ private:
             of_col[col] = weight + min(first + col, problem.n - 1) * problem.weight_stride;
         }
         const int k = static_cast<int>(problem.k);
+        Vector of_weight[2][kCols], of_x[2][kRows];  // of two steps, of which one is read while the other is added up
+        const auto read = [&](int turn, int place) {
+#pragma unroll
+            for (int col = 0; col < kCols; ++col) load(of_weight[turn][col], of_col[col], place, k);
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) load(of_x[turn][row], of_row[row], place, k);
+        };
+        int place = thread * kVector;
+        read(0, place);
 #pragma unroll 1
-        for (int at = thread * kVector; at < k; at += kThreads * kVector * kTogether) {
-            Vector of_weight[kTogether][kCols], of_x[kTogether][kRows];
+        for (; place < k; place += 2 * kStep) {
+            read(1, place + kStep);
+            add(sum, of_weight[0], of_x[0]);
+            read(0, place + 2 * kStep);
+            add(sum, of_weight[1], of_x[1]);
+        }
+    }
+
+    static __device__ __forceinline__ void add(float (&sum)[kRows][kCols], const Vector (&of_weight)[kCols],
+                                               const Vector (&of_x)[kRows]) {
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-                const int place = at + i * kThreads * kVector;
+        for (int j = 0; j < kVector; ++j) {
 #pragma unroll
-                for (int col = 0; col < kCols; ++col) load(of_weight[i][col], of_col[col], place, k);
+            for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-                for (int row = 0; row < kRows; ++row) load(of_x[i][row], of_row[row], place, k);
-            }
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-#pragma unroll
-                for (int j = 0; j < kVector; ++j) {
-#pragma unroll
-                    for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-                        for (int col = 0; col < kCols; ++col) {
-                            sum[row][col] = fmaf(of_x[i][row][j], of_weight[i][col][j], sum[row][col]);
-                        }
-                    }
+                for (int col = 0; col < kCols; ++col) {
+                    sum[row][col] = fmaf(of_x[row][j], of_weight[col][j], sum[row][col]);
                 }
             }
         }

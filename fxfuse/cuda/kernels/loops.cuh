@@ -3,7 +3,8 @@
 //
 // The result's memory is cut into runs of kVector elements, a run for each thread. Elements that lie side by side where
 // a run reads them are read together. A kernel may have kOthers further results of as many elements, which lie in the same
-// order. A result may be a part of memory that is there (kPlaced): then the Body puts it there. A launch may have kTogether of them of one form, none of which needs another.
+// order. A result may be a part of memory that is there (kPlaced): then the Body puts it there. A launch may have several,
+// none of which needs another.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,8 @@
 #include "launch.cuh"
 
 namespace fxfuse {
+
+constexpr int kLoopsThreads = 256;  // of a block
 
 template <class Body>
 struct LoopsArguments {
@@ -39,14 +42,68 @@ struct LoopsArguments {
 #endif  // __CUDACC_RTC__
 };
 
-// Of a launch, in which blockIdx.y says which result a block is for.
-template <class Body>
-struct LoopsTogether {
-    LoopsArguments<Body> of[Body::kTogether];
+// Of one form in a launch: kCount results, each with as many blocks as the largest of them needs.
+template <class Body_, int kCount>
+struct Alike {
+    using Body = Body_;
 
-    __device__ __forceinline__ const LoopsArguments<Body>& mine() const {
-        return of[Body::kTogether == 1 ? 0 : blockIdx.y];
+    LoopsArguments<Body> of[kCount];
+    unsigned blocks;  // of each
+
+#ifndef __CUDACC_RTC__
+    unsigned take(const uint32_t*& values, const uint64_t*& pointers) {
+        unsigned most = 0;
+        for (LoopsArguments<Body>& one : of) {
+            one = LoopsArguments<Body>::take(values, pointers);
+            most = one.count > most ? one.count : most;
+        }
+        blocks = (most + Body::kOfBlock - 1) / Body::kOfBlock;
+        return blocks * kCount;
     }
+#endif  // __CUDACC_RTC__
+
+    __device__ __forceinline__ void run(unsigned block) const {
+        if constexpr (kCount == 1) {
+            Body::run(of[0], block);
+        } else {
+            Body::run(of[block / blocks], block % blocks);
+        }
+    }
+    __device__ __forceinline__ unsigned all_blocks() const { return blocks * kCount; }
+};
+
+// All of a launch, none of which needs another; blocks follow each other.
+template <class First, class... Others>
+struct LoopsTogether {
+    First first;
+    LoopsTogether<Others...> others;
+
+#ifndef __CUDACC_RTC__
+    unsigned take(const uint32_t*& values, const uint64_t*& pointers) {
+        const unsigned before = first.take(values, pointers);
+        return before + others.take(values, pointers);
+    }
+#endif  // __CUDACC_RTC__
+
+    __device__ __forceinline__ void run(unsigned block) const {
+        const unsigned before = first.all_blocks();
+        if (block < before) {
+            first.run(block);
+        } else {
+            others.run(block - before);
+        }
+    }
+};
+
+template <class First>
+struct LoopsTogether<First> {
+    First first;
+
+#ifndef __CUDACC_RTC__
+    unsigned take(const uint32_t*& values, const uint64_t*& pointers) { return first.take(values, pointers); }
+#endif  // __CUDACC_RTC__
+
+    __device__ __forceinline__ void run(unsigned block) const { first.run(block); }
 };
 
 // What lies at `source`, by instructions of kAccess bytes, of which the address is a multiple.
@@ -107,38 +164,31 @@ __device__ __forceinline__ unsigned integer_at(const void* memory, unsigned at, 
     return static_cast<unsigned>(index);
 }
 
+// What a block of threads does for a result.
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads) loops_kernel(const __grid_constant__ LoopsTogether<Body> together) {
-    FXFUSE_DEVICE_PASS({
-        const LoopsArguments<Body>& arguments = together.mine();
-        const unsigned run = blockIdx.x * Body::kThreads + threadIdx.x;
-        if (run < arguments.count) {
-            Adjacent<typename Body::Output, Body::kVector, Body::kAccess> result;
-            Body::compute(arguments, run, result);
-            if constexpr (!Body::kPlaced) result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
-        }
-    });
+__device__ __forceinline__ void run_loops(const LoopsArguments<Body>& arguments, unsigned block) {
+    const unsigned run = block * kLoopsThreads + threadIdx.x;
+    if (run >= arguments.count) return;
+    Adjacent<typename Body::Output, Body::kVector, Body::kAccess> result;
+    Body::compute(arguments, run, result);
+    if constexpr (!Body::kPlaced) result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
+}
+
+template <class... Forms>
+__global__ void __launch_bounds__(kLoopsThreads)
+    loops_kernel(const __grid_constant__ LoopsTogether<Forms...> together) {
+    FXFUSE_DEVICE_PASS(together.run(blockIdx.x));
 }
 
 #ifndef __CUDACC_RTC__
-// A launch of a kernel of loops, of which a block has kOfBlock runs or rows. params: for each result their number, then
-// numbers and divisors; pointers: for each its own, then those of the tensors that are read.
-template <class Body, unsigned kOfBlock>
-cudaError_t queue_loops(void (*kernel)(const LoopsTogether<Body>), const void* params, const uint64_t* pointers,
-                        cudaStream_t stream) {
-    const auto* values = static_cast<const uint32_t*>(params);
-    LoopsTogether<Body> together;
-    unsigned most = 0;
-    for (LoopsArguments<Body>& one : together.of) {
-        one = LoopsArguments<Body>::take(values, pointers);
-        most = one.count > most ? one.count : most;
-    }
-    return queue(kernel, dim3((most + kOfBlock - 1) / kOfBlock, Body::kTogether), Body::kThreads, 0, stream, together);
-}
-
-template <class Body>
+// params: for each result its number of runs or rows, then numbers and divisors; pointers: for each its own, then those of
+// the tensors that are read.
+template <class... Forms>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
-    return queue_loops<Body, Body::kThreads>(loops_kernel<Body>, params, pointers, stream);
+    const auto* values = static_cast<const uint32_t*>(params);
+    LoopsTogether<Forms...> together;
+    const unsigned blocks = together.take(values, pointers);
+    return queue(loops_kernel<Forms...>, blocks, kLoopsThreads, 0, stream, together);
 }
 #endif  // __CUDACC_RTC__
 

@@ -67,28 +67,17 @@ struct Totals {
     }
 };
 
+// As run_loops.
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads) rows_kernel(const __grid_constant__ LoopsTogether<Body> together) {
-    FXFUSE_DEVICE_PASS({
-        const LoopsArguments<Body>& arguments = together.mine();
-        if (blockIdx.x * (Body::kThreads / Body::kLanes) >= arguments.count) return;  // another result has more
-        // Threads beyond the last row compute it, too: shuffles need all lanes.
-        constexpr int kGroup = Body::kColumns * Body::kLanes;
-        const unsigned group = blockIdx.x * (Body::kThreads / kGroup) + threadIdx.x / kGroup;
-        const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;
-        const unsigned lane = threadIdx.x % kGroup / Body::kColumns;
-        const bool exists = row < arguments.count;
-        Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, arguments.out);
-    });
+__device__ __forceinline__ void run_rows(const LoopsArguments<Body>& arguments, unsigned block) {
+    if (block * Body::kOfBlock >= arguments.count) return;  // another result has more
+    // Threads beyond the last row compute it, too: shuffles need all lanes.
+    constexpr int kGroup = Body::kColumns * Body::kLanes;
+    const unsigned group = block * (kLoopsThreads / kGroup) + threadIdx.x / kGroup;
+    const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;
+    const unsigned lane = threadIdx.x % kGroup / Body::kColumns;
+    const bool exists = row < arguments.count;
+    Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, arguments.out);
 }
-
-#ifndef __CUDACC_RTC__
-// As launch_loops; kRows rows are one.
-template <class Body>
-cudaError_t launch_rows(const void* params, const uint64_t* pointers, cudaStream_t stream) {
-    constexpr unsigned kRows = Body::kThreads / Body::kLanes;
-    return queue_loops<Body, kRows>(rows_kernel<Body>, params, pointers, stream);
-}
-#endif  // __CUDACC_RTC__
 
 }  // namespace fxfuse
