@@ -362,7 +362,8 @@ SHARED_SIZES = [(6, 640, 4096), (16, 300, 8200), (5, 257, 7001), (33, 136, 8200)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), SHARED_SIZES)
-def test_thread_blocks_share_sums_over_k(m, n, k, dtype):
+def test_thread_blocks_share_sums_over_k(m, n, k, dtype, monkeypatch):
+    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
     model = Net(lambda s, x: F.silu(s.fc(x)) + s.v, fc=nn.Linear(k, n), v=torch.randn(n))
     assert "split" in check(model, gpu_tensor(m, k, dtype=dtype), dtype)
     assert "split" in check(
@@ -374,6 +375,7 @@ def test_thread_blocks_share_sums_over_k(m, n, k, dtype):
 def splits(request, monkeypatch):
     """How many thread blocks share every tile."""
     monkeypatch.setattr(gemm, "_split_counts", lambda tile, problem: [request.param])
+    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
     return request.param
 
 
@@ -608,6 +610,7 @@ def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
 def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
     monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
     monkeypatch.setattr(gemm, "_TILES", ())
+    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
     monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
@@ -1328,7 +1331,8 @@ BY_CHANNELS_LAST = {"plan._ranked": plan._channels_last_candidates, "plan.CHANNE
                     "plan._library_gains_there": lambda problem: False}  # fmt: skip  # kernels of ours there
 WGMMA, TF32X3 = gemm.WGMMA_TILES, gemm.WGMMA_TF32X3_TILES
 FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, or more tiles than run at once
-    "Gemv<": (DTYPES, {}, a_linear, (1, 7, 24), (3, 130, 1032)),
+    "Gemv<": (DTYPES, {"gemm.FEW_ROWS": (0,)}, a_linear, (1, 7, 24)),
+    "FewRows<": (DTYPES[1:], {}, a_linear, (3, 130, 1032), (13, 35, 520)),
     "SplitGemm<GemmConfig<": (
         DTYPES, only(gemm._TILES_TF32X3[3], gemm._TILES[4], splits=3), a_linear, (133, 131, 1001), (577, 260, 1001)
     ),
