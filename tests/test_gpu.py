@@ -1332,6 +1332,7 @@ BY_CHANNELS_LAST = {"plan._ranked": plan._channels_last_candidates, "plan.CHANNE
 WGMMA, TF32X3 = gemm.WGMMA_TILES, gemm.WGMMA_TF32X3_TILES
 FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, or more tiles than run at once
     "Gemv<": (DTYPES, {"gemm.FEW_ROWS": (0,)}, a_linear, (1, 7, 24)),
+    "Gemv<float, ": (DTYPES[:1], {}, a_linear, (3, 130, 1032)),
     "FewRows<": (DTYPES[1:], {}, a_linear, (3, 130, 1032), (13, 35, 520)),
     "SplitGemm<GemmConfig<": (
         DTYPES, only(gemm._TILES_TF32X3[3], gemm._TILES[4], splits=3), a_linear, (133, 131, 1001), (577, 260, 1001)

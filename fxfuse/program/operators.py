@@ -53,14 +53,19 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         result = result[0]
     if not isinstance(result, Value) or math.prod(result.shape) == 0:
         return None
-    args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    names = [argument.name for argument in overload._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    args, given = _arguments(overload, args, kwargs)
     if _is_whole(result):
         loops = _loops_of_whole(overload, args, kwargs, given, result)
     else:
         loops = _loops_of_part(overload, args, result)
     return loops or loops_into(overload, args, kwargs, result)
+
+
+def _arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Those without names, where tensors that torch made of numbers are numbers again, and all by name."""
+    args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    names = [argument.name for argument in overload._schema.arguments]
+    return args, {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _loops_of_whole(
@@ -103,9 +108,7 @@ def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     rule = _PARTS.get(overload.overloadpacket)
     if rule is None or not isinstance(result, Value):
         return None
-    names = [argument.name for argument in overload._schema.arguments]
-    args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    _, given = _arguments(overload, args, kwargs)
     if result.slot.is_apart or result.offset % result.dtype.itemsize:
         return None
     if is_overlapping(result.shape, result.strides) or torch.are_deterministic_algorithms_enabled():

@@ -463,11 +463,13 @@ class Recorder:
             return
         value = step.kwargs.get("attn_mask") or step.args[3]
         key = value.slot, value.offset, value.shape, value.strides, query.dtype
-        there, since = self._masks.get(key, (None, 0))
-        changed = {slot for later in self.steps[since:] for slot in written_by(later)}
-        if there is not None and changed.isdisjoint((there.slot, value.slot)):
-            _replace_mask(step, there)
-            return
+        if key in self._masks:
+            there, since = self._masks[key]
+            changed = {slot for later in self.steps[since:] for slot in written_by(later)}
+            if changed.isdisjoint((there.slot, value.slot)):
+                _replace_mask(step, there)
+                self._masks[key] = there, len(self.steps)
+                return
         numbers = as_numbers(mask, query.dtype)
         slot = self._slot("made", self._name(), numbers, [value])
         there = Value(slot, 0, tuple(numbers.shape), numbers.stride(), numbers.dtype, slot.name)
@@ -769,7 +771,7 @@ class Recorder:
             f"{label}: {operation.overload}",
             loops,
             operation.draws,
-            alone=None if loops is None else loops_into(operation.overload, args, kwargs, result),
+            alone=None if loops is None or loops.into else loops_into(operation.overload, args, kwargs, result),
             overwrites=operation.overwrites,
         )
 

@@ -17,8 +17,8 @@
 
 namespace fxfuse {
 
-// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once. Rows of x and of the weight start at multiples of 16 bytes and have such a
-// multiple.
+// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once. Rows of x and of the weight start
+// at multiples of 16 bytes and have such a multiple.
 template <class Mma, class Output_, class Epilogue_, int kGroups, int kTiles>
 struct FewRows {
     using Element = typename Mma::Element;
