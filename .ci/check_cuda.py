@@ -29,12 +29,12 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import codegen, conv2d, gemm, gemm_problem, layer_norm, loops, pointwise
+from fxfuse.cuda import attention, codegen, conv2d, gemm, gemm_problem, layer_norm, loops, pointwise
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
-from fxfuse.expression import parse
+from fxfuse.expression import Acc, parse
 from fxfuse.layout import Layout, contiguous_strides
 from fxfuse.pooling import MaxPool
 from fxfuse.program.loops import inlined, reads_alike
@@ -170,6 +170,21 @@ def normalisations(output: torch.dtype) -> Iterator[Kernel]:
         yield from layer_norm.candidates(layer_norm.Problem(4096, columns, columns, 512, 1e-5, output))
 
 
+def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
+    """Of one query and of several that share keys, with masks of truth values and numbers and without, few and many
+    channels; by clusters of blocks, too, or not."""
+    size = output.itemsize
+    for group, queries, width, mask, is_shared in (
+        (1, 1, 128, torch.bool, True), (4, 1, 128, torch.bool, True), (8, 1, 512 // size, output, True),
+        (2, 1, 64, None, True), (2, 4, 128, output, False), (1, 1, 80, torch.float32, True),
+    ):  # fmt: skip
+        rows, shared = (width * 512, width * 4096, width), (4096, 0 if is_shared else 4096, 0 if is_shared else 4096, 1)
+        strides = (rows, rows, rows, rows, shared)
+        problem = attention.Problem(2, 4, group, queries, 4096, width, output, mask, *strides)
+        for batch, largest in ((1, 1), (4, 16 if clusters else 1), (64, 1)):
+            yield from attention.candidates(replace(problem, batch=batch, largest_cluster=largest))[:1]
+
+
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
     softmax, standardised weights, means of images in channels_last and their windows, columns' softmax, a product."""
@@ -236,12 +251,12 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
             before.append(made)
 
 
-def sources() -> dict[str, str]:
+def sources(arch: int) -> dict[str, str]:
     """Text of every distinct kernel that these problems have as candidates, by its type."""
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
+        kernels = [*gemms(precision, first), *passes(output), *normalisations(output), *attentions(output, arch >= 90)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for number, text in enumerate(between_regions(output)):
@@ -249,6 +264,9 @@ def sources() -> dict[str, str]:
         for kernel in gated(precision)[:first]:
             found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
         for kernel in kernels:
+            if kernel.header in (attention.DOTS_HEADER, attention.MMA_HEADER):
+                found[kernel.type] = codegen.generate(Acc(), output, (), kernel)
+                continue
             by_channel = kernel.header == pointwise.PLANES_HEADER
             found[kernel.type] = codegen.generate(
                 CHANNEL_EPILOGUE if by_channel else EPILOGUE, output, CHANNEL_OPERANDS if by_channel else OPERANDS,
@@ -374,7 +392,7 @@ def main() -> int:
     arguments = parser.parse_args()
     catalogue = [
         (label, text, HOPPER if "Wgmma" in label else arguments.arch)
-        for label, text in sources().items()
+        for label, text in sources(int(arguments.arch.rstrip("a"))).items()
         if arguments.only in label
     ]
     with_nvrtc = util.find_spec("nvidia") is not None and util.find_spec("nvidia.cuda_nvrtc") is not None

@@ -23,6 +23,7 @@ from fxfuse import events, functional, plans
 from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
+from fxfuse.program import attention
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
 from fxfuse.program.operators import (
@@ -418,6 +419,11 @@ class Recorder:
         if self._by_parts and module is not None and module in self._leaves and _has_fast_path(module, seen):
             expected = result
             result, seen = self._observed(lambda: _lying_as(expected, _by_its_parts(call)))
+        is_attention = node.target is F.scaled_dot_product_attention and self._by_parts and self._autocast() is None
+        own = attention.planned(args, kwargs, result) if is_attention and self.reason is None else None
+        if own is not None:
+            with events.recorded() as launched:
+                result, kernel = self._observed(own, launched)
 
         def note(known: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
             symbols = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
@@ -433,6 +439,10 @@ class Recorder:
                 raise Refused(f"what '{node}' is depends on tensors' values")
             if list(map(_metadata, given)) != before:
                 raise Refused(f"'{node}' changes the shape or the strides of a tensor in place")
+            if own is not None:
+                with contextlib.suppress(_Unknown):
+                    values = values_in(symbols)
+                    return {node: self._taken_apart(kernel, launched.memory, given, values, result, str(node))}
             may_change = module is not None and module not in self._leaves  # what it does in another call
             if seen.computing and not may_change and (module is not None or not seen.attends):
                 with contextlib.suppress(_Unknown):
@@ -441,7 +451,7 @@ class Recorder:
                 raise Refused(f"'{node}' runs under a torch.autocast of the model's own")
             is_method = node.op == "call_method"
             made = self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
-            if target is F.scaled_dot_product_attention and self._by_parts:
+            if is_attention:
                 self._turn_mask_into_numbers(args, kwargs)
             return {node: made}
 
@@ -458,8 +468,6 @@ class Recorder:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         query = args[0] if args else kwargs["query"]
         if not isinstance(step, Call) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            return
-        if self._autocast() is not None:  # it would round them at every call
             return
         value = step.kwargs.get("attn_mask") or step.args[3]
         key = value.slot, value.offset, value.shape, value.strides, query.dtype

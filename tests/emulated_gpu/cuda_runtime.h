@@ -289,6 +289,15 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % emulation::kWarp) ^ lanes);
 }
 
+inline int __any_sync(unsigned, int predicate) {
+    emulation::with_warp(predicate, [](int** all) {
+        int any = 0;
+        for (int i = 0; i < emulation::kWarp; ++i) any |= *all[i] != 0;
+        for (int i = 0; i < emulation::kWarp; ++i) *all[i] = any;
+    });
+    return predicate;
+}
+
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     emulation::with_warp(value, [](unsigned** all) {
         unsigned most = 0;
@@ -355,7 +364,11 @@ std::common_type_t<A, B> max(A a, B b) {
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
 using cudaStream_t = void*;
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaDevAttrMultiProcessorCount };
+enum {
+    cudaFuncAttributeMaxDynamicSharedMemorySize,
+    cudaFuncAttributeNonPortableClusterSizeAllowed,
+    cudaDevAttrMultiProcessorCount
+};
 
 inline const char* cudaGetErrorString(cudaError_t) { return "an invalid configuration"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

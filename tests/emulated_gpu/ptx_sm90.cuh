@@ -64,6 +64,12 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------- clusters
+
+// Blocks run one after the other here.
+inline void cluster_barrier() { emulation::fail("there are no clusters"); }
+inline float2 load_of_block(const float2* place, uint32_t) { return *place; }
+
 // ----------------------------------------------------------------------------------------------------- copies
 
 inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {

@@ -72,28 +72,56 @@ cudaError_t resident_blocks(int threads, int shared_bytes, unsigned* blocks) {
     });
 }
 
+// Lets kKernel be launched in clusters of so many blocks on the current device: above 8, which any GPU with clusters
+// allows, that takes an attribute.
+template <auto kKernel>
+cudaError_t allow_clusters(unsigned cluster) {
+    constexpr unsigned kPortable = 8;
+    static std::atomic<unsigned> known[kRememberedDevices];
+    unsigned done = 0;
+    if (cluster <= kPortable) return cudaSuccess;
+    return ask_once(known, &done, [](unsigned* found, int) {
+        *found = 1;
+        return cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    });
+}
+
 // Puts a kernel on a stream. From sm_90 on it is launched while the kernel before it ends (programmatic dependent launch),
 // and waits for that (device_pass.cuh): a microsecond less between kernels. Before CUDA 12.3 no graph could be captured
-// of that.
+// of that. There, `cluster` blocks that follow each other along x may be launched together, so that they can read each
+// other's shared memory.
 template <class... Parameters, class... Arguments>
-cudaError_t queue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                  Arguments... arguments) {
-#if defined(__CUDA_ARCH_LIST__) && __CUDA_ARCH_LIST__ >= 900 && CUDART_VERSION >= 12030
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t queue_in_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                              size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+#if defined(__CUDA_ARCH_LIST__) && __CUDA_ARCH_LIST__ >= 900
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {cluster, 1, 1};
+    unsigned count = 1;
+#if CUDART_VERSION >= 12030
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+#endif
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = 1;
+    config.attrs = cluster > 1 ? attributes : attributes + 1;
+    config.numAttrs = cluster > 1 ? count : count - 1;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 #else
+    if (cluster > 1) return cudaErrorInvalidConfiguration;
     kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
     return cudaGetLastError();
 #endif
+}
+
+// The same without clusters.
+template <class... Parameters, class... Arguments>
+cudaError_t queue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                  Arguments... arguments) {
+    return queue_in_clusters(1, kernel, grid, block, shared_bytes, stream, arguments...);
 }
 
 }  // namespace fxfuse

@@ -35,6 +35,26 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         "@!done bra wait;\n}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// ------------------------------------------------------------------------------------------------- clusters
+
+// Waits until all threads of the cluster are here, and have written to shared memory what they wrote before.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+
+// What lies at the same place of the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float2 load_of_block(const float2* place, uint32_t rank) {
+    uint32_t there;
+    float2 value;
+    const auto here = static_cast<uint32_t>(__cvta_generic_to_shared(place));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(here), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(there));
+    return value;
+}
+
 // ----------------------------------------------------------------------------------------------------- copies
 
 // `bytes` global -> shared by the copy engine, which then completes them at the barrier; all multiples of 16.

@@ -1,0 +1,196 @@
+"""Attention of few queries to many keys, as of one token to a cache: kernels for a problem (kernels/attention.cuh).
+
+torch's kernels have a thread block, or a few, for each head, which read its keys and values one tile after the other:
+with few heads most of the GPU waits. Here as many blocks share a head's keys as the GPU holds.
+`candidates` turns a problem into instantiations of the template. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+from fxfuse.cuda.codegen import CPP_TYPES
+from fxfuse.cuda.gemm import shared_sums_bytes
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import MMA
+
+DOTS_HEADER, MMA_HEADER = "attention_dots.cuh", "attention_mma.cuh"
+ACCESS: Final = 16
+"""Bytes that one instruction reads."""
+MOST_ROWS: Final = 8
+"""Queries that share keys: what an instruction of tensor cores has columns for."""
+MOST_CHANNELS: Final = {2: 256, 4: 128}
+"""By the bytes of an element: a warp's threads have registers for them."""
+WARP: Final = 32
+WARPS: Final = 4
+"""Of a block."""
+LEAST_STAGES, MOST_STAGES = 2, 8
+"""Tiles that a warp has places for: as many bytes as memory needs to have under way."""
+MOST_SPLITS: Final = 64
+"""Blocks that share a head's keys (kMost)."""
+FEW_BLOCKS: Final = 8
+"""If there is a block for each head, a share of the multiprocessors from which on that may be quick."""
+MAX_GRID_YZ: Final = 65535
+MOST_KEYS: Final = 2**30
+"""The kernel counts keys in int, up to some tiles beyond the end."""
+
+Strides: TypeAlias = tuple[int, int, int]
+"""Of batch, head and row, in elements."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out[b, h, l] = softmax(q[b, h, l] . k[b, h // group] * scale + mask[b, h, l]) . v[b, h // group] for query l.
+
+    Channels lie side by side in all of them.
+    """
+
+    batch: int
+    key_heads: int
+    group: int
+    """Heads that share one of the keys'."""
+    queries: int
+    keys: int
+    width: int
+    """Channels, of values as of keys."""
+    element: torch.dtype
+    mask: torch.dtype | None
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of batch, head, query and key; 0 where it broadcasts."""
+    scale: float = 1.0
+    alignment: int = ACCESS
+    """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
+    multiprocessors: int = 108
+    most_shared: int = 163 << 10
+    """Bytes of shared memory that a block may have."""
+    largest_cluster: int = 1
+    """Of blocks, that the GPU has."""
+
+    @property
+    def shares_mask(self) -> bool:
+        """Whether queries that share keys share the mask."""
+        _, head, query, _ = self.mask_strides
+        return (self.group == 1 or head == 0) and (self.queries == 1 or query == 0)
+
+
+def largest_cluster(capability: tuple[int, int]) -> int:
+    """Of blocks, that a GPU of this compute capability has: data centres' have more than others."""
+    return 1 if capability < (9, 0) else 16 if capability[0] in (9, 10) else 8
+
+
+def candidates(problem: Problem) -> list[Kernel]:
+    """The kernels that `problem` can be run by, best first. Their tensors are q, k, v, the mask if there is one, the
+    output, and a workspace if blocks share keys."""
+    rows, size = problem.group * problem.queries, problem.element.itemsize
+    moves = math.gcd(*(stride * size for strides in (problem.q, problem.k, problem.v) for stride in strides))
+    if rows > MOST_ROWS or problem.width > MOST_CHANNELS[size] or problem.width * size % ACCESS:
+        return []
+    if math.gcd(moves, problem.alignment, ACCESS) < ACCESS or any(stride % 2 for stride in problem.out):
+        return []
+    sizes = (problem.batch, problem.key_heads, problem.keys, problem.queries)
+    if min(sizes) < 1 or max(sizes[:2]) > MAX_GRID_YZ or problem.keys > MOST_KEYS:
+        return []
+    rows = next(count for count in (1, 2, 4, 8) if rows <= count)
+    warp = _warp(problem, rows)
+    heads, tiles = problem.batch * problem.key_heads, -(-problem.keys // warp.keys)
+    room = problem.most_shared - (WARPS + 1) * rows * (problem.width + 2) * 4 - rows * MOST_SPLITS * 8
+    places = problem.multiprocessors
+
+    def meeting(blocks: int, kind: str) -> tuple[int, int, str]:
+        """A block has a multiprocessor to itself where there is one for each, else two share one."""
+        share = room if heads * blocks <= places else room // 2
+        return max(LEAST_STAGES, min(MOST_STAGES, share // (WARPS * warp.stage_bytes))), blocks, kind
+
+    if room < LEAST_STAGES * WARPS * warp.stage_bytes:
+        return []
+    most = min(MOST_SPLITS, -(-tiles // WARPS), 2 * places // heads)
+    of_cluster = [size for size in (16, 8, 4, 2) if size <= min(most, problem.largest_cluster)]
+    choices = [meeting(size, "kCluster") for size in of_cluster[:1]]
+    if most > 1:
+        choices.append(meeting(most, "kWorkspace"))
+    if len(of_cluster) > 1:
+        choices.append(meeting(of_cluster[1], "kCluster"))
+    elif most > 3:
+        choices.append(meeting(-(-most // 2), "kWorkspace"))
+    alone = meeting(1, "kNone")
+    if FEW_BLOCKS * heads >= places or not choices:
+        choices.insert(1, alone)
+    return [_kernel(problem, warp, rows, *choice) for choice in choices]
+
+
+@dataclass(frozen=True)
+class _Warp:
+    """What a warp does."""
+
+    type: str
+    """Its C++ type."""
+    header: str
+    keys: int
+    """Of a tile."""
+    stage_bytes: int
+    """Of shared memory, for a tile."""
+
+
+def _warp(problem: Problem, rows: int) -> _Warp:
+    mask, width = "NoMask" if problem.mask is None else CPP_TYPES[problem.mask], problem.width
+    if problem.element != torch.float32:
+        keys, added = (16, 4) if width <= 128 else (8, 2)
+        fragments = keys // 8 * (-(-width // 32) + 2 * -(-width // 64))
+        type_, header = f"MmaAttention<{_MMA[problem.element]}, {mask}, {width}, {rows}>", MMA_HEADER
+    else:
+        own = 8 if rows <= 2 else 4 if rows <= 4 or problem.shares_mask else 2
+        mask_rows = 1 if problem.shares_mask else rows
+        keys, fragments = own * (WARP // 2 ** math.ceil(math.log2(width * 4 / ACCESS))), 2 * own
+        added = mask_rows * own
+        type_ = f"DotAttention<{CPP_TYPES[problem.element]}, {mask}, {width}, {rows}, {mask_rows}, {own}>"
+        header = DOTS_HEADER
+    fragments += 0 if problem.mask is None else -(-added // 4)
+    return _Warp(type_, header, keys, fragments * WARP * ACCESS)
+
+
+_MMA: Final = {torch.float16: MMA["fp16"], torch.bfloat16: MMA["bf16"]}
+
+
+def _kernel(problem: Problem, warp: _Warp, rows: int, stages: int, splits: int, meeting: str) -> Kernel:
+    kinds = {"kNone": "", "kCluster": f", cluster of {splits}", "kWorkspace": f", split {splits}"}
+    element = str(problem.element).removeprefix("torch.")
+    return Kernel(
+        name=f"attention {element} {problem.width}, {rows} row{'s' * (rows > 1)}, {stages} stages{kinds[meeting]}",
+        header=warp.header,
+        type=f"Attention<{warp.type}, {{output}}, {{epilogue}}, {stages}, Meeting::{meeting}>",
+        params=_params(problem, splits),
+        workspace=_workspace_bytes(problem, rows, splits) if meeting == "kWorkspace" else 0,
+    )
+
+
+def _workspace_bytes(problem: Problem, rows: int, splits: int) -> int:
+    """Each block's sums, and for every row of them the greatest score and the sum of weights."""
+    return shared_sums_bytes(problem.batch * problem.key_heads, rows * (problem.width + 2), splits)
+
+
+def _params(problem: Problem, splits: int) -> bytes:
+    """AttentionProblem in attention.cuh."""
+    return struct.pack(
+        "<22qd",
+        problem.batch,
+        problem.key_heads,
+        problem.group,
+        problem.queries,
+        problem.keys,
+        splits,
+        *problem.q,
+        *problem.k,
+        *problem.v,
+        *problem.out,
+        *problem.mask_strides,
+        problem.scale,
+    )

@@ -1,0 +1,357 @@
+// out[b, h, l] = epilogue(sum over s of p[s] * v[s]), p the softmax over s of q[b, h, l] . k[s] * scale + mask[b, h, l, s]:
+// attention of few queries to many keys, as of one token to a cache. Reading keys and values is all the work, so that
+// each is read once, for all queries that share it, and thread blocks share a head's keys where there are few heads.
+//
+// A warp takes a tile of keys at a time and needs no other: it keeps the greatest score so far, and sums that go with it
+// (online softmax: Milakov and Gimelshein 2018). Each thread brings what it multiplies itself to places of its own in
+// shared memory, some tiles ahead: many bytes are under way, without a register for each or a barrier. Tiles that the
+// mask hides from all queries are not read, but for a warp's first ones; they go round, so that a cache that is filled to
+// a part gives every warp work. What warps found is put together at the end, of other blocks by way of their shared
+// memory where they are a cluster, else of the workspace.
+//
+// attention_dots.cuh and attention_mma.cuh have what a warp does.
+#pragma once
+
+#include <cstdint>
+
+#include "device_pass.cuh"
+#include "epilogue.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
+#include "ptx_sm90.cuh"
+#include "split_k.cuh"
+
+namespace fxfuse {
+
+// In elements. Channels lie side by side.
+struct AttentionStrides {
+    int64_t batch, head, row;
+};
+
+// Query head h reads key head h / group; rows are its queries, `queries` for each of the `group` heads.
+struct AttentionProblem {
+    int64_t batch, key_heads, group, queries, keys, splits;
+    AttentionStrides q, k, v, out, mask;
+    int64_t mask_key;  // stride along keys
+    double scale;
+};
+
+// Where a block's keys, values and queries begin, and which query a row is.
+template <class Element, class Mask>
+struct AttentionHead {
+    const AttentionProblem& problem;
+    const Element *q, *k, *v;
+    const Mask* mask;
+    int64_t batch, key_head;
+
+    __device__ __forceinline__ AttentionHead(const AttentionProblem& problem, const Element* q, const Element* k,
+                                             const Element* v, const Mask* mask)
+        : problem(problem), q(q), k(k), v(v), mask(mask), batch(blockIdx.z), key_head(blockIdx.y) {
+        this->k += batch * problem.k.batch + key_head * problem.k.head;
+        this->v += batch * problem.v.batch + key_head * problem.v.head;
+    }
+
+    struct Place {
+        int64_t head, query;
+    };
+    __device__ __forceinline__ Place place(int row) const {
+        const int queries = static_cast<int>(problem.queries);
+        return {key_head * problem.group + row / queries, row % queries};
+    }
+    // Rows beyond the last read what that reads.
+    __device__ __forceinline__ int existing(int row) const {
+        return min(row, static_cast<int>(problem.group * problem.queries) - 1);
+    }
+    __device__ __forceinline__ const Element* query(int row) const {
+        const Place at = place(existing(row));
+        return q + batch * problem.q.batch + at.head * problem.q.head + at.query * problem.q.row;
+    }
+    __device__ __forceinline__ const Mask* mask_of(int row) const {
+        const Place at = place(existing(row));
+        return mask + batch * problem.mask.batch + at.head * problem.mask.head + at.query * problem.mask.row;
+    }
+};
+
+// Of a mask that is none.
+struct NoMask {};
+template <class Mask>
+constexpr bool kIsMask = true;
+template <>
+constexpr bool kIsMask<NoMask> = false;
+
+constexpr float kLog2E = 1.4426950408889634f;  // scores are powers of two
+
+// What is added for a key that nobody may look at, and the greatest score of none.
+__device__ __forceinline__ float nothing() { return __int_as_float(static_cast<int>(0xff800000u)); }
+
+__device__ __forceinline__ float added_for(float number) { return number * kLog2E; }
+__device__ __forceinline__ float added_for(Float16 number) { return to_float(number) * kLog2E; }
+__device__ __forceinline__ float added_for(BFloat16 number) { return to_float(number) * kLog2E; }
+__device__ __forceinline__ float added_for(bool seen) { return seen ? 0.0f : nothing(); }
+
+// What is added to the scores of a tile's keys.
+template <int kCount>
+struct AddedScores {
+    float value[kCount];
+};
+template <int kCount>
+__device__ __forceinline__ bool sees_any(const AddedScores<kCount>& added) {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) any |= added.value[i] != nothing();
+    return any;
+}
+
+// What is added for a key of a row of the mask.
+template <class Mask>
+__device__ __forceinline__ float read_mask(const Mask* row, const AttentionProblem& problem, int key) {
+    if (key >= problem.keys) return nothing();
+    if constexpr (kIsMask<Mask>) {
+        return added_for(row[key * problem.mask_key]);
+    } else {
+        return 0.0f;
+    }
+}
+
+// How much what goes with the score `before` counts beside `most`; where there was none it is zero.
+__device__ __forceinline__ float shrunk(float before, float most) {
+    return ptx::exp2(before - (most == nothing() ? 0.0f : most));
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    attention_kernel(const __grid_constant__ AttentionProblem problem, const typename Kernel::Element* __restrict__ q,
+                     const typename Kernel::Element* __restrict__ k, const typename Kernel::Element* __restrict__ v,
+                     const typename Kernel::Mask* __restrict__ mask, typename Kernel::Output* __restrict__ out,
+                     const SplitWorkspace workspace, const typename Kernel::Epilogue epilogue) {
+    FXFUSE_DEVICE_PASS(Kernel::run(problem, q, k, v, mask, out, workspace, epilogue));
+}
+
+// How the blocks that share a head's keys put together what they found.
+enum class Meeting {
+    kNone,       // there is one block
+    kCluster,    // by each other's shared memory, from sm_90 on
+    kWorkspace,  // the last one reads what all have written
+};
+
+// Warp: what a warp does with its tiles. kStages: tiles that it has places for.
+template <class Warp, class Output_, class Epilogue_, int kStages, Meeting kMeeting>
+struct Attention {
+    using Element = typename Warp::Element;
+    using Mask = typename Warp::Mask;
+    using Output = Output_;
+    using Epilogue = Epilogue_;
+    using Problem = AttentionProblem;
+
+    static constexpr bool kMasked = kIsMask<Mask>;
+    static constexpr bool kShared = kMeeting == Meeting::kWorkspace;
+    static constexpr int kTensors = 4 + kMasked + kShared;  // q, k, v, the mask, out, the workspace
+    static constexpr int kWarp = 32, kWarps = 4, kThreads = kWarps * kWarp;
+    static constexpr int kBlocks = 2;  // of a multiprocessor, that have registers
+    static constexpr int kOfMask = kMasked ? (Warp::kAdded + 3) / 4 : 0;
+    static constexpr int kOfTile = Warp::kFragments + kOfMask;  // a thread's places of 16 bytes
+    static constexpr int kSharedBytes = kWarps * kStages * kOfTile * kWarp * 16;
+    static constexpr int kRows = Warp::kRows, kPairs = Warp::kWidth / 2;
+    static constexpr int kMost = kMeeting == Meeting::kNone ? 1 : kMeeting == Meeting::kCluster ? 16 : 64;  // blocks
+    static constexpr int64_t kPart = kRows * (kPairs + 1);  // float2 of the workspace that a block writes
+
+    static __device__ __forceinline__ void run(const Problem& problem, const Element* q, const Element* k,
+                                               const Element* v, const Mask* mask, Output* out,
+                                               const SplitWorkspace& workspace, const Epilogue& epilogue) {
+        __shared__ float2 states[kWarps][kRows];
+        __shared__ float2 sums[kWarps][kRows][kPairs];
+        const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
+        const AttentionHead<Element, Mask> head(problem, q, k, v, mask);
+        Warp rows(head);
+        attend(rows, head, warp);
+        rows.finish(states[warp], sums[warp]);
+        __syncthreads();
+        const auto of_warp = [&](int other, int row) { return states[other][row]; };
+        const auto sum_of_warp = [&](int other, int row, int pair) { return sums[other][row][pair]; };
+        if constexpr (kMeeting == Meeting::kCluster) {
+            __shared__ float2 own[kRows][kPairs], own_states[kRows];
+            for (int index = thread; index < kRows * kPairs; index += kThreads) {
+                const int row = index / kPairs, pair = index % kPairs;
+                float2 state;
+                own[row][pair] = put_together(kWarps, row, pair, of_warp, sum_of_warp, state);
+                if (pair == 0) own_states[row] = state;
+            }
+            ptx::cluster_barrier();
+            store(head, out, epilogue, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), static_cast<int>(gridDim.x),
+                  [&](int other, int row) { return ptx::load_of_block(&own_states[row], other); },
+                  [&](int other, int row, int pair) { return ptx::load_of_block(&own[row][pair], other); });
+            ptx::cluster_barrier();  // others may still read what lies here
+        } else if constexpr (kShared) {
+            const int splits = static_cast<int>(gridDim.x);
+            const int64_t tile = head.batch * problem.key_heads + head.key_head;
+            float2* parts = workspace.parts + tile * splits * kPart;
+            float2* part = parts + blockIdx.x * kPart;
+            for (int index = thread; index < kRows * kPairs; index += kThreads) {
+                const int row = index / kPairs, pair = index % kPairs;
+                float2 state;
+                __stcg(part + index, put_together(kWarps, row, pair, of_warp, sum_of_warp, state));
+                if (pair == 0) __stcg(part + kRows * kPairs + row, state);
+            }
+            __threadfence();  // before the block is counted in
+            __syncthreads();
+            const bool last = thread == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
+            if (!__syncthreads_or(last)) return;
+            __threadfence();
+            __shared__ float2 of_splits[kMost][kRows];
+            for (int index = thread; index < splits * kRows; index += kThreads) {
+                of_splits[index / kRows][index % kRows] =
+                    ptx::load_l2_8(parts + index / kRows * kPart + kRows * kPairs + index % kRows, true);
+            }
+            __syncthreads();
+            store(head, out, epilogue, 0, 1, splits, [&](int other, int row) { return of_splits[other][row]; },
+                  [&](int other, int row, int pair) {
+                      return ptx::load_l2_8(parts + other * kPart + row * kPairs + pair, true);
+                  });
+        } else {
+            store(head, out, epilogue, 0, 1, kWarps, of_warp, sum_of_warp);
+        }
+    }
+
+#ifndef __CUDACC_RTC__
+    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
+                              cudaStream_t stream) {
+        if (problem.group * problem.queries > kRows || problem.splits > kMost) {
+            return cudaErrorInvalidConfiguration;
+        }
+        const unsigned cluster = kMeeting == Meeting::kCluster ? static_cast<unsigned>(problem.splits) : 1;
+        const dim3 grid(static_cast<unsigned>(problem.splits), static_cast<unsigned>(problem.key_heads),
+                        static_cast<unsigned>(problem.batch));
+        constexpr auto kKernel = attention_kernel<Attention>;
+        if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
+        if (const cudaError_t error = allow_clusters<kKernel>(cluster); error != cudaSuccess) return error;
+        const auto workspace = kShared ? SplitWorkspace::make(pointers[kTensors - 1], problem.batch * problem.key_heads)
+                                       : SplitWorkspace{};
+        return queue_in_clusters(cluster, kKernel, grid, kThreads, kSharedBytes, stream, problem, reinterpret_cast<const Element*>(pointers[0]),
+                     reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<const Element*>(pointers[2]),
+                     reinterpret_cast<const Mask*>(pointers[3]), reinterpret_cast<Output*>(pointers[3 + kMasked]),
+                     workspace, epilogue);
+    }
+#endif  // __CUDACC_RTC__
+
+private:
+    // All tiles of the warp. A place is read before it is written anew, by the thread that does both.
+    static __device__ __forceinline__ void attend(Warp& rows, const AttentionHead<Element, Mask>& head, int warp) {
+        extern __shared__ __align__(16) unsigned char memory[];
+        uint4* places = reinterpret_cast<uint4*>(memory) + warp * kStages * kOfTile * kWarp + threadIdx.x % kWarp;
+        const auto places_of = [&](int tile) { return places + tile % kStages * kOfTile * kWarp; };
+        const Problem& problem = head.problem;
+        const int keys = static_cast<int>(problem.keys), step = static_cast<int>(gridDim.x) * kWarps * Warp::kTile;
+        const int begin = (static_cast<int>(blockIdx.x) * kWarps + warp) * Warp::kTile;
+        constexpr int kAhead = kStages - 1;
+        // The first tiles' keys are asked for before their mask is there.
+        int key = begin, tiles = 0;  // of the tile to be asked for, and how many have been
+#pragma unroll
+        for (int tile = 0; tile < kAhead; ++tile, key += step) {
+            if (key < keys) {
+                rows.copy(head, key, places_of(tile));
+                ++tiles;
+            }
+            ptx::cp_async_commit();
+        }
+        if constexpr (kMasked) {
+#pragma unroll
+            for (int tile = 0; tile < kAhead; ++tile) {
+                put(rows.read_mask_at(problem, begin + tile * step), places_of(tile));
+            }
+        }
+        auto added = rows.read_mask_at(problem, key);
+        for (int tile = 0; tile < tiles; ++tile) {
+            ptx::cp_async_wait<kAhead - 1>();
+            __syncwarp();  // nothing is read before it is there
+            if constexpr (kMasked) {
+                while (key < keys && !__any_sync(~0u, sees_any(added))) added = rows.read_mask_at(problem, key += step);
+            }
+            if (key < keys) {
+                rows.copy(head, key, places_of(tile + kAhead));
+                ++tiles;
+                key += step;
+                if constexpr (kMasked) {
+                    put(added, places_of(tile + kAhead));
+                    added = rows.read_mask_at(problem, key);
+                }
+            }
+            ptx::cp_async_commit();
+            if constexpr (kMasked) {
+                rows.attend(places_of(tile), taken(places_of(tile)));
+            } else {
+                rows.attend(places_of(tile), rows.read_mask_at(problem, begin + tile * step));
+            }
+            __syncwarp();
+        }
+    }
+
+    using Added = AddedScores<Warp::kAdded>;
+
+    static __device__ __forceinline__ void put(const Added& added, uint4* places) {
+        uint4* to = places + Warp::kFragments * kWarp;
+#pragma unroll
+        for (int i = 0; i < kOfMask; ++i) {
+            const auto bits = [&](int j) { return 4 * i + j < Warp::kAdded ? __float_as_uint(added.value[4 * i + j]) : 0u; };
+            to[i * kWarp] = make_uint4(bits(0), bits(1), bits(2), bits(3));
+        }
+    }
+    static __device__ __forceinline__ Added taken(const uint4* places) {
+        const uint4* from = places + Warp::kFragments * kWarp;
+        Added added;
+#pragma unroll
+        for (int i = 0; i < kOfMask; ++i) {
+            const uint4 bits = from[i * kWarp];
+            const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (4 * i + j < Warp::kAdded) added.value[4 * i + j] = __uint_as_float(word[j]);
+            }
+        }
+        return added;
+    }
+
+    // Two channels of a row's sum, of what `count` have found, and the row's state: the greatest score, and what all
+    // scores come to beside it.
+    template <class States, class Sums>
+    static __device__ __forceinline__ float2 put_together(int count, int row, int pair, States states, Sums sums,
+                                                          float2& state) {
+        constexpr int kTogether = 16;  // reads that are under way
+        state = make_float2(nothing(), 0.0f);
+        for (int other = 0; other < count; ++other) state.x = fmaxf(state.x, states(other, row).x);
+        float2 found = make_float2(0.0f, 0.0f);
+#pragma unroll kTogether
+        for (int other = 0; other < count; ++other) {
+            const float2 sum = sums(other, row, pair), others = states(other, row);
+            const float shrinks = shrunk(others.x, state.x);
+            state.y = fmaf(others.y, shrinks, state.y);
+            found.x = fmaf(sum.x, shrinks, found.x);
+            found.y = fmaf(sum.y, shrinks, found.y);
+        }
+        return found;
+    }
+
+    // Results of all rows; one of `blocks` that share the work.
+    template <class States, class Sums>
+    static __device__ __forceinline__ void store(const AttentionHead<Element, Mask>& head, Output* out,
+                                                 const Epilogue& epilogue, int block, int blocks, int count,
+                                                 States states, Sums sums) {
+        const Problem& problem = head.problem;
+        const int rows = static_cast<int>(problem.group * problem.queries);
+        for (int index = block * kThreads + static_cast<int>(threadIdx.x); index < rows * kPairs;
+             index += blocks * kThreads) {
+            const int row = index / kPairs, pair = index % kPairs;
+            const auto at = head.place(row);
+            float2 state;
+            const float2 found = put_together(count, row, pair, states, sums, state);
+            const float scale = state.y == 0.0f ? 0.0f : 1.0f / state.y;  // who may look at nothing finds nothing
+            float value[2] = {found.x * scale, found.y * scale};
+            epilogue.apply(value, Position{head.batch, at.head * problem.queries + at.query, 2 * pair}, 2);
+            Output* to = out + head.batch * problem.out.batch + at.head * problem.out.head + at.query * problem.out.row;
+            Elements<Output, 2> result;
+            result.set(value);
+            result.store_whole(to + 2 * pair);
+        }
+    }
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,159 @@
+// What a warp of attention does in float32: kLanes threads share a key, and multiply without tensor cores.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.cuh"
+#include "epilogue.cuh"
+#include "ptx.cuh"
+
+namespace fxfuse {
+
+// kWidth: channels, a multiple of 16 bytes, as are distances between rows and the addresses of q, k and v. kRows: at least
+// group * queries. kMaskRows: kRows, or 1 if the mask is the same for all rows. kKeys: of a tile, for each of the groups
+// of threads that share a key.
+template <class Element_, class Mask_, int kWidth_, int kRows_, int kMaskRows, int kKeys>
+struct DotAttention {
+    using Element = Element_;
+    using Mask = Mask_;
+
+    static constexpr int kWidth = kWidth_, kRows = kRows_;
+    static constexpr int kWarp = 32, kVector = 16 / static_cast<int>(sizeof(Element));
+    static constexpr int lanes_for(int vectors) { return vectors <= 1 ? 1 : 2 * lanes_for((vectors + 1) / 2); }
+    static constexpr int kLanes = lanes_for(kWidth / kVector);
+    static constexpr int kGroups = kWarp / kLanes, kTile = kGroups * kKeys;
+    using Vector = Elements<Element, kVector>;
+    using Head = AttentionHead<Element, Mask>;
+    static_assert(kWidth % kVector == 0 && kLanes <= kWarp && (kMaskRows == 1 || kMaskRows == kRows));
+
+    static constexpr int kAdded = kMaskRows * kKeys, kFragments = 2 * kKeys;
+    using Added = AddedScores<kAdded>;
+
+    __device__ __forceinline__ explicit DotAttention(const Head& head)
+        : group(static_cast<int>(threadIdx.x) % kWarp / kLanes),
+          col(static_cast<int>(threadIdx.x) % kLanes * kVector),
+          exists(kLanes * kVector == kWidth || col < kWidth) {
+#pragma unroll
+        for (int row = 0; row < kMaskRows; ++row) of_mask[row] = kIsMask<Mask> ? head.mask_of(row) : nullptr;
+        const float scale = static_cast<float>(head.problem.scale) * kLog2E;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            Vector of_query;
+            load(of_query, head.query(row) + col, exists);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) query[row][i] = of_query[i] * scale;
+            state[row] = make_float2(nothing(), 0.0f);
+        }
+    }
+
+    __device__ __forceinline__ Added read_mask_at(const AttentionProblem& problem, int first) const {
+        Added added;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+#pragma unroll
+            for (int row = 0; row < kMaskRows; ++row) {
+                added.value[row * kKeys + i] = read_mask(of_mask[row], problem, first + i * kGroups + group);
+            }
+        }
+        return added;
+    }
+
+    // Begins to bring a tile to the thread's places: its keys, then their values.
+    __device__ __forceinline__ void copy(const Head& head, int first, uint4* places) const {
+        const AttentionProblem& problem = head.problem;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const int key = first + i * kGroups + group, valid = exists && key < problem.keys ? 16 : 0;
+            ptx::cp_async_16(ptx::shared_address(places + i * kWarp), head.k + key * problem.k.row + col, valid);
+            ptx::cp_async_16(ptx::shared_address(places + (kKeys + i) * kWarp), head.v + key * problem.v.row + col, valid);
+        }
+    }
+
+    // Adds up a tile's values, weighed beside the greatest score so far.
+    __device__ __forceinline__ void attend(const uint4* places, const Added& added) {
+        const auto taken = [&](int i) { return reinterpret_cast<const Vector&>(places[i * kWarp]); };
+        float weight[kRows][kKeys] = {};
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const Vector of_key = taken(i);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) weight[row][i] = fmaf(query[row][j], of_key[j], weight[row][i]);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) {
+#pragma unroll
+                for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+                    weight[row][i] += __shfl_xor_sync(~0u, weight[row][i], offset);
+                }
+            }
+            float most = nothing();
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) {
+                weight[row][i] += added.value[row % kMaskRows * kKeys + i];
+                most = fmaxf(most, weight[row][i]);
+            }
+#pragma unroll
+            for (int offset = kLanes; offset < kWarp; offset *= 2) {
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+            }
+            most = fmaxf(most, state[row].x);
+            const float shrinks = shrunk(state[row].x, most);
+            state[row].x = most;
+            state[row].y *= shrinks;
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) {
+                weight[row][i] = shrunk(weight[row][i], most);
+                state[row].y += weight[row][i];
+            }
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) sum[row][j] *= shrinks;
+        }
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const Vector of_value = taken(kKeys + i);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) sum[row][j] = fmaf(weight[row][i], of_value[j], sum[row][j]);
+            }
+        }
+    }
+
+    // What all of the warp has found.
+    __device__ __forceinline__ void finish(float2 (&states)[kRows], float2 (&sums)[kRows][kWidth / 2]) {
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+            for (int offset = kLanes; offset < kWarp; offset *= 2) {
+                state[row].y += __shfl_xor_sync(~0u, state[row].y, offset);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) sum[row][i] += __shfl_xor_sync(~0u, sum[row][i], offset);
+            }
+            if (group > 0 || !exists) continue;
+            states[row] = state[row];  // the same in all lanes
+#pragma unroll
+            for (int i = 0; i < kVector; i += 2) sums[row][(col + i) / 2] = make_float2(sum[row][i], sum[row][i + 1]);
+        }
+    }
+
+private:
+    const int group, col;
+    const bool exists;  // else the thread has no channels
+    const Mask* of_mask[kMaskRows];
+    float query[kRows][kVector];
+    float2 state[kRows];  // the greatest score, and the sum of what the group's keys come to beside it
+    float sum[kRows][kVector] = {};
+
+    // Zeros if it is not there.
+    static __device__ __forceinline__ void load(Vector& to, const Element* from, bool is_there) {
+        to.clear();
+        if (is_there) to.template load_whole<16, true>(from);
+    }
+};
+
+}  // namespace fxfuse

@@ -1,0 +1,174 @@
+"""Attention of few queries, which a kernel of ours computes where it was measured to be quicker than torch's.
+
+So tokens are decoded: one query, or a few, for each head, and a long cache of keys and values (cuda/attention.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from fxfuse import build
+from fxfuse.cuda import attention, codegen, tune
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
+from fxfuse.errors import FxfuseError
+from fxfuse.expression import Acc
+from fxfuse.layout import contiguous_strides, flatten
+from fxfuse.operands import plan_operands
+from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
+from fxfuse.program.values import is_plain
+
+logger = logging.getLogger("fxfuse")
+
+KIND: Final = "attention"
+_PARAMETERS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""Of F.scaled_dot_product_attention; the others are given by name."""
+
+
+def planned(
+    args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor
+) -> Callable[[], torch.Tensor] | None:
+    """What computes F.scaled_dot_product_attention(*args, **kwargs), which was `expected`, by a kernel of ours.
+
+    None where there is no kernel for it, or torch's is as quick.
+    """
+    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    mask = given.get("attn_mask")
+    if given.get("dropout_p", 0.0) or given.get("is_causal", False) or not _all_kinds_allowed():
+        return None
+    tensors: list[torch.Tensor] = [given[name] for name in _PARAMETERS[: 3 if mask is None else 4]]
+    if not all(isinstance(tensor, torch.Tensor) and is_plain(tensor) for tensor in tensors):
+        return None
+    described = _described(tensors, expected, given.get("scale"))
+    if described is None:
+        return None
+    kernels = attention.candidates(described)
+    capability = torch.cuda.get_device_capability(expected.device)
+    if not kernels or capability < (8, 0):
+        return None
+    options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1))
+    problem = _problem(tensors, options)
+    try:
+        candidates = [_candidate(kernel, problem, expected, capability) for kernel in kernels]
+        plan = tune.draft(problem, [*candidates, _library(problem)])()
+    except FxfuseError as error:
+        logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
+        return None
+    return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
+
+
+LIBRARY: Final = "scaled_dot_product_attention"
+
+
+def _all_kinds_allowed() -> bool:
+    """Whether nobody has asked torch for certain kinds of attention only."""
+    cuda = torch.backends.cuda
+    return all((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()))
+
+
+def _described(
+    tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None
+) -> attention.Problem | None:
+    """What a kernel would have to compute; None if kernels know nothing like it."""
+    query, key, value, *masks = tensors
+    own = (*tensors[:3], expected)
+    if any(tensor.dim() != 4 or tensor.dtype not in RESULT_DTYPES or tensor.stride(3) != 1 for tensor in own):
+        return None
+    if len({tensor.dtype for tensor in own}) > 1 or len({tensor.device for tensor in tensors}) > 1 or not query.is_cuda:
+        return None
+    batch, heads, queries, width = query.shape
+    _, key_heads, keys, _ = key.shape
+    if key.shape != (batch, key_heads, keys, width) or value.shape != key.shape or expected.shape != query.shape:
+        return None
+    if 0 in query.shape or 0 in key.shape or heads % key_heads:
+        return None
+    mask_strides = 0, 0, 0, 0
+    for mask in masks:
+        if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            return None
+        of_batch, of_head, of_query, of_key = mask.expand(batch, heads, queries, keys).stride()
+        mask_strides = of_batch, of_head, of_query, of_key
+    device = torch.cuda.get_device_properties(query.device)
+    return attention.Problem(
+        batch=batch,
+        key_heads=key_heads,
+        group=heads // key_heads,
+        queries=queries,
+        keys=keys,
+        width=width,
+        element=query.dtype,
+        mask=masks[0].dtype if masks else None,
+        q=_moving(query),
+        k=_moving(key),
+        v=_moving(value),
+        out=_moving(expected),
+        mask_strides=mask_strides,
+        scale=1 / math.sqrt(width) if scale is None else scale,
+        alignment=min(math.gcd(16, tensor.data_ptr()) for tensor in tensors[:3]),
+        multiprocessors=device.multi_processor_count,
+        most_shared=min(attention.Problem.most_shared, getattr(device, "shared_memory_per_block_optin", math.inf)),
+        largest_cluster=attention.largest_cluster((device.major, device.minor)),
+    )
+
+
+def _moving(tensor: torch.Tensor) -> attention.Strides:
+    """Strides of batch, head and row; 0 where there is but one."""
+    batch, head, row = (stride * (size > 1) for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
+    return batch, head, row
+
+
+def _problem(tensors: Sequence[torch.Tensor], options: tuple[tuple[str, Any], ...]) -> Problem:
+    """The same as what is measured once."""
+    query, *others = (TensorMeta.of(tensor, tensor.device, math.gcd(16, tensor.data_ptr())) for tensor in tensors)
+    return Problem(KIND, options, "acc", query, None, None, tuple(others))
+
+
+def _candidate(kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int]) -> tune.Candidate:
+    shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
+    operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
+    assert operands is not None, "there are none"
+
+    def compiled() -> Run:
+        text = codegen.generate(Acc(), dtype, (), kernel)
+        queue = queue_by_address(
+            problem, operands, kernel, build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
+        )
+
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+            out = empty_strided(shape, strides, dtype)
+            addresses = [x.data_ptr(), *(tensor.data_ptr() for tensor in others), out.data_ptr()]
+            if kernel.workspace:
+                workspace = empty_strided((kernel.workspace,), (1,), torch.uint8)
+                addresses.append(workspace.data_ptr())
+            queue((), *addresses)
+            return out
+
+        return on_device(problem.x.device.index, run)
+
+    return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace)
+
+
+def _library(problem: Problem) -> tune.Candidate:
+    """torch's, which gets numbers for a mask of truth values, as programs give it (`Recorder`)."""
+    options = {name: option for name, option in problem.options if option}  # older versions know no enable_gqa
+
+    def compiled() -> Run:
+        numbers: list[torch.Tensor] = []
+
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+            key, value, *mask = others
+            if mask and mask[0].dtype == torch.bool:
+                if not numbers:
+                    numbers.append(torch.zeros_like(mask[0], dtype=x.dtype))
+                mask = numbers
+            return F.scaled_dot_product_attention(x, key, value, mask[0] if mask else None, **options)
+
+        return run
+
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True)

@@ -1,0 +1,138 @@
+"""Attention of few queries on a CUDA device: one launch, no less exact than torch's.
+
+Expected values come from torch in float64. Skipped without a GPU of compute capability 8.0.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ON_GPU, kernels_launched
+from torch import nn
+
+import fxfuse
+from fxfuse.cuda import tune
+from fxfuse.program import attention
+
+pytestmark = ON_GPU
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _drawn(seed):
+    """Sizes, tensors and mask of a problem that a kernel of ours has."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = draw.choice(DTYPES)
+    group, queries = draw.choice([(1, 1), (1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 4), (3, 2)])
+    batch, key_heads, keys = draw.randint(1, 9), draw.randint(1, 12), draw.choice([1, 7, 64, 129, 513, 2000, 4097])
+    width = draw.choice([8, 40, 64, 80, 96, 128] if dtype == torch.float32 else [16, 64, 80, 128, 192, 256])
+    heads = key_heads * group
+    query = torch.randn(batch, queries, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
+    cache = torch.randn(2, batch, key_heads, keys + 5, width, device="cuda", dtype=dtype)
+    key, value = cache[:, :, :, :keys].unbind()
+    mask = None
+    kind = draw.choice(["none", "length", "bool", "numbers"])
+    if kind == "length":
+        mask = (torch.arange(keys, device="cuda") < draw.randint(1, keys)).expand(1, 1, queries, keys)
+    elif kind != "none":
+        shape = draw.choice([1, batch]), draw.choice([1, heads]), draw.choice([1, queries]), keys
+        mask = torch.rand(shape, device="cuda") < 0.7
+        mask[..., 0] = True
+        if kind == "numbers":
+            mask = torch.where(mask, torch.randn(shape, device="cuda"), -math.inf).to(dtype)
+    return query, key, value, mask, draw.choice([None, 0.3])
+
+
+def _exact(query, key, value, mask, scale, dtype=torch.float64):
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.to(dtype).repeat_interleave(group, 1) for tensor in (key, value))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+    return F.scaled_dot_product_attention(query.to(dtype), key, value, mask, scale=scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(60))
+def test_every_kernel_is_no_less_exact_than_torch(seed, monkeypatch):
+    query, key, value, mask, scale = _drawn(seed)
+    found, draft = [], tune.draft
+
+    def noting(problem, candidates):
+        found.extend(candidates)
+        return draft(problem, candidates[:1])
+
+    monkeypatch.setattr(tune, "draft", noting)
+    exact, eager = _exact(query, key, value, mask, scale), _exact(query, key, value, mask, scale, query.dtype)
+    args, options = (query, key, value, mask), {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    assert attention.planned(args, options, eager) is not None
+    ours = [candidate for candidate in found if not candidate.library]
+    for candidate in ours:
+        have = candidate.build()(query, None, None, [tensor for tensor in args[1:] if tensor is not None])
+        assert have.stride() == eager.stride()
+        error, allowed = (float((result.double() - exact).norm() / exact.norm()) for result in (have, eager))
+        assert error <= 1.1 * allowed + 1e-7, (candidate.name, error, allowed)
+
+
+class Cached(nn.Module):
+    """Attention of one token to a cache that takes its key and value."""
+
+    def __init__(self, heads, key_heads, length, width, dtype):
+        super().__init__()
+        self.qkv = nn.Linear(256, (heads + 2 * key_heads) * width, dtype=dtype)
+        self.sizes = heads, key_heads, width
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(2, key_heads, length, width, dtype=dtype))
+
+    def forward(self, x, at, mask):
+        heads, key_heads, width = self.sizes
+        parts = self.qkv(x).view(2, 1, heads + 2 * key_heads, width).transpose(1, 2)
+        query, key, value = parts.split([heads, key_heads, key_heads], 1)
+        self.keys.index_copy_(2, at, key)
+        self.values.index_copy_(2, at, value)
+        return F.scaled_dot_product_attention(query, self.keys, self.values, mask, enable_gqa=heads > key_heads) * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2)])
+def test_a_token_attends_to_a_cache_by_one_kernel(heads, key_heads, monkeypatch):
+    monkeypatch.setenv("FXFUSE_TUNE", "0")  # the first of our own
+    torch.manual_seed(0)
+    model = Cached(heads, key_heads, 700, 64, torch.bfloat16).eval().cuda()
+    other = Cached(heads, key_heads, 700, 64, torch.bfloat16).eval().cuda()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(2, 1, 256, device="cuda", dtype=torch.bfloat16)
+    at, places = torch.tensor([0], device="cuda"), torch.arange(700, device="cuda")
+    fast = fxfuse.optimize(model, (x, at, (places <= 0)[None]))
+    for token in range(6):
+        args = torch.randn_like(x), torch.tensor([token], device="cuda"), (places <= token)[None]
+        have, want = fast(*args), other(*args)
+        assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2), token
+    assert any("attention_kernel" in name for name in kernels_launched(lambda: fast(*args)))
+
+
+class Attending(nn.Module):
+    def forward(self, query, key, value, mask):
+        return F.scaled_dot_product_attention(query, key, value, mask).relu()
+
+
+@torch.no_grad()
+def test_who_may_look_at_nothing_finds_nothing():
+    query, key, value = (torch.randn(1, 2, size, 64, device="cuda") for size in (2, 300, 300))
+    mask = torch.ones(2, 300, dtype=torch.bool, device="cuda")
+    mask[0] = False
+    model = Attending()
+    fast = fxfuse.optimize(model, (query, key, value, mask))
+    for _ in range(3):
+        have = fast(query, key, value, mask)
+    assert torch.allclose(have, model(query, key, value, mask), atol=1e-5)
+
+
+def test_kinds_of_attention_that_are_asked_for_are_torchs():
+    query, key, value = (torch.randn(1, 2, size, 64, device="cuda") for size in (1, 300, 300))
+    expected = F.scaled_dot_product_attention(query, key, value)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attention.planned((query, key, value), {}, expected) is None
+    for options in ({"is_causal": True}, {"dropout_p": 0.1}):
+        assert attention.planned((query, key, value), options, expected) is None
