@@ -45,11 +45,12 @@ THETA = 10000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder; the cache holds `length` tokens."""
+    """Sizes of a decoder; the cache holds `length` tokens, of `key_heads` heads that `heads` heads of queries share."""
 
     layers: int
     width: int
     heads: int
+    key_heads: int
     hidden: int
     vocabulary: int
     length: int
@@ -73,28 +74,40 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Each head so many times, as transformers writes it: with a mask torch's enable_gqa has no fast kernel."""
+    if times == 1:
+        return x
+    batch, heads, length, channels = x.shape
+    wide = x[:, :, None].expand(batch, heads, times, length, channels)
+    return wide.reshape(batch, heads * times, length, channels)
+
+
 class Attention(nn.Module):
     """Of the tokens at `positions` over the whole cache, which takes their keys and values."""
 
     def __init__(self, shape: Shape, batch: int) -> None:
         super().__init__()
-        self.heads, self.channels = shape.heads, shape.width // shape.heads
-        self.query, self.key, self.value, self.out = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
+        self.heads, self.key_heads, self.channels = shape.heads, shape.key_heads, shape.width // shape.heads
+        self.query, self.out = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(shape.width, shape.key_heads * self.channels, bias=False) for _ in range(2))
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch, shape.heads, shape.length, self.channels), persistent=False)
+            cache = torch.zeros(batch, shape.key_heads, shape.length, self.channels)
+            self.register_buffer(name, cache, persistent=False)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         batch, tokens, width = x.shape
         query, key, value = (
-            linear(x).view(batch, tokens, self.heads, self.channels).transpose(1, 2)
+            linear(x).view(batch, tokens, -1, self.channels).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         self.keys.index_copy_(2, positions, key)
         self.values.index_copy_(2, positions, value)
-        found = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask)
+        keys, values = (repeated(cache, self.heads // self.key_heads) for cache in (self.keys, self.values))
+        found = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return self.out(found.transpose(1, 2).reshape(batch, tokens, width))
 
 
@@ -157,7 +170,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(self.shape.values()), self.dtype, self.batch, self.tokens
+        return tuple(sorted(self.shape.items())), self.dtype, self.batch, self.tokens
 
     def wall(self, name: str) -> float:
         return float(self.contestants[name]["wall"]) if name in self.contestants else math.nan
@@ -237,7 +250,8 @@ def render(rows: Sequence[Row]) -> str:
 
         table.append(
             (
-                f"{row.shape['layers']} layers of {row.shape['width']}, {row.dtype}", row.batch, row.tokens,
+                f"{row.shape['layers']} layers of {row.shape['width']}, {row.dtype}",
+                "{heads}:{key_heads}".format(**row.shape), row.shape["length"], row.batch, row.tokens,
                 "yes" if row.ok else "NO", f"{row.error:.1e} / {row.eager_error:.1e}",
                 column(lambda one: f"{one.wall:.2f}"), column(lambda one: f"{one.gpu:.2f}"),
                 column(lambda one: f"{one.issue:.2f}"), column(lambda one: str(one.kernels)),
@@ -249,8 +263,8 @@ def render(rows: Sequence[Row]) -> str:
             )
         )  # fmt: skip
     headers = (
-        "decoder", "batch", "tokens", "right", "error / eager's", "wall, ms", "GPU, ms", "issuing, ms", "kernels",
-        "memory, MB", "share of the bandwidth", "best peer / fxfuse", "reduce-overhead / graph", "did not run",
+        "decoder", "heads", "cache", "batch", "tokens", "right", "error / eager's", "wall, ms", "GPU, ms",
+        "issuing, ms", "kernels", "memory, MB", "share of the bandwidth", "best peer / fxfuse", "reduce-overhead / graph", "did not run",
     )  # fmt: skip
     order = f"Columns with several numbers: {', '.join(names)}."
     return f"{order}\n\n{tabulate(table, headers=headers, tablefmt='github', disable_numparse=True)}"
@@ -261,6 +275,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--key-heads", type=int, default=None, help="which heads share; as many as heads if not given")
     parser.add_argument("--hidden", type=int, default=11008, help="of the gated unit")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--length", type=int, default=512, help="tokens that the cache holds")
@@ -271,7 +286,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each row")
     given = parser.parse_args()
     device = torch.device(given.device)
-    shape = Shape(given.layers, given.width, given.heads, given.hidden, given.vocabulary, given.length)
+    shape = Shape(
+        given.layers, given.width, given.heads, given.key_heads or given.heads, given.hidden, given.vocabulary,
+        given.length,
+    )  # fmt: skip
     facts = provenance(device, given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
     rows = {row.key: row for row in (read(given.output, "decoder", facts, Row) if given.output is not None else [])}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SIZES = {"layers": 2, "width": 32, "heads": 4, "hidden": 48, "vocabulary": 50, "length": 12}
+SIZES = {"layers": 2, "width": 32, "heads": 4, "key_heads": 2, "hidden": 48, "vocabulary": 50, "length": 12}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_tokens_one_by_one_give_what_all_at_once_do(decoder):
 
 
 def test_a_row_says_what_each_contestant_takes(tmp_path):
-    sizes = [part for name, size in SIZES.items() for part in (f"--{name}", str(size))]
+    sizes = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
     command = [sys.executable, "decoder.py", *sizes, "--device", "cpu", "--compare", "eager", "--tokens", "1", "5"]
     command += ["--batch", "2", "--dtype", "float32", "--seconds", "0.1", "--output", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
@@ -41,7 +41,7 @@ def test_a_row_says_what_each_contestant_takes(tmp_path):
     (written,) = tmp_path.glob("decoder-*.json")
     rows = json.loads(written.read_text())["rows"]
     assert [(row["batch"], row["tokens"], row["ok"]) for row in rows] == [(2, 1, True), (2, 5, True)]
-    weights = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 50 * 32
-    caches = 2 * 2 * 2 * 12 * 32
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 50 * 32
+    caches = 2 * 2 * 2 * 12 * 16
     assert all(row["bytes_read"] == (weights + caches) * 4 for row in rows)
     assert all(row["contestants"][name]["wall"] > 0 for row in rows for name in ("eager", "fxfuse"))

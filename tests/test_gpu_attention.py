@@ -78,8 +78,9 @@ def test_every_kernel_is_no_less_exact_than_torch(seed, monkeypatch):
 class Cached(nn.Module):
     """Attention of one token to a cache that takes its key and value."""
 
-    def __init__(self, heads, key_heads, length, width, dtype):
+    def __init__(self, heads, key_heads, length, width, dtype, repeats):
         super().__init__()
+        self.repeats = repeats
         self.qkv = nn.Linear(256, (heads + 2 * key_heads) * width, dtype=dtype)
         self.sizes = heads, key_heads, width
         for name in ("keys", "values"):
@@ -91,16 +92,23 @@ class Cached(nn.Module):
         query, key, value = parts.split([heads, key_heads, key_heads], 1)
         self.keys.index_copy_(2, at, key)
         self.values.index_copy_(2, at, value)
-        return F.scaled_dot_product_attention(query, self.keys, self.values, mask, enable_gqa=heads > key_heads) * 2
+        if not self.repeats:
+            return F.scaled_dot_product_attention(query, self.keys, self.values, mask, enable_gqa=heads > key_heads) * 2
+        group, length = heads // key_heads, self.keys.shape[2]
+        keys, values = (
+            cache[:, :, None].expand(2, key_heads, group, length, width).reshape(2, heads, length, width)
+            for cache in (self.keys, self.values)
+        )
+        return F.scaled_dot_product_attention(query, keys, values, mask) * 2
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2)])
-def test_a_token_attends_to_a_cache_by_one_kernel(heads, key_heads, monkeypatch):
+@pytest.mark.parametrize(("heads", "key_heads", "repeats"), [(4, 4, False), (8, 2, False), (8, 2, True)])
+def test_a_token_attends_to_a_cache_by_one_kernel(heads, key_heads, repeats, monkeypatch):
     monkeypatch.setenv("FXFUSE_TUNE", "0")  # the first of our own
     torch.manual_seed(0)
-    model = Cached(heads, key_heads, 700, 64, torch.bfloat16).eval().cuda()
-    other = Cached(heads, key_heads, 700, 64, torch.bfloat16).eval().cuda()
+    model = Cached(heads, key_heads, 700, 64, torch.bfloat16, repeats).eval().cuda()
+    other = Cached(heads, key_heads, 700, 64, torch.bfloat16, repeats).eval().cuda()
     other.load_state_dict(model.state_dict())
     x = torch.randn(2, 1, 256, device="cuda", dtype=torch.bfloat16)
     at, places = torch.tensor([0], device="cuda"), torch.arange(700, device="cuda")
@@ -109,7 +117,9 @@ def test_a_token_attends_to_a_cache_by_one_kernel(heads, key_heads, monkeypatch)
         args = torch.randn_like(x), torch.tensor([token], device="cuda"), (places <= token)[None]
         have, want = fast(*args), other(*args)
         assert torch.allclose(have.float(), want.float(), rtol=2e-2, atol=2e-2), token
-    assert any("attention_kernel" in name for name in kernels_launched(lambda: fast(*args)))
+    launched = kernels_launched(lambda: fast(*args))
+    assert sum("attention_kernel" in name for name in launched) == 1
+    assert len(launched) <= 4, launched  # the linear, the cache's, attention and what follows: nothing is repeated
 
 
 class Attending(nn.Module):

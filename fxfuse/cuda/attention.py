@@ -27,14 +27,14 @@ MOST_ROWS: Final = 8
 MOST_CHANNELS: Final = {2: 256, 4: 128}
 """By the bytes of an element: a warp's threads have registers for them."""
 WARP: Final = 32
-WARPS: Final = 4
-"""Of a block."""
-LEAST_STAGES, MOST_STAGES = 2, 8
-"""Tiles that a warp has places for: as many bytes as memory needs to have under way."""
+MOST_SUMS: Final = 44 << 10
+"""Bytes of shared memory for what a block's warps found: without asking for more it has 48 KB."""
 MOST_SPLITS: Final = 64
 """Blocks that share a head's keys (kMost)."""
 FEW_BLOCKS: Final = 8
 """If there is a block for each head, a share of the multiprocessors from which on that may be quick."""
+FREELY: Final = 0.9
+"""Share of the multiprocessors that clusters may take."""
 MAX_GRID_YZ: Final = 65535
 MOST_KEYS: Final = 2**30
 """The kernel counts keys in int, up to some tiles beyond the end."""
@@ -70,8 +70,6 @@ class Problem:
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
     multiprocessors: int = 108
-    most_shared: int = 163 << 10
-    """Bytes of shared memory that a block may have."""
     largest_cluster: int = 1
     """Of blocks, that the GPU has."""
 
@@ -102,29 +100,25 @@ def candidates(problem: Problem) -> list[Kernel]:
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
     heads, tiles = problem.batch * problem.key_heads, -(-problem.keys // warp.keys)
-    room = problem.most_shared - (WARPS + 1) * rows * (problem.width + 2) * 4 - rows * MOST_SPLITS * 8
+    room = MOST_SUMS // (rows * problem.width * 4) - 1  # one more for what they come to together
+    whole, half = min(warp.resident, room), min(warp.resident // 2, room)  # of what a multiprocessor holds
     places = problem.multiprocessors
-
-    def meeting(blocks: int, kind: str) -> tuple[int, int, str]:
-        """A block has a multiprocessor to itself where there is one for each, else two share one."""
-        share = room if heads * blocks <= places else room // 2
-        return max(LEAST_STAGES, min(MOST_STAGES, share // (WARPS * warp.stage_bytes))), blocks, kind
-
-    if room < LEAST_STAGES * WARPS * warp.stage_bytes:
-        return []
-    most = min(MOST_SPLITS, -(-tiles // WARPS), 2 * places // heads)
-    of_cluster = [size for size in (16, 8, 4, 2) if size <= min(most, problem.largest_cluster)]
-    choices = [meeting(size, "kCluster") for size in of_cluster[:1]]
-    if most > 1:
-        choices.append(meeting(most, "kWorkspace"))
-    if len(of_cluster) > 1:
-        choices.append(meeting(of_cluster[1], "kCluster"))
-    elif most > 3:
-        choices.append(meeting(-(-most // 2), "kWorkspace"))
-    alone = meeting(1, "kNone")
+    of_whole, of_half = min(-(-tiles // whole), places // heads), min(-(-tiles // half), 2 * places // heads)
+    # Clusters lie within a part of the GPU, and parts are not all as large: if all but fill it, some wait for others.
+    of_cluster = [size for size in _clusters(problem) if size <= of_half and heads * size <= places * FREELY]
+    choices = [(whole, size, "kCluster") for size in of_cluster[:1]]
+    if of_whole > 1:
+        choices.append((whole, min(of_whole, MOST_SPLITS), "kWorkspace"))
     if FEW_BLOCKS * heads >= places or not choices:
-        choices.insert(1, alone)
+        choices.append((whole if heads <= places else half, 1, "kNone"))
+    if of_half > 1:
+        choices.append((half, min(of_half, MOST_SPLITS), "kWorkspace"))
     return [_kernel(problem, warp, rows, *choice) for choice in choices]
+
+
+def _clusters(problem: Problem) -> list[int]:
+    """Numbers of blocks of clusters, the largest first."""
+    return [size for size in (16, 8, 4, 2) if size <= problem.largest_cluster]
 
 
 @dataclass(frozen=True)
@@ -136,37 +130,32 @@ class _Warp:
     header: str
     keys: int
     """Of a tile."""
-    stage_bytes: int
-    """Of shared memory, for a tile."""
+    resident: int
+    """How many of them a multiprocessor has registers for (kResident)."""
 
 
 def _warp(problem: Problem, rows: int) -> _Warp:
     mask, width = "NoMask" if problem.mask is None else CPP_TYPES[problem.mask], problem.width
     if problem.element != torch.float32:
-        keys, added = (16, 4) if width <= 128 else (8, 2)
-        fragments = keys // 8 * (-(-width // 32) + 2 * -(-width // 64))
-        type_, header = f"MmaAttention<{_MMA[problem.element]}, {mask}, {width}, {rows}>", MMA_HEADER
-    else:
-        own = 8 if rows <= 2 else 4 if rows <= 4 or problem.shares_mask else 2
-        mask_rows = 1 if problem.shares_mask else rows
-        keys, fragments = own * (WARP // 2 ** math.ceil(math.log2(width * 4 / ACCESS))), 2 * own
-        added = mask_rows * own
-        type_ = f"DotAttention<{CPP_TYPES[problem.element]}, {mask}, {width}, {rows}, {mask_rows}, {own}>"
-        header = DOTS_HEADER
-    fragments += 0 if problem.mask is None else -(-added // 4)
-    return _Warp(type_, header, keys, fragments * WARP * ACCESS)
+        type_ = f"MmaAttention<{_MMA[problem.element]}, {mask}, {width}, {rows}>"
+        return _Warp(type_, MMA_HEADER, 16 if width <= 128 else 8, 16 if width <= 64 else 12 if width <= 128 else 8)
+    keys = 8 if rows <= 2 else 4 if rows <= 4 or problem.shares_mask else 2
+    mask_rows = 1 if problem.shares_mask else rows
+    lanes = 2 ** math.ceil(math.log2(width * problem.element.itemsize / ACCESS))
+    type_ = f"DotAttention<{CPP_TYPES[problem.element]}, {mask}, {width}, {rows}, {mask_rows}, {keys}>"
+    return _Warp(type_, DOTS_HEADER, keys * (WARP // lanes), 16 if rows <= 2 else 12 if rows <= 4 else 8)
 
 
 _MMA: Final = {torch.float16: MMA["fp16"], torch.bfloat16: MMA["bf16"]}
 
 
-def _kernel(problem: Problem, warp: _Warp, rows: int, stages: int, splits: int, meeting: str) -> Kernel:
+def _kernel(problem: Problem, warp: _Warp, rows: int, warps: int, splits: int, meeting: str) -> Kernel:
     kinds = {"kNone": "", "kCluster": f", cluster of {splits}", "kWorkspace": f", split {splits}"}
     element = str(problem.element).removeprefix("torch.")
     return Kernel(
-        name=f"attention {element} {problem.width}, {rows} row{'s' * (rows > 1)}, {stages} stages{kinds[meeting]}",
+        name=f"attention {element} {problem.width}, {rows} row{'s' * (rows > 1)}, {warps} warps{kinds[meeting]}",
         header=warp.header,
-        type=f"Attention<{warp.type}, {{output}}, {{epilogue}}, {stages}, Meeting::{meeting}>",
+        type=f"Attention<{warp.type}, {{output}}, {{epilogue}}, {warps}, Meeting::{meeting}>",
         params=_params(problem, splits),
         workspace=_workspace_bytes(problem, rows, splits) if meeting == "kWorkspace" else 0,
     )

@@ -18,11 +18,13 @@ from fxfuse.cuda import attention, codegen, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
 from fxfuse.errors import FxfuseError
-from fxfuse.expression import Acc
+from fxfuse.expression import Acc, Operand
 from fxfuse.layout import contiguous_strides, flatten
 from fxfuse.operands import plan_operands
 from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
-from fxfuse.program.values import is_plain
+from fxfuse.program.indices import Index, dot
+from fxfuse.program.loops import Body, Read, coordinates, inlined
+from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
 
@@ -32,11 +34,16 @@ _PARAMETERS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_cau
 
 
 def planned(
-    args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor
-) -> Callable[[], torch.Tensor] | None:
+    args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor,
+    source: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None,
+) -> Callable[[], torch.Tensor] | None:  # fmt: skip
     """What computes F.scaled_dot_product_attention(*args, **kwargs), which was `expected`, by a kernel of ours.
 
     None where there is no kernel for it, or torch's is as quick.
+
+    Args:
+        source: of keys or values that repeat heads, so that there are as many as of queries, those that were repeated:
+            they are read instead.
     """
     given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
     mask = given.get("attn_mask")
@@ -45,6 +52,10 @@ def planned(
     tensors: list[torch.Tensor] = [given[name] for name in _PARAMETERS[: 3 if mask is None else 4]]
     if not all(isinstance(tensor, torch.Tensor) and is_plain(tensor) for tensor in tensors):
         return None
+    sources = [found for found in map(source, tensors[1:3]) if found is not None]
+    repeats = len(sources) == 2
+    if repeats:
+        tensors[1:3] = sources
     described = _described(tensors, expected, given.get("scale"))
     if described is None:
         return None
@@ -52,7 +63,7 @@ def planned(
     capability = torch.cuda.get_device_capability(expected.device)
     if not kernels or capability < (8, 0):
         return None
-    options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1))
+    options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1), ("repeats", repeats))
     problem = _problem(tensors, options)
     try:
         candidates = [_candidate(kernel, problem, expected, capability) for kernel in kernels]
@@ -64,6 +75,37 @@ def planned(
 
 
 LIBRARY: Final = "scaled_dot_product_attention"
+
+
+def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
+    """What a value (batch, heads, rows, channels) repeats the heads of, one after the other; None if it does not."""
+    writers = [number for number, step in enumerate(steps) if value.slot in written_by(step)]
+    copied = steps[writers[-1]].loops if writers else None
+    if copied is None or not copied.only_moves or copied.into is not None or len(value.shape) != 4:
+        return None
+    body, at = Body(), coordinates(value.shape)
+    seen = inlined(body.loops(value, body.read(value, at)), {value.slot: copied})
+    if len(seen.leaves) != 1 or not isinstance(seen.expression, Operand) or not isinstance(seen.leaves[0], Read):
+        return None
+    read = seen.leaves[0]
+    if read.where or read.dtype != value.dtype or any(read.slot in written_by(step) for step in steps[writers[-1] :]):
+        return None
+
+    def place_of(*coordinates: int) -> int:
+        names = {f"c{dim}": Index((), coordinate) for dim, coordinate in enumerate(coordinates)}
+        return read.index.substituted(names).constant
+
+    batch, heads, rows, width = value.shape
+    begin = place_of(0, 0, 0, 0)
+    group = next((head for head in range(1, heads) if place_of(0, head, 0, 0) != begin), heads)
+    if group == 1 or heads % group:
+        return None
+    ends = ((int(batch > 1), 0, 0, 0), (0, group % heads, 0, 0), (0, 0, int(rows > 1), 0), (0, 0, 0, int(width > 1)))
+    strides = tuple(place_of(*end) - begin for end in ends)
+    if read.index != dot([at[0], at[1] // group, at[2], at[3]], strides) + begin:
+        return None
+    shape = batch, heads // group, rows, width
+    return Value(read.slot, begin * value.dtype.itemsize, shape, strides, value.dtype, read.slot.name)
 
 
 def _all_kinds_allowed() -> bool:
@@ -112,7 +154,6 @@ def _described(
         scale=1 / math.sqrt(width) if scale is None else scale,
         alignment=min(math.gcd(16, tensor.data_ptr()) for tensor in tensors[:3]),
         multiprocessors=device.multi_processor_count,
-        most_shared=min(attention.Problem.most_shared, getattr(device, "shared_memory_per_block_optin", math.inf)),
         largest_cluster=attention.largest_cluster((device.major, device.minor)),
     )
 
@@ -157,6 +198,7 @@ def _candidate(kernel: Kernel, problem: Problem, expected: torch.Tensor, capabil
 def _library(problem: Problem) -> tune.Candidate:
     """torch's, which gets numbers for a mask of truth values, as programs give it (`Recorder`)."""
     options = {name: option for name, option in problem.options if option}  # older versions know no enable_gqa
+    repeats = options.pop("repeats", False) and options.pop("enable_gqa")
 
     def compiled() -> Run:
         numbers: list[torch.Tensor] = []
@@ -167,6 +209,8 @@ def _library(problem: Problem) -> tune.Candidate:
                 if not numbers:
                     numbers.append(torch.zeros_like(mask[0], dtype=x.dtype))
                 mask = numbers
+            if repeats:
+                key, value = (tensor.repeat_interleave(x.shape[1] // key.shape[1], 1) for tensor in (key, value))
             return F.scaled_dot_product_attention(x, key, value, mask[0] if mask else None, **options)
 
         return run

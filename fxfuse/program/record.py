@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -279,6 +280,9 @@ class Recorder:
         """
         self.reason: str | None = None
         self.steps: list[Launch | Call] = []
+        self._noted: dict[fx.Node, Any] = {}
+        """What stands for nodes' results."""
+        self._tensors = tensors
         self.output: Any = None
         self.given_count = len(tensors)
         self.ties: list[tuple[int, int]] = []
@@ -314,7 +318,7 @@ class Recorder:
     def run(self) -> Any:
         """The graph's result. Afterwards `reason` says why there is no program, or is None."""
         env: dict[fx.Node, Any] = {}
-        known: dict[fx.Node, Any] = {}
+        known = self._noted
         last: dict[fx.Node, fx.Node] = {}
         for node in self._graph.nodes:
             for used in node.all_input_nodes:
@@ -420,7 +424,9 @@ class Recorder:
             expected = result
             result, seen = self._observed(lambda: _lying_as(expected, _by_its_parts(call)))
         is_attention = node.target is F.scaled_dot_product_attention and self._by_parts and self._autocast() is None
-        own = attention.planned(args, kwargs, result) if is_attention and self.reason is None else None
+        own = None
+        if is_attention and self.reason is None:
+            own = attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
         if own is not None:
             with events.recorded() as launched:
                 result, kernel = self._observed(own, launched)
@@ -456,6 +462,17 @@ class Recorder:
             return {node: made}
 
         return {node: result}, note
+
+    def _repeated(self, node: fx.Node, given: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
+        """Of one of the tensors that a node is given, what it repeats the heads of, if that is an argument's memory."""
+        symbols = fx.node.map_arg((node.args, node.kwargs), self._noted.__getitem__)
+        values = dict(zip(map(id, given), values_in(symbols), strict=True))
+        source = attention.repeated(values[id(tensor)], self.steps)
+        if source is None or source.slot.kind != "given":
+            return None
+        first = self._tensors[source.slot.index]
+        begin = int(first.storage_offset()) + source.offset // source.dtype.itemsize
+        return first.detach().as_strided(source.shape, source.strides, begin)
 
     def _turn_mask_into_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Gives attention, the last step, what it makes of a mask of truth values at every call, by three kernels:

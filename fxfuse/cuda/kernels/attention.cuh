@@ -3,11 +3,9 @@
 // each is read once, for all queries that share it, and thread blocks share a head's keys where there are few heads.
 //
 // A warp takes a tile of keys at a time and needs no other: it keeps the greatest score so far, and sums that go with it
-// (online softmax: Milakov and Gimelshein 2018). Each thread brings what it multiplies itself to places of its own in
-// shared memory, some tiles ahead: many bytes are under way, without a register for each or a barrier. Tiles that the
-// mask hides from all queries are not read, but for a warp's first ones; they go round, so that a cache that is filled to
-// a part gives every warp work. What warps found is put together at the end, of other blocks by way of their shared
-// memory where they are a cluster, else of the workspace.
+// (online softmax: Milakov and Gimelshein 2018). Tiles that the mask hides from all queries are not read, but for a
+// warp's first; they go round, so that a cache that is filled to a part gives every warp work. What warps found is put
+// together at the end, of other blocks by way of their shared memory where they are a cluster, else of the workspace.
 //
 // attention_dots.cuh and attention_mma.cuh have what a warp does.
 #pragma once
@@ -134,8 +132,8 @@ enum class Meeting {
     kWorkspace,  // the last one reads what all have written
 };
 
-// Warp: what a warp does with its tiles. kStages: tiles that it has places for.
-template <class Warp, class Output_, class Epilogue_, int kStages, Meeting kMeeting>
+// Warp: what a warp does with its tiles.
+template <class Warp, class Output_, class Epilogue_, int kWarps, Meeting kMeeting>
 struct Attention {
     using Element = typename Warp::Element;
     using Mask = typename Warp::Mask;
@@ -146,11 +144,8 @@ struct Attention {
     static constexpr bool kMasked = kIsMask<Mask>;
     static constexpr bool kShared = kMeeting == Meeting::kWorkspace;
     static constexpr int kTensors = 4 + kMasked + kShared;  // q, k, v, the mask, out, the workspace
-    static constexpr int kWarp = 32, kWarps = 4, kThreads = kWarps * kWarp;
-    static constexpr int kBlocks = 2;  // of a multiprocessor, that have registers
-    static constexpr int kOfMask = kMasked ? (Warp::kAdded + 3) / 4 : 0;
-    static constexpr int kOfTile = Warp::kFragments + kOfMask;  // a thread's places of 16 bytes
-    static constexpr int kSharedBytes = kWarps * kStages * kOfTile * kWarp * 16;
+    static constexpr int kWarp = 32, kThreads = kWarps * kWarp;
+    static constexpr int kBlocks = kWarps >= Warp::kResident ? 1 : Warp::kResident / kWarps;  // that have registers
     static constexpr int kRows = Warp::kRows, kPairs = Warp::kWidth / 2;
     static constexpr int kMost = kMeeting == Meeting::kNone ? 1 : kMeeting == Meeting::kCluster ? 16 : 64;  // blocks
     static constexpr int64_t kPart = kRows * (kPairs + 1);  // float2 of the workspace that a block writes
@@ -162,8 +157,16 @@ struct Attention {
         __shared__ float2 sums[kWarps][kRows][kPairs];
         const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
         const AttentionHead<Element, Mask> head(problem, q, k, v, mask);
+        const int keys = static_cast<int>(problem.keys), step = static_cast<int>(gridDim.x) * kWarps * Warp::kTile;
+        const int begin = (static_cast<int>(blockIdx.x) * kWarps + warp) * Warp::kTile;
         Warp rows(head);
-        attend(rows, head, warp);
+        auto added = rows.read_mask_at(problem, begin);
+        for (int first = begin; first < keys; first += step) {
+            const auto after = rows.read_mask_at(problem, first + step);
+            // The first tile's keys are asked for before its mask is there.
+            if (first == begin || __any_sync(~0u, sees_any(added))) rows.attend(head, first, added);
+            added = after;
+        }
         rows.finish(states[warp], sums[warp]);
         __syncthreads();
         const auto of_warp = [&](int other, int row) { return states[other][row]; };
@@ -222,11 +225,10 @@ struct Attention {
         const dim3 grid(static_cast<unsigned>(problem.splits), static_cast<unsigned>(problem.key_heads),
                         static_cast<unsigned>(problem.batch));
         constexpr auto kKernel = attention_kernel<Attention>;
-        if (const cudaError_t error = allow_shared_memory<kKernel>(kSharedBytes); error != cudaSuccess) return error;
         if (const cudaError_t error = allow_clusters<kKernel>(cluster); error != cudaSuccess) return error;
         const auto workspace = kShared ? SplitWorkspace::make(pointers[kTensors - 1], problem.batch * problem.key_heads)
                                        : SplitWorkspace{};
-        return queue_in_clusters(cluster, kKernel, grid, kThreads, kSharedBytes, stream, problem, reinterpret_cast<const Element*>(pointers[0]),
+        return queue_in_clusters(cluster, kKernel, grid, kThreads, 0, stream, problem, reinterpret_cast<const Element*>(pointers[0]),
                      reinterpret_cast<const Element*>(pointers[1]), reinterpret_cast<const Element*>(pointers[2]),
                      reinterpret_cast<const Mask*>(pointers[3]), reinterpret_cast<Output*>(pointers[3 + kMasked]),
                      workspace, epilogue);
@@ -234,82 +236,6 @@ struct Attention {
 #endif  // __CUDACC_RTC__
 
 private:
-    // All tiles of the warp. A place is read before it is written anew, by the thread that does both.
-    static __device__ __forceinline__ void attend(Warp& rows, const AttentionHead<Element, Mask>& head, int warp) {
-        extern __shared__ __align__(16) unsigned char memory[];
-        uint4* places = reinterpret_cast<uint4*>(memory) + warp * kStages * kOfTile * kWarp + threadIdx.x % kWarp;
-        const auto places_of = [&](int tile) { return places + tile % kStages * kOfTile * kWarp; };
-        const Problem& problem = head.problem;
-        const int keys = static_cast<int>(problem.keys), step = static_cast<int>(gridDim.x) * kWarps * Warp::kTile;
-        const int begin = (static_cast<int>(blockIdx.x) * kWarps + warp) * Warp::kTile;
-        constexpr int kAhead = kStages - 1;
-        // The first tiles' keys are asked for before their mask is there.
-        int key = begin, tiles = 0;  // of the tile to be asked for, and how many have been
-#pragma unroll
-        for (int tile = 0; tile < kAhead; ++tile, key += step) {
-            if (key < keys) {
-                rows.copy(head, key, places_of(tile));
-                ++tiles;
-            }
-            ptx::cp_async_commit();
-        }
-        if constexpr (kMasked) {
-#pragma unroll
-            for (int tile = 0; tile < kAhead; ++tile) {
-                put(rows.read_mask_at(problem, begin + tile * step), places_of(tile));
-            }
-        }
-        auto added = rows.read_mask_at(problem, key);
-        for (int tile = 0; tile < tiles; ++tile) {
-            ptx::cp_async_wait<kAhead - 1>();
-            __syncwarp();  // nothing is read before it is there
-            if constexpr (kMasked) {
-                while (key < keys && !__any_sync(~0u, sees_any(added))) added = rows.read_mask_at(problem, key += step);
-            }
-            if (key < keys) {
-                rows.copy(head, key, places_of(tile + kAhead));
-                ++tiles;
-                key += step;
-                if constexpr (kMasked) {
-                    put(added, places_of(tile + kAhead));
-                    added = rows.read_mask_at(problem, key);
-                }
-            }
-            ptx::cp_async_commit();
-            if constexpr (kMasked) {
-                rows.attend(places_of(tile), taken(places_of(tile)));
-            } else {
-                rows.attend(places_of(tile), rows.read_mask_at(problem, begin + tile * step));
-            }
-            __syncwarp();
-        }
-    }
-
-    using Added = AddedScores<Warp::kAdded>;
-
-    static __device__ __forceinline__ void put(const Added& added, uint4* places) {
-        uint4* to = places + Warp::kFragments * kWarp;
-#pragma unroll
-        for (int i = 0; i < kOfMask; ++i) {
-            const auto bits = [&](int j) { return 4 * i + j < Warp::kAdded ? __float_as_uint(added.value[4 * i + j]) : 0u; };
-            to[i * kWarp] = make_uint4(bits(0), bits(1), bits(2), bits(3));
-        }
-    }
-    static __device__ __forceinline__ Added taken(const uint4* places) {
-        const uint4* from = places + Warp::kFragments * kWarp;
-        Added added;
-#pragma unroll
-        for (int i = 0; i < kOfMask; ++i) {
-            const uint4 bits = from[i * kWarp];
-            const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (4 * i + j < Warp::kAdded) added.value[4 * i + j] = __uint_as_float(word[j]);
-            }
-        }
-        return added;
-    }
-
     // Two channels of a row's sum, of what `count` have found, and the row's state: the greatest score, and what all
     // scores come to beside it.
     template <class States, class Sums>

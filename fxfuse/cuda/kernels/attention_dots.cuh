@@ -18,6 +18,7 @@ struct DotAttention {
     using Mask = Mask_;
 
     static constexpr int kWidth = kWidth_, kRows = kRows_;
+    static constexpr int kResident = kRows <= 2 ? 16 : kRows <= 4 ? 12 : 8;  // warps of a multiprocessor
     static constexpr int kWarp = 32, kVector = 16 / static_cast<int>(sizeof(Element));
     static constexpr int lanes_for(int vectors) { return vectors <= 1 ? 1 : 2 * lanes_for((vectors + 1) / 2); }
     static constexpr int kLanes = lanes_for(kWidth / kVector);
@@ -26,8 +27,7 @@ struct DotAttention {
     using Head = AttentionHead<Element, Mask>;
     static_assert(kWidth % kVector == 0 && kLanes <= kWarp && (kMaskRows == 1 || kMaskRows == kRows));
 
-    static constexpr int kAdded = kMaskRows * kKeys, kFragments = 2 * kKeys;
-    using Added = AddedScores<kAdded>;
+    using Added = AddedScores<kMaskRows * kKeys>;
 
     __device__ __forceinline__ explicit DotAttention(const Head& head)
         : group(static_cast<int>(threadIdx.x) % kWarp / kLanes),
@@ -58,28 +58,27 @@ struct DotAttention {
         return added;
     }
 
-    // Begins to bring a tile to the thread's places: its keys, then their values.
-    __device__ __forceinline__ void copy(const Head& head, int first, uint4* places) const {
+    // Adds up a tile's values, weighed beside the greatest score so far.
+    __device__ __forceinline__ void attend(const Head& head, int first, const Added& added) {
         const AttentionProblem& problem = head.problem;
+        Vector of_key[kKeys], of_value[kKeys];
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
-            const int key = first + i * kGroups + group, valid = exists && key < problem.keys ? 16 : 0;
-            ptx::cp_async_16(ptx::shared_address(places + i * kWarp), head.k + key * problem.k.row + col, valid);
-            ptx::cp_async_16(ptx::shared_address(places + (kKeys + i) * kWarp), head.v + key * problem.v.row + col, valid);
+            const int key = first + i * kGroups + group;
+            load(of_key[i], head.k + key * problem.k.row + col, exists && key < problem.keys);
         }
-    }
-
-    // Adds up a tile's values, weighed beside the greatest score so far.
-    __device__ __forceinline__ void attend(const uint4* places, const Added& added) {
-        const auto taken = [&](int i) { return reinterpret_cast<const Vector&>(places[i * kWarp]); };
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            const int key = first + i * kGroups + group;
+            load(of_value[i], head.v + key * problem.v.row + col, exists && key < problem.keys);
+        }
         float weight[kRows][kKeys] = {};
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
-            const Vector of_key = taken(i);
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
 #pragma unroll
-                for (int row = 0; row < kRows; ++row) weight[row][i] = fmaf(query[row][j], of_key[j], weight[row][i]);
+                for (int row = 0; row < kRows; ++row) weight[row][i] = fmaf(query[row][j], of_key[i][j], weight[row][i]);
             }
         }
 #pragma unroll
@@ -115,11 +114,10 @@ struct DotAttention {
         }
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
-            const Vector of_value = taken(kKeys + i);
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
 #pragma unroll
-                for (int row = 0; row < kRows; ++row) sum[row][j] = fmaf(weight[row][i], of_value[j], sum[row][j]);
+                for (int row = 0; row < kRows; ++row) sum[row][j] = fmaf(weight[row][i], of_value[i][j], sum[row][j]);
             }
         }
     }

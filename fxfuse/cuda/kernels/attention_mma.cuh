@@ -24,6 +24,7 @@ struct MmaAttention {
     using Mask = Mask_;
 
     static constexpr int kWidth = kWidth_, kRows = kRows_;
+    static constexpr int kResident = kWidth <= 64 ? 16 : kWidth <= 128 ? 12 : 8;  // warps of a multiprocessor
     static constexpr int kWarp = 32, kVector = 8;
     static constexpr int kHalves = kWidth <= 128 ? 2 : 1, kTile = 8 * kHalves;  // keys
     static constexpr int kOfKeys = (kWidth + 31) / 32;    // reads of a key: four threads have it
@@ -31,8 +32,7 @@ struct MmaAttention {
     using Head = AttentionHead<Element, Mask>;
     static_assert(kWidth % kVector == 0 && kRows <= kMmaN);
 
-    static constexpr int kAdded = 2 * kHalves, kFragments = kHalves * (kOfKeys + 2 * kOfValues);
-    using Added = AddedScores<kAdded>;  // of keys 2 * part and the next, and of 8 behind them
+    using Added = AddedScores<2 * kHalves>;  // of keys 2 * part and the next, and of 8 behind them
 
     __device__ __forceinline__ explicit MmaAttention(const Head& head)
         : group(static_cast<int>(threadIdx.x) % kWarp / 4),
@@ -51,50 +51,41 @@ struct MmaAttention {
         return added;
     }
 
-    // Begins to bring a tile to the thread's places: its keys, then their values.
-    __device__ __forceinline__ void copy(const Head& head, int first, uint4* places) const {
+    // Adds up a tile's values, weighed beside the greatest score so far.
+    __device__ __forceinline__ void attend(const Head& head, int first, const Added& added) {
         const AttentionProblem& problem = head.problem;
-        const auto copy_row = [&](const Element* row, int channel, bool is_there, int place) {
-            const int valid = is_there && channel < kWidth ? 16 : 0;
-            ptx::cp_async_16(ptx::shared_address(places + place * kWarp), row + channel, valid);
-        };
+        uint4 of_key[kHalves][kOfKeys], of_value[2 * kHalves][kOfValues];
 #pragma unroll
         for (int i = 0; i < kHalves; ++i) {
             const int key = first + group + 8 * i;
+            const Element* row = head.k + key * problem.k.row;
 #pragma unroll
-            for (int j = 0; j < kOfKeys; ++j) {
-                copy_row(head.k + key * problem.k.row, channel_of_key(j), key < problem.keys, i * kOfKeys + j);
-            }
+            for (int j = 0; j < kOfKeys; ++j) of_key[i][j] = load(row, channel_of_key(j), key < problem.keys);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kHalves; ++i) {
             const int key = first + key_of(i);
+            const Element* row = head.v + key * problem.v.row;
 #pragma unroll
-            for (int j = 0; j < kOfValues; ++j) {
-                const int place = kHalves * kOfKeys + i * kOfValues + j;
-                copy_row(head.v + key * problem.v.row, channel_of_value(j), key < problem.keys, place);
-            }
+            for (int j = 0; j < kOfValues; ++j) of_value[i][j] = load(row, channel_of_value(j), key < problem.keys);
         }
-    }
-
-    // Adds up a tile's values, weighed beside the greatest score so far.
-    __device__ __forceinline__ void attend(const uint4* places, const Added& added) {
-        float score[kHalves][4] = {};  // of the group's query, and of a row that is empty
+        // Of the group's query, and of a row that is empty; in two chains, since products wait for each other.
+        float score[kHalves][4] = {}, other[kHalves][4] = {};
 #pragma unroll
         for (int j = 0; j < kOfKeys; ++j) {
             const auto low = Mma::make_a({query[j].x, 0u, query[j].y, 0u});
             const auto high = Mma::make_a({query[j].z, 0u, query[j].w, 0u});
 #pragma unroll
             for (int i = 0; i < kHalves; ++i) {
-                const uint4 key = places[(i * kOfKeys + j) * kWarp];
+                const uint4& key = of_key[i][j];
                 Mma::template product<0>(score[i], low, Mma::make_b({key.x, key.y}));
-                Mma::template product<0>(score[i], high, Mma::make_b({key.z, key.w}));
+                Mma::template product<0>(other[i], high, Mma::make_b({key.z, key.w}));
             }
         }
         float weight[2 * kHalves], top = most;
 #pragma unroll
         for (int i = 0; i < 2 * kHalves; ++i) {
-            weight[i] = fmaf(score[i / 2][i % 2], scale, added.value[i]);
+            weight[i] = fmaf(score[i / 2][i % 2] + other[i / 2][i % 2], scale, added.value[i]);
             top = fmaxf(top, weight[i]);
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -126,15 +117,13 @@ struct MmaAttention {
         for (int i = 0; i < kHalves; ++i) weights[i] = pack_two<Element>(weight[2 * i], weight[2 * i + 1]);
 #pragma unroll
         for (int j = 0; j < kOfValues; ++j) {
-            uint4 of_value[2 * kHalves];
-#pragma unroll
-            for (int i = 0; i < 2 * kHalves; ++i) of_value[i] = places[(kHalves * kOfKeys + i * kOfValues + j) * kWarp];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint32_t turned[2 * kHalves];  // two keys of a channel, of the next one, and of 8 keys behind them
 #pragma unroll
                 for (int half = 0; half < kHalves; ++half) {
-                    const uint32_t first = word_of(of_value[2 * half], i), second = word_of(of_value[2 * half + 1], i);
+                    const uint32_t first = word_of(of_value[2 * half][j], i);
+                    const uint32_t second = word_of(of_value[2 * half + 1][j], i);
                     turned[2 * half] = __byte_perm(first, second, 0x5410);
                     turned[2 * half + 1] = __byte_perm(first, second, 0x7632);
                 }
