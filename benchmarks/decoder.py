@@ -264,7 +264,8 @@ def render(rows: Sequence[Row]) -> str:
         )  # fmt: skip
     headers = (
         "decoder", "heads", "cache", "batch", "tokens", "right", "error / eager's", "wall, ms", "GPU, ms",
-        "issuing, ms", "kernels", "memory, MB", "share of the bandwidth", "best peer / fxfuse", "reduce-overhead / graph", "did not run",
+        "issuing, ms", "kernels", "memory, MB", "share of the bandwidth", "best peer / fxfuse",
+        "reduce-overhead / graph", "did not run",
     )  # fmt: skip
     order = f"Columns with several numbers: {', '.join(names)}."
     return f"{order}\n\n{tabulate(table, headers=headers, tablefmt='github', disable_numparse=True)}"
