@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["resnet50", "mobilenetv2", "vit", "bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["resnet50", "mobilenetv2", "vit", "bert", "gpt2"])
 def test_network_examples(name, capsys, monkeypatch):
     options = ["--small", "--device", "cpu", "--compare", "eager", "--seconds", "0.01"]
     monkeypatch.setattr(sys, "argv", [name, *options])
@@ -20,3 +20,25 @@ def test_network_examples(name, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "\nok: error" in printed, printed
     assert " regions in use" in printed and "\n0 regions in use" not in printed, printed
+
+
+def test_text_is_the_same_by_all_ways_to_write_it(capsys, monkeypatch):
+    options = [
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--tokens",
+        "9",
+        "--batch",
+        "2",
+        "--compare",
+        "eager",
+        "--times",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["llama", *options])
+    runpy.run_path(str(EXAMPLES / "llama.py"), run_name="__main__")
+    table = [line for line in capsys.readouterr().out.splitlines() if ": generate " in line or ": loop " in line]
+    assert len(table) == 4
+    assert all(line.rstrip().endswith("100%") for line in table), table
