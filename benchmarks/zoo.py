@@ -689,7 +689,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--slice", type=_slice, default=(0, 1), metavar="i/n", help="every n-th of the draw, from i")
     parser.add_argument(
-        "--only", nargs="*", default=[""], help="of the draw, families whose name contains one of these"
+        "--only", nargs="*", default=[""], help="of the draw, those whose package and family contain one of these"
     )
     parser.add_argument("--compare", nargs="*", default=None, choices=PEERS, help="beside eager, on a CPU by itself")
     parser.add_argument("--batch", type=int, default=BATCH, help="at most so many")
@@ -716,7 +716,7 @@ def main() -> None:
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
     index, parts = given.slice
     todo = [network for network in draw(given.seed, given.count)[index::parts]
-            if any(part in network.family for part in given.only)]  # fmt: skip
+            if any(part in f"{network.package} {network.family}" for part in given.only)]  # fmt: skip
     kept = read(given.output, "zoo", facts, Row) if given.output is not None else []
     rows = {row.key: row for row in kept}
     taken: list[Row] = []
