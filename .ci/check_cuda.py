@@ -39,6 +39,7 @@ from fxfuse.layout import Layout, contiguous_strides
 from fxfuse.pooling import MaxPool
 from fxfuse.program.loops import inlined, reads_alike
 from fxfuse.program.operators import loops_of
+from fxfuse.program.text import LoopsKernel
 from fxfuse.program.values import Slot, Value
 
 HOPPER = "90a"
@@ -207,7 +208,7 @@ def between_regions(output: torch.dtype) -> Iterator[str]:
     )
     columns = value("columns", 8, 150, 64, 64)
     factors = (value("one", 26, 13, 13), value("other", 26, 13, 49))
-    before: list[loops.LoopsKernel] = []
+    before: list[LoopsKernel] = []
     for first, second in (
         (loops_of(aten.roll.default, (x, [3, 3], [1, 2]), {}, rolled), None),
         (

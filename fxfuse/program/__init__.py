@@ -46,8 +46,8 @@ MOST_TRIES: Final = 4
 PATIENCE: Final = 16
 """Calls in a row, none like the one before, after which every 16th only is looked at."""
 
-MERGING: Final = ("cuda",)
-"""Types of devices for which what stands between regions is merged; torch's CPU kernels use vectors, ours would not."""
+MERGING: Final = ("cuda", "cpu")
+"""Types of devices for which what stands between regions is merged."""
 
 ALIGNMENT: Final = 16
 """Bytes of which the address of each tensor is a multiple; calls with others run the graph's own code."""

@@ -12,13 +12,14 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
 
 from fxfuse import build, events
+from fxfuse.cpu import loops as cpu_kernels
 from fxfuse.cuda import loops as kernels
 from fxfuse.program.indices import Element
 from fxfuse.program.loops import (
@@ -35,6 +36,7 @@ from fxfuse.program.loops import (
     with_memory,
     work_of,
 )
+from fxfuse.program.text import MAX_TENSORS, LoopsKernel
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, values_in, written_by
 
 logger = logging.getLogger("fxfuse")
@@ -47,7 +49,8 @@ MOST_RESULTS: Final = 4
 MOST_READS_OF_A_ROW: Final = 4
 """Elements of a row with a sum that one element of a result may need: they are computed for each, the sum is not."""
 READ_AGAIN: Final = 1.5
-"""How often the elements of a result may be read, in the mean, that is computed where it is read."""
+"""How often the elements of a result may be read, in the mean, that is computed where it is read; on a CPU once, which
+has no instructions to spare while it waits for memory."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 SMALL_SHARE: Final = 4
@@ -59,17 +62,21 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 
     Raises ToolchainError, BuildError; nothing has changed then.
     """
-    plan = _Plan(steps, output)
-    found: dict[int, kernels.LoopsKernel] = {}
+    on_gpu = runs_on_gpu(device)
+    generator = kernels if on_gpu else cpu_kernels
+    plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits)
+    found: dict[int, LoopsKernel] = {}
     for number, loops in plan.computed.items():
-        kernel = kernels.kernel(loops)
+        if not on_gpu and loops == steps[number].loops:
+            continue  # nothing was put into it: torch's kernel is as good on a CPU
+        kernel = generator.kernel(loops)
         if kernel is not None:
             found[number] = kernel
     if not found:
         return list(steps)
-    together = _together(found, plan, steps)
-    architecture = torch.cuda.get_device_capability(device)
-    texts = {first: kernels.source_of([found[one] for one in numbers]) for first, numbers in together.items()}
+    together = _together(found, plan, steps) if on_gpu else {number: [number] for number in found}
+    architecture = torch.cuda.get_device_capability(device) if on_gpu else None
+    texts = {first: generator.source_of([found[one] for one in numbers]) for first, numbers in together.items()}
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
     with ThreadPoolExecutor(len(sources)) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
@@ -95,6 +102,11 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
     return result
 
 
+def runs_on_gpu(device: torch.device) -> bool:
+    """Whether kernels are CUDA kernels."""
+    return device.type == "cuda"
+
+
 def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
     """Makes a step use `same[slot]` in the place of a slot, which holds the same."""
     if isinstance(step, Launch):
@@ -105,9 +117,7 @@ def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
         value.slot = same.get(value.slot, value.slot)
 
 
-def _together(
-    found: Mapping[int, kernels.LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]
-) -> dict[int, list[int]]:
+def _together(found: Mapping[int, LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]) -> dict[int, list[int]]:
     """By the first of them, the steps that one launch computes.
 
     Those that read nothing but what is given (weights that are standardised, or brought into another order), wherever
@@ -190,7 +200,18 @@ def _give_memory(output: Value) -> None:
 class _Plan:
     """What becomes of the steps that loops compute."""
 
-    def __init__(self, steps: Sequence[Launch | Call], output: Any) -> None:
+    def __init__(
+        self, steps: Sequence[Launch | Call], output: Any, suits: Callable[[Loops], bool] | None = None
+    ) -> None:
+        """`suits`: which loops kernels compute; all if None."""
+        self._suits = suits
+        for step in steps if suits is not None else ():
+            loops = step.loops
+            if loops is None:
+                continue
+            # what needs several sums of a row (softmax, LayerNorm) torch's CPU kernels do in one go
+            if _overwrites_part(step) or len(loops.reductions) > 1 or (suits is not None and not suits(loops)):
+                step.loops = None
         self.computed: dict[int, Loops] = {}
         """By number of step, in their order: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
@@ -470,7 +491,7 @@ class _Plan:
         loops = [loops for loops in (self._steps[number].loops for number in readers) if loops is not None]
         if len(loops) == 1 and (loops[0].reductions or sum(read.slot is value.slot for read in loops[0].reads) == 1):
             return True
-        return sum(times_read(one, value) for one in loops) <= READ_AGAIN
+        return sum(times_read(one, value) for one in loops) <= (READ_AGAIN if self._suits is None else 1)
 
     def _with(
         self, loops: Loops, producer: Loops, number: int, since: Mapping[Slot, int], gone: Set[int] = frozenset(),
@@ -502,12 +523,15 @@ class _Plan:
         if not all(is_read_in_place(whole, value) for value in overwritten):
             return None
         leaves, nodes = whole.size
-        if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > kernels.MAX_TENSORS:
+        if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > MAX_TENSORS:
             return None
         if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
             return None
         if len(whole.reductions) > len(loops.reductions) + len(producer.reductions):
             return None  # another row's than its own
+        suits = self._suits
+        if suits is not None and not suits(whole):
+            return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one
         try:

@@ -16,17 +16,18 @@ from unittest import mock
 
 import torch
 
-from fxfuse import build, ops, program
+from fxfuse import build, ops
 from fxfuse.cuda import loops as kernels
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
 from fxfuse.program import loops, merge
 from fxfuse.program.indices import Element, Index, Quotient, Remainder, Variable
+from fxfuse.program.text import LoopsKernel
 from fxfuse.program.values import Slot, Value
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
 _Message = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)
 
-_known: dict[tuple[str, bytes], tuple[loops.Loops, kernels.LoopsKernel]] = {}
+_known: dict[tuple[str, bytes], tuple[loops.Loops, LoopsKernel]] = {}
 """By text and arguments: kernels for which these are the same compute the same of other memory."""
 _callbacks: list[Any] = []
 """What programs have the addresses of."""
@@ -37,7 +38,7 @@ def interpreted_loops() -> Iterator[None]:
     """Inside, programs for a CPU are merged as those for a GPU are, and their kernels interpreted."""
     generate = kernels.kernel
 
-    def remembering(one: loops.Loops) -> kernels.LoopsKernel | None:
+    def remembering(one: loops.Loops) -> LoopsKernel | None:
         kernel = generate(one)
         if kernel is not None:
             _known[kernel.form, kernel.params] = one, kernel
@@ -47,7 +48,7 @@ def interpreted_loops() -> Iterator[None]:
         mock.patch.object(kernels, "kernel", remembering),
         mock.patch.object(kernels, "source_of", lambda found: json.dumps(kernels.forms_of(found))),
         mock.patch.object(merge, "build", types.SimpleNamespace(load=_load, Source=build.Source)),
-        mock.patch.object(program, "MERGING", ("cpu",)),
+        mock.patch.object(merge, "runs_on_gpu", lambda device: True),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
     ):
         yield
@@ -101,7 +102,7 @@ _EVERYWHERE = torch.tensor(True)
 class _Kernel:
     """Loops over memory at these addresses."""
 
-    def __init__(self, one: loops.Loops, kernel: kernels.LoopsKernel, addresses: Sequence[int]) -> None:
+    def __init__(self, one: loops.Loops, kernel: LoopsKernel, addresses: Sequence[int]) -> None:
         self._loops = one
         self._results = addresses[: len(kernel.results)]
         self._memory = dict(zip(kernel.tensors, addresses[len(kernel.results) :], strict=True))

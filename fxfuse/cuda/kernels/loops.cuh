@@ -17,6 +17,7 @@
 namespace fxfuse {
 
 constexpr int kLoopsThreads = 256;  // of a block
+using Place = unsigned;             // in memory, in elements
 
 template <class Body>
 struct LoopsArguments {
