@@ -568,3 +568,17 @@ def test_values_that_die_leave_their_memory():
 
     fast = recorded(Net(body), randn(64, 64))
     assert 0 < programs(fast)[0].arena_size <= 2 * 64 * 64 * 4
+
+
+@torch.no_grad()
+def test_what_torch_runs_alone_is_no_program_on_a_cpu():
+    x = torch.randn(4, 32)
+    alone = fxfuse.optimize(nn.Softmax(-1))
+    written_out = fxfuse.optimize(Net(lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)))
+    for _ in range(4):
+        assert torch.equal(alone(x), x.softmax(-1))
+        written_out(x)
+    assert state_of(alone).programs.reason == "torch runs all of it"
+    (program,) = state_of(written_out).programs.programs
+    assert program.launches == 1
+    assert not program.calls

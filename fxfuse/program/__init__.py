@@ -314,6 +314,9 @@ class Programs:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)
             return result
+        if not program.launches and not self._is_fused and not any(tensor.is_cuda for tensor in tensors):
+            self.reason = "torch runs all of it"  # of which the graph's own code knows as much
+            return result
         self._misses = 0
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
