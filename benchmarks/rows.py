@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from decoder import RMSNorm
 from suite import arguments, provenance, read, write
 from tabulate import tabulate
 from torch import nn
@@ -28,18 +29,6 @@ PEERS = ("eager", "torch.compile")
 LENGTHS = (1, 7, 49, 64, 196, 768, 1000, 4096, 16384, 131072, 2**20)
 LARGE = 16 << 20
 """Bytes from which on a kernel has to reach the bandwidth."""
-
-
-class RMSNorm(nn.Module):
-    """As transformers' own: in float32, and the weight after the cast."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(length))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        exact = x.to(torch.float32)
-        return self.weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class AddNorm(nn.Module):
