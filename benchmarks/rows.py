@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from contestants import wait
 from decoder import RMSNorm
 from suite import arguments, provenance, read, write
 from tabulate import tabulate
@@ -129,12 +130,10 @@ def bytes_a_microsecond(device: torch.device) -> float:
     large = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     taken = []
     for _ in range(7):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         began = time.perf_counter()
         large.clone()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         taken.append((time.perf_counter() - began) * 1e6)
     return 2 * large.nbytes / statistics.median(taken)
 

@@ -6,7 +6,6 @@ reads lies side by side, too, or is the same for the whole row: `suits` says whe
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ from fxfuse.program.loops import (
     Loops,
     Read,
     Reduced,
-    all_leaves,
     indices_of,
     kinds_of,
+    reductions_of,
     rows_of,
     substituted,
 )
-from fxfuse.program.text import LANE, MAX_TENSORS, ROW, LoopsKernel, Text, digits_of, flattened
+from fxfuse.program.text import LANE, MAX_TENSORS, ROW, LoopsKernel, Text, by_runs, digits_of, flattened
 
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
 _QUALIFIERS: Final = "FXFUSE_INLINE static"
@@ -72,7 +71,6 @@ def source_of(kernels: Sequence[LoopsKernel]) -> str:
     return kernel.form
 
 
-@functools.lru_cache(maxsize=4096)
 def suits(loops: Loops) -> bool:
     """Whether a kernel would be vectors all through."""
     if len({read.slot for read in loops.reads}) > MAX_TENSORS:
@@ -87,7 +85,7 @@ def suits(loops: Loops) -> bool:
     if found is None:
         return False
     _, length, leaves = found
-    reductions = _reductions(leaves)
+    reductions = reductions_of(leaves)
     if length < LEAST_ROW and not reductions:
         return False
     along = [(LANE, length, leaves), *((row.over.name, row.over.size, row.leaves) for row in reductions)]
@@ -157,31 +155,19 @@ def _alike(leaves: Sequence[Leaf], name: str, size: int) -> int:
 def _of_whole_rows(leaf: Leaf, length: int) -> Leaf:
     """The leaf with questions of rows where elements of one cannot differ."""
     if isinstance(leaf, Inside):
-        return _of_row(leaf, length)
+        return by_runs(leaf, length)
     if isinstance(leaf, Read):
-        return Read(leaf.slot, leaf.dtype, leaf.index, tuple(_of_row(one, length) for one in leaf.where))
+        return Read(leaf.slot, leaf.dtype, leaf.index, tuple(by_runs(one, length) for one in leaf.where))
     return leaf
 
 
-def _of_row(condition: Inside, length: int) -> Inside:
-    rest = condition.index - variable(LANE, length)
-    steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
-    if not condition.index.depends_on(LANE) or rest.depends_on(LANE) or any(step % length for step in steps):
-        return condition
-    return Inside(rest // length, condition.size // length)
-
-
-def _reductions(leaves: Sequence[Leaf]) -> list[Reduced]:
-    return list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
-
-
-def kernel(loops: Loops) -> LoopsKernel | None:
-    """The kernel; None if it would read more tensors than fit."""
+def kernel(loops: Loops) -> LoopsKernel:
+    """The kernel of loops that suit."""
     found = _rows(loops)
     assert found is not None, "suits() has seen to it"
     count, length, leaves = found
     text, functions, statements = Text(_TYPES, by_element=True), list[str](), list[str]()
-    reductions = _reductions(leaves)
+    reductions = reductions_of(leaves)
     for turn, row in enumerate(reductions):
         text.begin(row.over.size)
         terms = text.leaves([substituted(leaf, {row.over.name: variable(LANE, row.over.size)}) for leaf in row.leaves])

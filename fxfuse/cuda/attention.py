@@ -105,7 +105,8 @@ def candidates(problem: Problem) -> list[Kernel]:
     places = problem.multiprocessors
     of_whole, of_half = min(-(-tiles // whole), places // heads), min(-(-tiles // half), 2 * places // heads)
     # Clusters lie within a part of the GPU, and parts are not all as large: if all but fill it, some wait for others.
-    of_cluster = [size for size in _clusters(problem) if size <= of_half and heads * size <= places * FREELY]
+    most = min(of_half, problem.largest_cluster, places * FREELY / heads)
+    of_cluster = [size for size in (16, 8, 4, 2) if size <= most]
     choices = [(whole, size, "kCluster") for size in of_cluster[:1]]
     if of_whole > 1:
         choices.append((whole, min(of_whole, MOST_SPLITS), "kWorkspace"))
@@ -114,11 +115,6 @@ def candidates(problem: Problem) -> list[Kernel]:
     if of_half > 1:
         choices.append((half, min(of_half, MOST_SPLITS), "kWorkspace"))
     return [_kernel(problem, warp, rows, *choice) for choice in choices]
-
-
-def _clusters(problem: Problem) -> list[int]:
-    """Numbers of blocks of clusters, the largest first."""
-    return [size for size in (16, 8, 4, 2) if size <= problem.largest_cluster]
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from fxfuse.program.loops import (
     Loops,
     Read,
     Reduced,
-    all_leaves,
     kinds_of,
+    reductions_of,
     rows_of,
     substituted,
 )
@@ -286,7 +286,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
         **digits_of(variable(_ALONG, length), rows.along, output),
     }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
-    reductions = list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
+    reductions = reductions_of(leaves)
     held = None if rows.inner else _held(reductions, leaves, output, outer, length)
     functions_, loops_, longest = [], [], 1
     if held is not None:

@@ -17,6 +17,7 @@ from fxfuse import build
 from fxfuse.cuda import attention, codegen, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
+from fxfuse.cuda.plan import MINIMUM_CAPABILITY
 from fxfuse.errors import FxfuseError
 from fxfuse.expression import Acc, Operand
 from fxfuse.layout import contiguous_strides, flatten
@@ -29,6 +30,8 @@ from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 logger = logging.getLogger("fxfuse")
 
 KIND: Final = "attention"
+LIBRARY: Final = "scaled_dot_product_attention"
+"""torch's candidate."""
 _PARAMETERS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Of F.scaled_dot_product_attention; the others are given by name."""
 
@@ -45,6 +48,9 @@ def planned(
         source: of keys or values that repeat heads, so that there are as many as of queries, those that were repeated:
             they are read instead.
     """
+    capability = torch.cuda.get_device_capability(expected.device) if expected.is_cuda else (0, 0)
+    if capability < MINIMUM_CAPABILITY or expected.dtype not in RESULT_DTYPES:
+        return None
     given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
     mask = given.get("attn_mask")
     if given.get("dropout_p", 0.0) or given.get("is_causal", False) or not _all_kinds_allowed():
@@ -60,8 +66,7 @@ def planned(
     if described is None:
         return None
     kernels = attention.candidates(described)
-    capability = torch.cuda.get_device_capability(expected.device)
-    if not kernels or capability < (8, 0):
+    if not kernels:
         return None
     options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1), ("repeats", repeats))
     problem = _problem(tensors, options)
@@ -72,9 +77,6 @@ def planned(
         logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
         return None
     return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
-
-
-LIBRARY: Final = "scaled_dot_product_attention"
 
 
 def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
@@ -120,9 +122,9 @@ def _described(
     """What a kernel would have to compute; None if kernels know nothing like it."""
     query, key, value, *masks = tensors
     own = (*tensors[:3], expected)
-    if any(tensor.dim() != 4 or tensor.dtype not in RESULT_DTYPES or tensor.stride(3) != 1 for tensor in own):
+    if any(tensor.dim() != 4 or tensor.dtype != expected.dtype or tensor.stride(3) != 1 for tensor in own):
         return None
-    if len({tensor.dtype for tensor in own}) > 1 or len({tensor.device for tensor in tensors}) > 1 or not query.is_cuda:
+    if any(tensor.device != expected.device for tensor in tensors):
         return None
     batch, heads, queries, width = query.shape
     _, key_heads, keys, _ = key.shape

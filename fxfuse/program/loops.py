@@ -86,6 +86,11 @@ def all_leaves(leaves: Iterable[Leaf]) -> Iterator[Leaf]:
         yield leaf
 
 
+def reductions_of(leaves: Iterable[Leaf]) -> list[Reduced]:
+    """What rows come to among them, each once and after those that it is made of."""
+    return list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
+
+
 def indices_of(leaves: Iterable[Leaf]) -> Iterator[Index]:
     """All indices in them."""
     for leaf in all_leaves(leaves):
@@ -160,7 +165,7 @@ class Loops:
     @functools.cached_property
     def reductions(self) -> list[Reduced]:
         """Each after those that it is made of."""
-        return list(dict.fromkeys(leaf for leaf in all_leaves(self.leaves) if isinstance(leaf, Reduced)))
+        return reductions_of(self.leaves)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -205,13 +205,12 @@ class _Plan:
     ) -> None:
         """`suits`: which loops kernels compute; all if None."""
         self._suits = suits
-        for step in steps if suits is not None else ():
-            loops = step.loops
-            if loops is None:
-                continue
-            # what needs several sums of a row (softmax, LayerNorm) torch's CPU kernels do in one go
-            if _overwrites_part(step) or len(loops.reductions) > 1 or (suits is not None and not suits(loops)):
-                step.loops = None
+        if suits is not None:
+            for step in steps:
+                loops = step.loops
+                # what needs several sums of a row (softmax, LayerNorm) torch's CPU kernels do in one go
+                if loops and (_overwrites_part(step) or len(loops.reductions) > 1 or not suits(loops)):
+                    step.loops = None
         self.computed: dict[int, Loops] = {}
         """By number of step, in their order: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
@@ -529,8 +528,7 @@ class _Plan:
             return None
         if len(whole.reductions) > len(loops.reductions) + len(producer.reductions):
             return None  # another row's than its own
-        suits = self._suits
-        if suits is not None and not suits(whole):
+        if self._suits is not None and not self._suits(whole):
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
             return None  # an index may be read only where it is one

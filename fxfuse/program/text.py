@@ -1,7 +1,7 @@
 """The text of loops' kernels, for whatever device: what an element's leaves are, and where in memory.
 
 Statements that are the same for a run of elements stand before the loop over them, others in it. On a GPU a thread has
-a run (cuda/loops.py). On a CPU a run is one element, and the compiler makes vectors (cpu/loops.py).
+a run of a few (cuda/loops.py). On a CPU a row is a run, of whose loop the compiler makes vectors (cpu/loops.py).
 """
 
 from __future__ import annotations
@@ -120,6 +120,15 @@ def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
             leaves, sizes = merged, [*sizes[:at], sizes[at] * inner, *sizes[at + 2 :]]
     count = len(loops.leaves)
     return sizes, leaves[:count], next((leaf.index for leaf in leaves[count:] if isinstance(leaf, Position)), None)
+
+
+def by_runs(condition: Inside, size: int) -> Inside:
+    """The same question of whole runs of so many elements, where those of one cannot differ."""
+    rest = condition.index - variable(LANE, size)
+    steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
+    if rest.depends_on(LANE) or any(step % size for step in steps):
+        return condition
+    return Inside(rest // size, condition.size // size)
 
 
 # ------------------------------------------------------------------------------------------------------ text
@@ -317,12 +326,8 @@ class Text:
         return self._by_runs(condition).index.depends_on(LANE)
 
     def _by_runs(self, condition: Inside) -> Inside:
-        """The same question of whole runs, where elements of one cannot differ."""
-        rest = condition.index - variable(LANE, self._vector)
-        steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
-        if rest.depends_on(LANE) or any(step % self._vector for step in steps):
-            return condition
-        return Inside(rest // self._vector, condition.size // self._vector)
+        """Of runs of this loop."""
+        return by_runs(condition, self._vector)
 
     def _inside(self, condition: Inside) -> str:
         if condition.is_always:
