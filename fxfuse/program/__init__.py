@@ -14,6 +14,7 @@ are observed, run the graph's own code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from array import array
@@ -29,10 +30,12 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
+from fxfuse.program import attention
+from fxfuse.program.attention_by_hand import joined
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
-from fxfuse.program.merge import merged
+from fxfuse.program.merge import NoKernel, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
 from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
 from fxfuse.program.write import Writer
@@ -48,6 +51,8 @@ PATIENCE: Final = 16
 
 MERGING: Final = ("cuda", "cpu")
 """Types of devices for which what stands between regions is merged."""
+ATTENDING: Final = ("cuda",)
+"""Those on which attention that is written by hand may be torch's own."""
 
 ALIGNMENT: Final = 16
 """Bytes of which the address of each tensor is a multiple; calls with others run the graph's own code."""
@@ -115,6 +120,11 @@ def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]
     if device.type not in MERGING:
         return recorder.steps
     try:
+        if device.type in ATTENDING:
+            choose = functools.partial(attention.by_hand, device)
+            steps = joined(recorder.steps, recorder.output, choose, recorder.is_lasting)
+            with contextlib.suppress(NoKernel):
+                return merged(steps, recorder.output, device)
         return merged(recorder.steps, recorder.output, device)
     except FxfuseError as error:
         logger.warning("fxfuse: torch runs what stands between regions: %s", error)

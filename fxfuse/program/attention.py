@@ -5,16 +5,18 @@ So tokens are decoded: one query, or a few, for each head, and a long cache of k
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from fxfuse import build
-from fxfuse.cuda import attention, codegen, tune
+from fxfuse.cuda import attention, codegen, exactness, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
 from fxfuse.cuda.plan import MINIMUM_CAPABILITY
@@ -23,7 +25,7 @@ from fxfuse.expression import Acc, Operand
 from fxfuse.layout import contiguous_strides, flatten
 from fxfuse.operands import plan_operands
 from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
-from fxfuse.program.indices import Index, dot
+from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
 from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 
@@ -32,6 +34,9 @@ logger = logging.getLogger("fxfuse")
 KIND: Final = "attention"
 LIBRARY: Final = "scaled_dot_product_attention"
 """torch's candidate."""
+BY_HAND: Final = "attention by hand"
+APART: Final = "products and softmax"
+"""Of which a model makes attention itself."""
 _PARAMETERS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Of F.scaled_dot_product_attention; the others are given by name."""
 
@@ -79,8 +84,128 @@ def planned(
     return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
 
 
+def by_hand(
+    device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float
+) -> tuple[int, ...] | None:
+    """Strides of the result of torch's attention to what a model attends to by products and softmax, if it is quicker,
+    and as exact: it is measured beside the products and softmax alone, as if all between them cost nothing.
+
+    Args:
+        tensors: query, key and value (batch, heads, rows, channels).
+        added: to the scaled scores.
+    """
+    if not exactness.enabled() or not _all_kinds_allowed():
+        return None
+    metas = [
+        TensorMeta(value.shape, value.strides, value.dtype, device, math.gcd(value.slot.alignment, value.offset))
+        for value in (*tensors, *(() if added is None else (added,)))
+    ]
+    return _strides_if_quicker(Problem(BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:])))
+
+
+@functools.lru_cache(maxsize=256)
+def _strides_if_quicker(problem: Problem) -> tuple[int, ...] | None:
+    scale = float(dict(problem.options)["scale"])
+    query, key = problem.x, problem.operands[0]
+    scores = math.prod(query.shape[:3]) * key.shape[2]
+
+    def torchs(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        key, value, *added = others
+        if added and 2 * added[0].numel() > scores:  # as much as the scores: to make it takes as long
+            added = [added[0].clone()]
+        return F.scaled_dot_product_attention(x, key, value, added[0] if added else None, scale=scale)
+
+    def apart(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        query, key, value = (tensor.flatten(0, 1) for tensor in (x, *others[:2]))
+        return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+
+    candidates = [
+        tune.Candidate(LIBRARY, LIBRARY, lambda: torchs, always=True, library=True),
+        tune.Candidate(APART, APART, lambda: apart, always=True, library=True),
+    ]
+    try:
+        if tune.draft(problem, candidates)().kernel != LIBRARY:
+            return None
+        with torch.cuda.device(problem.x.device), torch.no_grad():
+            x, weight, bias, others = exactness.example(problem)
+            result = torchs(x, weight, bias, others)
+            return result.stride() if _is_as_exact(result, x, others, scale) else None
+    except (FxfuseError, torch.cuda.OutOfMemoryError) as error:
+        logger.warning("fxfuse: attention by products and softmax stays what it is: %s", error)
+        return None
+
+
+def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[torch.Tensor], scale: float) -> bool:
+    """Whether some heads of a result are as close to float64's as those of products and softmax."""
+    key, value, *added = (tensor[:1, :2] for tensor in (*others[:2], *others[2:]))
+    query, part = query[:1, :2], result[:1, :2]
+
+    def attended(dtype: torch.dtype) -> torch.Tensor:
+        scores = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scale
+        for bias in added:
+            scores = scores + bias.to(dtype)
+        return scores.softmax(-1) @ value.to(dtype)
+
+    exact = attended(torch.float64)
+    have, want = (exactness.relative_error(one, exact) for one in (part, attended(query.dtype)))
+    return have <= exactness.ALLOWED["normal"] * want + exactness.ULP
+
+
 def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
     """What a value (batch, heads, rows, channels) repeats the heads of, one after the other; None if it does not."""
+    copied = _copied(value, steps)
+    if copied is None:
+        return None
+    batch, heads, rows, width = value.shape
+    begin, (of_batch, _, of_row, of_channel) = copied.begin, copied.strides
+    group = next((head for head in range(1, heads) if copied.place_of(0, head, 0, 0) != begin), heads)
+    if group == 1 or heads % group:
+        return None
+    strides = of_batch, copied.place_of(0, group % heads, 0, 0) - begin, of_row, of_channel
+    at = coordinates(value.shape)
+    if copied.read.index != dot([at[0], at[1] // group, at[2], at[3]], strides) + begin:
+        return None
+    return copied.source((batch, heads // group, rows, width), strides)
+
+
+def as_copied_from(value: Value, steps: Sequence[Launch | Call]) -> Value:
+    """The same elements where the last of the steps that wrote them has copied them from; the value if none has."""
+    copied = _copied(value, steps)
+    if copied is None or copied.read.index != dot(coordinates(value.shape), copied.strides) + copied.begin:
+        return value
+    return copied.source(value.shape, copied.strides, value.name)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """What a value's elements are copies of."""
+
+    read: Read
+    """Of the value's coordinates."""
+    shape: tuple[int, ...]
+
+    def place_of(self, *at: int) -> int:
+        names = {f"c{dim}": Index((), coordinate) for dim, coordinate in enumerate(at)}
+        return self.read.index.substituted(names).constant
+
+    @property
+    def begin(self) -> int:
+        """Where the first lies."""
+        return self.place_of(*(0 for _ in self.shape))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart the first two of each dimension lie; 0 where there is one."""
+        ends = [[int(dim == other and size > 1) for other in range(4)] for dim, size in enumerate(self.shape)]
+        return tuple(self.place_of(*end) - self.begin for end in ends)
+
+    def source(self, shape: tuple[int, ...], strides: tuple[int, ...], name: str | None = None) -> Value:
+        dtype, slot = self.read.dtype, self.read.slot
+        return Value(slot, self.begin * dtype.itemsize, shape, strides, dtype, name or slot.name)
+
+
+def _copied(value: Value, steps: Sequence[Launch | Call]) -> _Copied | None:
+    """Of a value (batch, heads, rows, channels) that was written by a copy, of memory that nobody has changed since."""
     writers = [number for number, step in enumerate(steps) if value.slot in written_by(step)]
     copied = steps[writers[-1]].loops if writers else None
     if copied is None or not copied.only_moves or copied.into is not None or len(value.shape) != 4:
@@ -92,22 +217,9 @@ def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
     read = seen.leaves[0]
     if read.where or read.dtype != value.dtype or any(read.slot in written_by(step) for step in steps[writers[-1] :]):
         return None
-
-    def place_of(*coordinates: int) -> int:
-        names = {f"c{dim}": Index((), coordinate) for dim, coordinate in enumerate(coordinates)}
-        return read.index.substituted(names).constant
-
-    batch, heads, rows, width = value.shape
-    begin = place_of(0, 0, 0, 0)
-    group = next((head for head in range(1, heads) if place_of(0, head, 0, 0) != begin), heads)
-    if group == 1 or heads % group:
+    if any(isinstance(atom, Element) for atom in read.index.atoms()):
         return None
-    ends = ((int(batch > 1), 0, 0, 0), (0, group % heads, 0, 0), (0, 0, int(rows > 1), 0), (0, 0, 0, int(width > 1)))
-    strides = tuple(place_of(*end) - begin for end in ends)
-    if read.index != dot([at[0], at[1] // group, at[2], at[3]], strides) + begin:
-        return None
-    shape = batch, heads // group, rows, width
-    return Value(read.slot, begin * value.dtype.itemsize, shape, strides, value.dtype, read.slot.name)
+    return _Copied(read, value.shape)
 
 
 def _all_kinds_allowed() -> bool:

@@ -452,7 +452,7 @@ def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
 
 def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list[Leaf]:
     """What a producer's element at a place is made of, if it is asked for there only."""
-    values = {f"c{dim}": index for dim, index in enumerate(_coordinates_at(producer.output, place))}
+    values = {f"c{dim}": index for dim, index in enumerate(coordinates_at(producer.output, place))}
     leaves = [substituted(inner, values) for inner in producer.leaves]
     return [
         Read(own.slot, own.dtype, own.index, tuple(dict.fromkeys((*where, *own.where))))
@@ -724,7 +724,7 @@ SMALL: Final = 16
 """What part of the elements of all rows a tensor has at most, that stays in caches whatever the order."""
 
 
-def _coordinates_at(output: Value, place: Index) -> list[Index]:
+def coordinates_at(output: Value, place: Index) -> list[Index]:
     """The coordinates of the element that lies there."""
     at, is_first = [Index()] * len(output.shape), True
     for dim in memory_order(output):

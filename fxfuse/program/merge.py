@@ -14,18 +14,21 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
 from fxfuse import build, events
 from fxfuse.cpu import loops as cpu_kernels
 from fxfuse.cuda import loops as kernels
+from fxfuse.errors import FxfuseError
+from fxfuse.expression import Operand
 from fxfuse.program.indices import Element
 from fxfuse.program.loops import (
     Inexact,
     Inside,
     Loops,
+    Read,
     all_leaves,
     has_rows_read,
     inlined,
@@ -57,10 +60,14 @@ SMALL_SHARE: Final = 4
 """What part of the largest value of a program other values are at most, that may live longer than they need to."""
 
 
+class NoKernel(FxfuseError):
+    """Loops that nothing else computes have no kernel."""
+
+
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     """The steps of a program with kernels in the place of what loops compute.
 
-    Raises ToolchainError, BuildError; nothing has changed then.
+    Raises ToolchainError, BuildError, NoKernel; nothing has changed then.
     """
     on_gpu = runs_on_gpu(device)
     generator = kernels if on_gpu else cpu_kernels
@@ -72,13 +79,16 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
         kernel = generator.kernel(loops)
         if kernel is not None:
             found[number] = kernel
-    if not found:
+    for number, step in enumerate(steps):
+        if _is_loops_only(step) and number not in found and number not in plan.absent:
+            raise NoKernel(f"'{step.label}' has no kernel")
+    if not found and not plan.absent:
         return list(steps)
     together = _together(found, plan, steps) if on_gpu else {number: [number] for number in found}
     architecture = torch.cuda.get_device_capability(device) if on_gpu else None
     texts = {first: generator.source_of([found[one] for one in numbers]) for first, numbers in together.items()}
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
-    with ThreadPoolExecutor(len(sources)) as pool:
+    with ThreadPoolExecutor(max(1, len(sources))) as pool:
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
     for number in found:
         for store in plan.computed[number].stores:
@@ -417,7 +427,8 @@ class _Plan:
                 needed |= _read(self._steps[number])
 
     def _drop_repeated(self) -> None:
-        """Results that another kernel computes, too, of memory that nobody writes into in between."""
+        """Results that lie somewhere else, too: copies as it lies of what nobody changes afterwards, and what another
+        kernel computes of memory that nobody writes into in between."""
         first: dict[Any, int] = {}
         room = _small_beside(self._steps)  # the other result lives longer then
         of_indices = {one.memory for loops in self.computed.values() for one in _elements(loops)}
@@ -427,19 +438,27 @@ class _Plan:
             is_written_once = [one for one in self._writers[output.slot] if one not in self.absent] == [number]
             if output.slot.kind != "made" or not is_written_once or loops.also or loops.into is not None:
                 continue
+            may_go = output.slot not in self._leaving and output.slot not in of_indices
+            source = _copied_as_it_lies(loops) if may_go else None
+            if source is not None and all(one <= number for one in self._writers.get(source, ())):
+                self._drop_for(number, source)
+                continue
             if _span(output)[1] > room:
                 continue
             key = loops.expression, loops.leaves, output.shape, output.strides, output.dtype, output.offset
             earlier = first.setdefault(key, number)
             slot = self.computed[earlier].output.slot
-            if earlier == number or output.slot in self._leaving or output.slot in of_indices:
+            if earlier == number or not may_go:
                 continue
             writers = {one for source in _sources(loops) for one in self._writers.get(source, ())}
             if slot.alignment < output.slot.alignment or any(earlier < one < number for one in writers):
                 continue
-            self.same[output.slot] = slot
-            del self.computed[number]
-            self.absent.add(number)
+            self._drop_for(number, slot)
+
+    def _drop_for(self, number: int, slot: Slot) -> None:
+        """Leaves out a step, whose result lies in a slot, too."""
+        self.same[self.computed.pop(number).output.slot] = slot
+        self.absent.add(number)
 
     def _may_be_absent(self, number: int) -> bool:
         """Whether what a step writes may be computed where it is read, until the next step overwrites it."""
@@ -539,6 +558,22 @@ class _Plan:
         except Inexact:
             return None
         return whole if kinds == before else None
+
+
+def _copied_as_it_lies(loops: Loops) -> Slot | None:
+    """The memory of the program's own of which a result is a copy, each element where it lies there."""
+    if not isinstance(loops.expression, Operand) or loops.output.offset:
+        return None
+    (read,) = loops.leaves
+    if not isinstance(read, Read) or read.where or read.slot.kind == "given" or read.slot.constant is not None:
+        return None
+    is_alike = (read.index, read.dtype) == (loops.place(), loops.output.dtype)
+    return read.slot if is_alike and read.slot.alignment >= loops.output.slot.alignment else None
+
+
+def _is_loops_only(step: Launch | Call) -> TypeGuard[Call]:
+    """Whether torch cannot compute it."""
+    return isinstance(step, Call) and step.target is None
 
 
 def _overwrites_part(step: Launch | Call) -> bool:

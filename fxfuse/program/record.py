@@ -301,6 +301,9 @@ class Recorder:
         """By where a mask lies: the numbers that were made of it, and the number of the steps so far."""
         self.distances: list[tuple[int, int, int]] = []
         """Of arguments in one memory, how many bytes the second lies behind the first."""
+        attributes = {id(given[node]) for node in graph.nodes if node.op == "get_attr" and node in given}
+        self._lasting: set[str] = set()
+        """Names of the given slots that parameters and buffers begin; Dynamo gives them as arguments, with a mark."""
         self.given_names: dict[str, int] = {}
         for number, tensor in enumerate(tensors):
             if id(tensor) in self._numbers:
@@ -309,6 +312,8 @@ class Recorder:
             self._numbers[id(tensor)] = number
             name = f"g{number}"
             self.given_names[name] = number
+            if id(tensor) in attributes or hasattr(tensor, "_dynamo_static_input_type"):
+                self._lasting.add(name)
             key, slot = tensor.untyped_storage()._cdata, self._slot("given", name, tensor)
             slot.index = number
             owner = self._owners.setdefault(key, Owner.of(slot, tensor))
@@ -354,6 +359,10 @@ class Recorder:
                 if used in known:
                     self._forget(dead)
         raise AssertionError("a graph ends with its output")
+
+    def is_lasting(self, slot: Slot) -> bool:
+        """Whether what lies there is the model's, or was made of numbers alone: no argument of a call's."""
+        return slot.constant is not None or slot.name in self._lasting
 
     def _give(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -213,6 +213,7 @@ def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 LAYER_NORM: Final[Rule] = _layer_norm
+SOFTMAX: Final[Rule] = _softmax
 _aten = torch.ops.aten
 REDUCTIONS: Final[Mapping[Any, Rule]] = {
     getattr(_aten, name): rule

@@ -128,7 +128,7 @@ class Launch:
 @dataclass(eq=False)
 class Call:
     target: Any
-    """A function, the name of a method, or a module."""
+    """A function, the name of a method, or a module; None if there is none, and `loops` must have a kernel."""
     args: Any
     kwargs: Any
     result: Any

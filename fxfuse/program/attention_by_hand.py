@@ -1,0 +1,442 @@
+"""Attention written by hand, which torch's own attention computes where it was measured to be quicker.
+
+Two products of batches, and between them loops that are softmax of the first one's result, scaled, with something added
+or hidden: `softmax(q @ k.T * scale + bias) @ v`. Whatever is added is put into memory once, as small as it can be, and
+the scores are nowhere. attention.py has the contest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from fxfuse.expression import Call as Term
+from fxfuse.expression import Const, Expr, Operand, postorder
+from fxfuse.layout import contiguous_strides
+from fxfuse.problem import RESULT_DTYPES
+from fxfuse.program.attention import as_copied_from
+from fxfuse.program.loops import (
+    Body,
+    Inside,
+    Leaf,
+    Loops,
+    Read,
+    Reduced,
+    all_leaves,
+    coordinates,
+    coordinates_at,
+    inlined,
+    place_of,
+    substituted,
+)
+from fxfuse.program.reductions import SOFTMAX
+from fxfuse.program.values import Call, Launch, Slot, Value, read_by, slots_of, values_in, written_by
+
+HIDDEN: Final = -1e9
+"""What scores are filled with where nobody may look, at most: beside it no score makes a difference."""
+ATTENTION: Final = F.scaled_dot_product_attention
+ALIGNED: Final = 8
+"""Elements of which a row of what is added has a multiple: else torch copies it."""
+_CASTS: Final = ("float32", "bfloat16", "float16")
+
+Chosen = Callable[[Sequence[Value], Value | None, float], tuple[int, ...] | None]
+"""chosen([query, key, value], what is added, scale): strides of the result of torch's attention, if it is quicker."""
+
+
+def joined(
+    steps: Sequence[Launch | Call], output: Any, chosen: Chosen, is_lasting: Callable[[Slot], bool]
+) -> list[Launch | Call]:
+    """The steps with torch's attention in the place of the products and what is between them.
+
+    Args:
+        output: what the caller gets.
+        is_lasting: whether what lies there is the model's own, not a call's: a mask of it hides no row as a whole.
+    """
+    found = list(steps)
+    leaving = {value.slot for value in values_in(output)}
+    for number, last in enumerate(step for step in steps if _is_product(step)):
+        match = _match(found, found.index(last), leaving, is_lasting, f"h{number}") if last in found else None
+        strides = None if match is None else chosen(match.tensors, match.added_as_read, match.scale)
+        if match is not None and strides is not None:
+            found = _replaced(found, match, strides)
+    return found
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Attention, as it was found."""
+
+    gone: frozenset[int]
+    """The steps that it is."""
+    name: str
+    """For what is new."""
+    last: int
+    """The product with the values."""
+    tensors: tuple[Value, ...]
+    """Query, key, value: (batch, heads, rows, channels)."""
+    scale: float
+    added: Loops | None
+    """What makes what is added."""
+    added_as_read: Value | None
+    """The part of it that is: rows are longer in memory (`ALIGNED`)."""
+    result: Value
+    """What the last product makes."""
+
+
+def _is_product(step: Launch | Call) -> bool:
+    return isinstance(step, Call) and step.target is torch.bmm and "out" not in step.kwargs
+
+
+def _match(
+    steps: Sequence[Launch | Call], last: int, leaving: set[Slot], is_lasting: Callable[[Slot], bool], name: str
+) -> _Match | None:
+    weights, values, result = _values_of(steps[last])
+    chain = _Chain(steps)
+    writer = chain.writer(weights.slot, last)
+    loops = None if writer is None else chain.composed(writer)
+    if loops is None or chain.scores is None:
+        return None
+    query, keys_in_columns, scores = _values_of(steps[chain.scores])
+    dtypes = {value.dtype for value in (query, keys_in_columns, scores, weights, values, result)}
+    inner = frozenset((*chain.steps, chain.scores))
+    if len(dtypes) > 1 or query.dtype not in RESULT_DTYPES or not _are_needed_here_only(steps, inner, last, leaving):
+        return None
+    exponent = _softmaxed(loops)
+    if exponent is None:
+        return None
+    is_scores = {
+        number for number, leaf in enumerate(loops.leaves) if isinstance(leaf, Read) and leaf.slot is scores.slot
+    }
+    try:
+        lasts = functools.partial(_lasts, steps, is_lasting)
+        scale, added = _Affine(loops.leaves, is_scores, lasts).of(exponent)
+    except _Other:
+        return None
+    split = _split(loops, weights, scores, is_scores, [] if added is None else _operands(added))
+    if split is None:
+        return None
+    tensors = tuple(
+        as_copied_from(_with_heads(value, split.sizes[1], f"{name}_{number}"), steps[:last])
+        for number, value in enumerate((query, _transposed(keys_in_columns), values))
+    )
+    made, read = (None, None) if added is None else _added(added, split, query.dtype, name) or (None, None)
+    if (added is not None and made is None) or not _hold(steps, (*tensors, *(made.reads if made else ())), last, inner):
+        return None
+    return _Match(inner | {last}, name, last, tensors, scale, made, read, result)
+
+
+def _values_of(product: Launch | Call) -> tuple[Value, Value, Value]:
+    """Both factors and the result."""
+    assert isinstance(product, Call)
+    left, right = product.args
+    return left, right, product.result
+
+
+class _Chain:
+    """What steps compute of one product's result, put into each other."""
+
+    def __init__(self, steps: Sequence[Launch | Call]) -> None:
+        self._steps = steps
+        self.steps: set[int] = set()
+        """Those that compute it."""
+        self.scores: int | None = None
+        """The product."""
+
+    def writer(self, slot: Slot, before: int) -> int | None:
+        """The last step before that writes there."""
+        return next((number for number in range(before - 1, -1, -1) if slot in written_by(self._steps[number])), None)
+
+    def composed(self, number: int) -> Loops | None:
+        """What a step computes of the product; None if it is more than loops, or nothing of one product."""
+        loops = self._steps[number].loops
+        if loops is None or loops.into is not None or loops.also:
+            return None
+        of_scores = False
+        for slot in dict.fromkeys(read.slot for read in loops.reads):
+            writer = self.writer(slot, number)
+            if writer is None:
+                continue
+            if _is_product(self._steps[writer]):
+                if self.scores not in (None, writer):
+                    return None
+                self.scores, of_scores = writer, True
+                continue
+            producer = self.composed(writer)
+            dtypes = {read.dtype for read in loops.reads if read.slot is slot}
+            if producer is None or dtypes != {producer.output.dtype}:
+                continue
+            loops, of_scores = inlined(loops, {slot: producer}), True
+        if not of_scores:
+            return None
+        self.steps.add(number)
+        return loops
+
+
+def _lasts(steps: Sequence[Launch | Call], is_lasting: Callable[[Slot], bool], slot: Slot) -> bool:
+    """Whether what lies in a slot is the model's own, or made of nothing else."""
+    if is_lasting(slot):
+        return True
+    writers = [step for step in steps if slot in written_by(step)]
+    sources = {read for step in writers for read in read_by(step)} - {slot}
+    return bool(writers and sources) and all(_lasts(steps, is_lasting, source) for source in sources)
+
+
+def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int], last: int, leaving: set[Slot]) -> bool:
+    """Whether nobody else reads what some steps make."""
+    made = {slot for number in inner for slot in written_by(steps[number])}
+    if made & leaving or any(slot.kind == "given" for slot in made):
+        return False
+    for number, step in enumerate(steps):
+        if number in inner or number == last or (isinstance(step, Call) and step.is_view):
+            continue
+        if made.intersection(slots_of(step)):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------- what is softmax
+
+
+def _softmaxed(loops: Loops) -> Expr | None:
+    """What loops are softmax of, along the last dimension; None if they are something else."""
+    expression = loops.expression
+    while isinstance(expression, Term) and expression.op in _CASTS:
+        (expression,) = expression.args
+    match expression:
+        case Term("div", (Term("exp", (Term("sub", (exponent, _)),)), _)):
+            scores = Slot("memory", "scores")
+            shape, strides = loops.output.shape, loops.output.strides
+            inner = Value(scores, 0, shape, strides, torch.float32, "scores")
+            alike = Value(Slot("memory", ""), 0, shape, strides, torch.float32, "")
+            of_scores, softmax = Body(), Body()
+            taken = {number: of_scores.leaf(leaf) for number, leaf in enumerate(loops.leaves)}
+            made = of_scores.loops(inner, _renumbered(exponent, taken))
+            whole = softmax.loops(alike, SOFTMAX(softmax, {"self": inner, "dim": len(shape) - 1}, alike))
+            whole = inlined(whole, {scores: made})
+            same = _spelled(whole.expression, whole.leaves) == _spelled(expression, loops.leaves)
+            return exponent if same else None
+    return None
+
+
+def _renumbered(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
+    if isinstance(expression, Operand):
+        return operands[expression.index]
+    if isinstance(expression, Term):
+        return Term(expression.op, tuple(_renumbered(arg, operands) for arg in expression.args))
+    return expression
+
+
+def _spelled(expression: Expr, leaves: Sequence[Leaf]) -> Any:
+    """An expression with its leaves in it, however they are numbered."""
+    match expression:
+        case Operand(index):
+            leaf = leaves[index]
+            if isinstance(leaf, Reduced):
+                return leaf.op, leaf.over, _spelled(leaf.expression, leaf.leaves)
+            return leaf
+        case Term(op, args):
+            return op, *(_spelled(arg, leaves) for arg in args)
+    return expression
+
+
+class _Other(Exception):
+    """Scores that are changed in another way than by a scale and something that is added."""
+
+
+class _Affine:
+    """An expression as scale * scores + what is added."""
+
+    def __init__(self, leaves: Sequence[Leaf], scores: set[int], is_lasting: Callable[[Slot], bool]) -> None:
+        self._leaves, self._scores, self._is_lasting = leaves, scores, is_lasting
+
+    def of(self, expression: Expr) -> tuple[float, Expr | None]:
+        """The scale and what is added. Raises _Other."""
+        match expression:
+            case Operand(index) if index in self._scores:
+                return 1.0, None
+            case Term(op, (x,)) if op in _CASTS:
+                return self.of(x)
+            case Term("mul" | "div" as op, (x, y)):
+                scaled, factor = (x, self._number(y)) if op == "div" or self._depends(x) else (y, self._number(x))
+                return self._scaled(scaled, 1 / factor if op == "div" and factor else factor)
+            case Term("add", (x, y)):
+                scaled, other = (x, y) if self._depends(x) else (y, x)
+                return self._plus(scaled, other)
+            case Term("sub", (x, y)):
+                return self._plus(x, Term("neg", (y,)))
+            case Term("masked_fill", (x, mask, value)):
+                return self._hidden(mask, x, self._number(value), is_where_mask_is=True)
+            case Term("where", (mask, x, y)):
+                if self._depends(y):
+                    return self._hidden(mask, y, self._number(x), is_where_mask_is=True)
+                return self._hidden(mask, x, self._number(y), is_where_mask_is=False)
+        raise _Other
+
+    def _number(self, expression: Expr) -> float:
+        """One that is written, or that was made into a tensor."""
+        if isinstance(expression, Const):
+            return float(expression.value)
+        leaf = self._leaves[expression.index] if isinstance(expression, Operand) else None
+        if isinstance(leaf, Read) and leaf.slot.constant is not None and leaf.slot.constant.numel() == 1:
+            return float(leaf.slot.constant)
+        raise _Other
+
+    def _depends(self, expression: Expr) -> bool:
+        return not self._scores.isdisjoint(_operands(expression))
+
+    def _scaled(self, x: Expr, factor: float) -> tuple[float, Expr | None]:
+        scale, added = self.of(x)
+        if not 0 < factor < math.inf:
+            raise _Other
+        return scale * factor, None if added is None else Term("mul", (added, Const(factor)))
+
+    def _plus(self, x: Expr, other: Expr) -> tuple[float, Expr | None]:
+        if self._depends(other):
+            raise _Other
+        scale, added = self.of(x)
+        return scale, other if added is None else Term("add", (added, other))
+
+    def _hidden(self, mask: Expr, x: Expr, value: float, is_where_mask_is: bool) -> tuple[float, Expr]:
+        """A row that is hidden as a whole is NaN if it was filled with minus infinity: torch's attention has zeros."""
+        reads = [leaf for leaf in map(self._leaves.__getitem__, _operands(mask)) if isinstance(leaf, Read)]
+        lasts = all(self._is_lasting(read.slot) for read in reads)
+        if self._depends(mask) or not value <= HIDDEN or (value == -math.inf and not lasts):
+            raise _Other
+        scale, added = self.of(x)
+        both = Const(value), Const(0.0) if added is None else added
+        return scale, Term("where", (mask, *(both if is_where_mask_is else both[::-1])))
+
+
+# ------------------------------------------------------------------------------------------- where it all lies
+
+
+def _operands(expression: Expr) -> list[int]:
+    return [node.index for node in postorder(expression) if isinstance(node, Operand)]
+
+
+def _depend(leaves: Sequence[Leaf], name: str) -> bool:
+    return any(not isinstance(leaf, Reduced) and leaf.index.depends_on(name) for leaf in all_leaves(leaves))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The matrices as heads of batches, such that what is added takes as little memory as it can."""
+
+    sizes: tuple[int, ...]
+    """Batches, heads, rows, keys."""
+    leaves: tuple[Leaf, ...]
+    """Of softmax, of their coordinates."""
+    added: tuple[int, ...]
+    """The same sizes, or 1 of those that what is added does not depend on."""
+
+
+def _split(loops: Loops, weights: Value, scores: Value, which: set[int], added: Sequence[int]) -> _Split | None:
+    """None if rows are not what softmax goes along, or if it is of other scores than of the same query and key.
+
+    Args:
+        which: of the leaves, those that read scores.
+        added: those that what is added is made of.
+    """
+    best: _Split | None = None
+    count, rows, keys = weights.shape
+    for heads in _numbers_of_heads(loops.output.shape, count):
+        sizes = count // heads, heads, rows, keys
+        batch, head, row, key = coordinates(sizes)
+        at = batch * heads + head, row, key
+        place = place_of(weights, at) - loops.output.offset // loops.output.dtype.itemsize
+        own = coordinates_at(loops.output, place)
+        values = {f"c{dim}": index for dim, index in enumerate(own)}
+        leaves = tuple(substituted(leaf, values) for leaf in loops.leaves)
+        whole = Read(scores.slot, scores.dtype, place_of(scores, at))
+        if own[-1] != key or any(leaves[number] != whole for number in which):
+            return None
+        used = [leaves[number] for number in added]
+        shape = tuple(size if _depend(used, f"c{dim}") else 1 for dim, size in enumerate(sizes))
+        if best is None or math.prod(shape) < math.prod(best.added):
+            best = _Split(sizes, leaves, shape)
+    return best
+
+
+def _numbers_of_heads(shape: Sequence[int], count: int) -> list[int]:
+    """How many of `count` matrices may be heads of one batch, those first that the shape of scores says."""
+    said = [math.prod(shape[dim:-2]) for dim in range(len(shape) - 3, 0, -1)]
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    return list(dict.fromkeys([*(number for number in said if number in divisors), *divisors]))
+
+
+def _transposed(value: Value) -> Value:
+    """(count, rows, columns) of (count, columns, rows)."""
+    (count, columns, rows), (of_matrix, of_column, of_row) = value.shape, value.strides
+    strides = of_matrix, of_row, of_column
+    return Value(value.slot, value.offset, (count, rows, columns), strides, value.dtype, value.name)
+
+
+def _with_heads(value: Value, heads: int, name: str) -> Value:
+    (count, rows, columns), (of_matrix, of_row, of_column) = value.shape, value.strides
+    shape, strides = (count // heads, heads, rows, columns), (of_matrix * heads, of_matrix, of_row, of_column)
+    return Value(value.slot, value.offset, shape, strides, value.dtype, name)
+
+
+def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tuple[Loops, Value] | None:
+    """Loops for what is added, and what is read of it; None if its digits would be lost."""
+    used = {index: split.leaves[index] for index in _operands(expression)}
+    reads = [leaf for leaf in used.values() if isinstance(leaf, Read)]
+    if any(isinstance(leaf, Reduced) for leaf in used.values()):
+        return None
+    if dtype != torch.float32 and any(read.dtype in (torch.float32, torch.float64) for read in reads):
+        return None
+    *others, keys = split.added
+    whole = *others, -(-keys // ALIGNED) * ALIGNED
+    slot = Slot("made", name, whole, contiguous_strides(whole), dtype)
+    body, at = Body(), coordinates(whole)
+    values = {f"c{dim}": one for dim, one in enumerate(at)}
+    inside = (Inside(at[3], keys),) if whole[3] > keys else ()
+
+    def within(leaf: Leaf) -> Leaf:
+        leaf = substituted(leaf, values)
+        return Read(leaf.slot, leaf.dtype, leaf.index, (*inside, *leaf.where)) if isinstance(leaf, Read) else leaf
+
+    made = _renumbered(expression, {index: body.leaf(within(leaf)) for index, leaf in used.items()})
+    loops = body.loops(Value(slot, 0, whole, slot.strides, dtype, name), body.choose(inside, made, Const(0.0)))
+    return loops, Value(slot, 0, split.added, slot.strides, dtype, f"{name}_added")
+
+
+def _hold(steps: Sequence[Launch | Call], read: Sequence[Value | Read], last: int, gone: frozenset[int]) -> bool:
+    """Whether what is read is the same at the last step as where it was read before."""
+    first = min(gone)
+    changed = {slot for number in range(first, last) if number not in gone for slot in written_by(steps[number])}
+    # what is made in between and read afterwards only (the values) is as it was at its only writing
+    return all(
+        slot.kind != "given" and sum(slot in written_by(step) for step in steps[:last]) == 1
+        for slot in {one.slot for one in read} & changed
+    )
+
+
+def _replaced(steps: Sequence[Launch | Call], match: _Match, strides: tuple[int, ...]) -> list[Launch | Call]:
+    query, _, value = match.tensors
+    shape = *query.shape[:3], value.shape[3]
+    name = f"{match.name}_made"
+    slot = Slot("made", name, shape, strides, query.dtype)
+    found = Value(slot, 0, shape, strides, query.dtype, name)
+    label = "attention written by hand"
+    options: dict[str, Any] = {"scale": match.scale}
+    new: list[Launch | Call] = []
+    if match.added is not None:
+        there = match.added.output
+        arguments = there.shape, there.strides
+        new.append(Call(None, arguments, {}, there, False, True, False, f"{label}: what is added", match.added))
+        options["attn_mask"] = match.added_as_read
+    new.append(Call(ATTENTION, match.tensors, options, found, False, True, False, label))
+    as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
+    body = Body()
+    copied = body.loops(as_before, body.read(found, coordinates(shape)))
+    new.append(Call(None, (found,), {}, as_before, False, True, False, f"{label}: its result", copied))
+    kept = [(number, step) for number, step in enumerate(steps) if number not in match.gone]
+    before = [step for number, step in kept if number < match.last]
+    return [*before, *new, *(step for number, step in kept if number > match.last)]

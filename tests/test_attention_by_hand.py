@@ -1,0 +1,315 @@
+"""Attention that a model writes out, which torch's own attention computes in a program: what is found, and that it is
+the same."""
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net, Net2
+from test_loops import where
+from torch import nn
+
+import fxfuse
+import fxfuse.program
+from fxfuse.module import state_of
+from fxfuse.program import attention
+
+BATCH, HEADS, ROWS, CHANNELS = 2, 3, 19, 24
+WIDTH = HEADS * CHANNELS
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def parts(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    return heads(q), heads(k), heads(v)
+
+
+def ended(m, x):
+    return m.out(x).relu() * 0.5
+
+
+def together(m, x):
+    return ended(m, x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1))
+
+
+def plain(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1) / math.sqrt(CHANNELS)).softmax(-1) @ v)
+
+
+def causal(m, x):
+    q, k, v = parts(m, x)
+    scores = (q @ k.transpose(-2, -1)) * 0.2
+    scores = scores.masked_fill(m.seen[:, :, :ROWS, :ROWS] == 0, float("-inf"))
+    return together(m, F.dropout(F.softmax(scores, dim=-1), 0.5, m.training) @ v)
+
+
+def causal_by_where(m, x):
+    q, k, v = parts(m, x)
+    scores = torch.matmul(q, k.mT)
+    hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    return together(m, torch.where(hidden, scores, -1e30).softmax(-1).matmul(v))
+
+
+def biased(m, x):
+    """As in T5: no scale, a bias of heads, softmax in float32."""
+    q, k, v = parts(m, x)
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += m.bias
+    return together(m, torch.matmul(scores.float().softmax(-1).type_as(scores), v))
+
+
+def padded(m, x, mask):
+    """As in BERT: an argument says which keys there are."""
+    q, k, v = parts(m, x)
+    hidden = (1.0 - mask[:, None, None].to(x.dtype)) * -1e9
+    return together(m, ((q @ k.transpose(-1, -2)) / 4 + hidden).softmax(-1) @ v)
+
+
+def biased_and_padded(m, x, mask):
+    q, k, v = parts(m, x)
+    hidden = (1.0 - mask[:, None, None].to(x.dtype)) * -1e9
+    return together(m, ((q * 0.3) @ k.transpose(-1, -2) + m.bias + hidden).softmax(-1) @ v)
+
+
+def by_einsum(m, x):
+    q, k, v = m.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    weights = torch.einsum("blhd,bshd->bhls", q, k).mul(0.25).softmax(-1)
+    return ended(m, torch.einsum("bhls,bshd->blhd", weights, v).flatten(2))
+
+
+def in_windows(m, x):
+    """As in Swin: a bias for each head, and a mask for each window."""
+    windows = x.unflatten(1, (-1, 4)).flatten(0, 1)
+    q, k, v = parts(m, windows)
+    scores = (q * CHANNELS**-0.5) @ k.transpose(-2, -1) + m.bias[:, :4, :4]
+    scores = scores.view(x.shape[0], -1, HEADS, 4, 4) + m.windows[None, :, None]
+    found = scores.view(-1, HEADS, 4, 4).softmax(-1) @ v
+    return together(m, found).view(x.shape)
+
+
+def with_one_head(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    return ended(m, torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v))
+
+
+def other_lengths(m, x):
+    """Queries of one input and fewer keys and values, wider than the queries."""
+    q, k = heads(m.out(x)), heads(m.out(x[:, 2:7]))
+    v = heads(m.qkv(x[:, 2:7]))
+    found = (q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v
+    return found.transpose(1, 2).flatten(2)
+
+
+FOUND = {
+    "plain": (plain, ROWS), "causal": (causal, ROWS), "causal by where": (causal_by_where, ROWS),
+    "a bias of heads": (biased, ROWS), "einsum": (by_einsum, ROWS), "windows": (in_windows, 12),
+    "one head": (with_one_head, ROWS), "other lengths": (other_lengths, ROWS), "padded": (padded, ROWS),
+    "a bias, padded": (biased_and_padded, ROWS),
+}  # fmt: skip
+ADDED = {
+    "plain": None, "causal": (1, 1, ROWS, ROWS), "causal by where": (1, 1, ROWS, ROWS),
+    "a bias of heads": (1, HEADS, ROWS, ROWS), "einsum": None, "windows": (1, 3 * HEADS, 4, 4), "one head": None,
+    "other lengths": None, "padded": (BATCH, 1, 1, ROWS), "a bias, padded": (BATCH, HEADS, ROWS, ROWS),
+}  # fmt: skip
+"""The shape of what is added to the scores."""
+
+
+def both_read(m, x):
+    q, k, v = parts(m, x)
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return together(m, weights @ v), weights
+
+
+def scores_read(m, x):
+    q, k, v = parts(m, x)
+    scores = q @ k.transpose(-2, -1)
+    return together(m, scores.softmax(-1) @ v), scores.amax(-1)
+
+
+def capped(m, x):
+    q, k, v = parts(m, x)
+    return together(m, ((q @ k.transpose(-2, -1)).tanh() * 5).softmax(-1) @ v)
+
+
+def along_queries(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1)).softmax(-2) @ v)
+
+
+def turned_over(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1)).mul(-1).softmax(-1) @ v)
+
+
+def sharpened(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1)).softmax(-1).square() @ v)
+
+
+def hidden_by_a_little(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1)).masked_fill(m.seen[:, :, :ROWS, :ROWS] == 0, -5.0).softmax(-1) @ v)
+
+
+def two_products(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1) + k @ q.transpose(-2, -1)).softmax(-1) @ v)
+
+
+def transposed_scores(m, x):
+    q, k, v = parts(m, x)
+    return together(m, (q @ k.transpose(-2, -1)).transpose(-2, -1).softmax(-1) @ v)
+
+
+LEFT = {
+    one.__name__.replace("_", " "): one
+    for one in (
+        both_read, scores_read, capped, along_queries, turned_over, sharpened, hidden_by_a_little, two_products,
+        transposed_scores,
+    )
+}  # fmt: skip
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """What is asked, of programs that run torch's attention wherever they may, on a GPU that is emulated."""
+    assert where("emulated", monkeypatch) == "cpu"
+    asked = []
+
+    def by_hand(device, tensors, added, scale):
+        asked.append((tensors, added, scale))
+        query, _, value = tensors
+        batch, count, rows, _ = query.shape
+        return torch.empty(batch, rows, count, value.shape[3]).transpose(1, 2).stride()  # as most of torch's kernels
+
+    monkeypatch.setattr(attention, "by_hand", by_hand)
+    monkeypatch.setattr(fxfuse.program, "ATTENDING", ("cpu",))
+    real = F.scaled_dot_product_attention
+
+    def as_on_a_gpu(query, key, value, **options):
+        found = real(query, key, value, **options)
+        return found.transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr("fxfuse.program.attention_by_hand.ATTENTION", as_on_a_gpu)
+    return asked
+
+
+def takes_mask(forward):
+    return "mask" in inspect.signature(forward).parameters
+
+
+def model_of(forward):
+    torch.manual_seed(1)
+    kind = Net2 if takes_mask(forward) else Net
+    net = kind(forward, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH)).eval()
+    net.register_buffer("seen", torch.ones(1, 1, 24, 24).tril())
+    net.bias = nn.Parameter(torch.randn(HEADS, ROWS, ROWS))
+    net.register_buffer("windows", torch.where(torch.rand(3, 4, 4) < 0.3, -100.0, 0.0))
+    return net
+
+
+def compared(net, *args, dtype):
+    """The program of a model that gave what eager gives."""
+    fast = fxfuse.optimize(copy.deepcopy(net))
+    for _ in range(3):
+        have, want = fast(*args), net(*args)
+    exact = copy.deepcopy(net).double()(*(arg.double() if arg.is_floating_point() else arg for arg in args))
+    for one, other, right in zip(*map(as_tuple, (have, want, exact)), strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        errors = [float((result.double() - right).norm()) for result in (one, other)]
+        assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps * float(right.norm())
+    (program,) = state_of(fast).programs.programs
+    return program
+
+
+def as_tuple(made):
+    return made if isinstance(made, tuple) else (made,)
+
+
+def arguments(forward, rows, dtype):
+    torch.manual_seed(2)
+    x = torch.randn(BATCH, rows, WIDTH, dtype=dtype)
+    if not takes_mask(forward):
+        return (x,)
+    mask = torch.ones(BATCH, rows)
+    mask[1, 6:] = 0
+    return x, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FOUND)
+def test_attention_is_found_however_it_is_written(name, dtype, choices):
+    forward, rows = FOUND[name]
+    program = compared(model_of(forward).to(dtype), *arguments(forward, rows, dtype), dtype=dtype)
+    assert len(choices) == 1
+    assert program.calls["as_on_a_gpu"] == 1 and not program.calls["bmm"], program.code
+    _, added, _ = choices[0]
+    assert (None if added is None else added.shape) == ADDED[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_attention_stays_what_it_is(name, choices):
+    forward = LEFT[name]
+    program = compared(model_of(forward), *arguments(forward, ROWS, torch.float32), dtype=torch.float32)
+    assert not choices
+    assert not program.calls["as_on_a_gpu"], program.code
+
+
+@torch.no_grad()
+def test_heads_are_read_where_they_lie(choices):
+    """No copy of q, k or v is made, nor of the result."""
+    program = compared(model_of(plain), *arguments(plain, ROWS, torch.float32), dtype=torch.float32)
+    assert program.launches == 1, program.code  # what follows the last linear
+
+
+@torch.no_grad()
+def test_rows_that_an_argument_hides_as_a_whole_are_not_attended(choices):
+    """softmax makes NaN of them, torch's attention zeros."""
+
+    def forward(m, x, mask):
+        q, k, v = parts(m, x)
+        return together(m, (q @ k.transpose(-1, -2)).masked_fill(mask[:, None, None] == 0, -math.inf).softmax(-1) @ v)
+
+    x, mask = torch.randn(BATCH, ROWS, WIDTH), torch.ones(BATCH, ROWS)
+    mask[1] = 0
+    net = model_of(forward)
+    fast = fxfuse.optimize(copy.deepcopy(net))
+    for _ in range(3):
+        torch.testing.assert_close(fast(x, mask), net(x, mask), equal_nan=True)
+    assert fast(x, mask)[1].isnan().all() and not choices
+
+
+@torch.no_grad()
+def test_keys_that_are_overwritten_before_the_values_are_read(choices):
+    def forward(m, x):
+        q, k, v = m.qkv(x).chunk(3, -1)
+        weights = torch.bmm(q, k.transpose(1, 2)).softmax(-1)
+        k.zero_()
+        return m.out(torch.bmm(weights, v) + k)
+
+    compared(model_of(forward), *arguments(forward, ROWS, torch.float32), dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_where_torchs_is_no_quicker_nothing_changes(choices, monkeypatch):
+    monkeypatch.setattr(attention, "by_hand", lambda *_: None)
+    program = compared(model_of(causal), *arguments(causal, ROWS, torch.float32), dtype=torch.float32)
+    assert program.calls["bmm"] == 2, program.code
+
+
+@torch.no_grad()
+def test_without_a_kernel_for_what_is_added_nothing_changes(choices, monkeypatch):
+    kernel = fxfuse.program.merge.kernels.kernel
+    none_of_added = lambda loops: None if loops.output.name.startswith("h") else kernel(loops)  # noqa: E731
+    monkeypatch.setattr(fxfuse.program.merge.kernels, "kernel", none_of_added)
+    program = compared(model_of(causal), *arguments(causal, ROWS, torch.float32), dtype=torch.float32)
+    assert len(choices) == 1 and program.calls["bmm"] == 2, program.code
