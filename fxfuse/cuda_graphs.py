@@ -34,6 +34,7 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
 from fxfuse.guard import Guard
+from fxfuse.program import copies
 from fxfuse.state import Draws, draws_without_readers, unchanged
 
 logger = logging.getLogger("fxfuse")
@@ -166,6 +167,15 @@ def _copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
         return result.clone
     dtype, device = result.dtype, result.device
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(result)
+
+
+def _copying_into(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """What copies tensors into the buffers at once, if they lie where it may read them; None if there is no kernel."""
+    try:
+        return copies.launch_of(buffers) if buffers and buffers[0].is_cuda else None
+    except (FxfuseError, build.NotBuilt) as error:
+        logger.info("fxfuse: torch copies arguments: %s", error)
+        return None
 
 
 def _overwrite(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -301,6 +311,9 @@ def _preparing() -> Iterator[None]:
 class Recording:
     """A captured call."""
 
+    known: _Latest | None = None
+    """How the next call of its kind is recognised, if that is known."""
+
     def __init__(
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
         lent: Sequence[torch.Tensor], pool: Pool,
@@ -345,6 +358,7 @@ class Recording:
         self._results = map_tensors(results, check, shared=self._shared)
         self._copies = copies
         """What copies each tensor among the results, by its id: a tensor may be among them more than once."""
+        self._copy_arguments = _copying_into(self._buffers)
 
     def _versions(self) -> list[int]:
         return [buffer._version for buffer in self._buffers]
@@ -353,7 +367,8 @@ class Recording:
         """The results for the tensors of another call of this kind."""
         with torch.no_grad():
             self._pool.use(self._buffers)
-            _overwrite(self._buffers, leaves)
+            if self._copy_arguments is None or not self._copy_arguments(leaves):
+                _overwrite(self._buffers, leaves)
             for draw in self._draws:
                 draw()
             self._graph.replay()
@@ -456,6 +471,17 @@ class _State:
             and self._has_tensors()
         )
 
+    def kind(self, recording: Recording, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> _Latest | None:
+        """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
+        plain = [arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in args]
+        if not all(plain) or not self._are_plain or len(leaves) != sum(type(arg) in _TENSORS for arg in args):
+            return None
+        try:
+            guard = Guard([*self._tensors, *leaves], [*self._tables, *self._hooks])
+        except (FxfuseError, build.NotBuilt):
+            return None
+        return _Latest(recording, guard, list(self._tensors), self._attributes, args)
+
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
         if self._unfit is not None:
@@ -471,14 +497,65 @@ class _State:
         return tensors[0].device
 
 
+class _Latest:
+    """A kind of call, recognised by one call into C (guard.h) and few questions beside it."""
+
+    def __init__(
+        self, recording: Recording, guard: Guard, tensors: list[torch.Tensor], attributes: Sequence[Mapping[str, Any]],
+        args: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            guard: of the model's tensors and those of a call, as they are now.
+            tensors: the model's.
+            attributes: of its modules.
+            args: the call's.
+        """
+        self.recording = recording
+        self._guard, self._tensors, self._attributes = guard, tensors, attributes
+        self._addresses = guard.addresses[: len(tensors)]
+        self._others = [(place, arg) for place, arg in enumerate(args) if type(arg) not in _TENSORS]
+        self._places = [place for place, arg in enumerate(args) if type(arg) in _TENSORS]
+        self._count = len(args)
+        self._modes, self._switches = self._read_modes(), _switches()
+        self._with_gradients = torch.is_grad_enabled()
+
+    def _read_modes(self) -> list[bool]:
+        return [attributes["training"] for attributes in self._attributes]
+
+    def leaves(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+        """The tensors among the arguments, if they and all else are as they were."""
+        if len(args) != self._count or torch.is_grad_enabled() != self._with_gradients:
+            return None
+        for place, before in self._others:
+            if args[place] is not before and (type(args[place]) is not type(before) or args[place] != before):
+                return None
+        leaves = [args[place] for place in self._places]
+        addresses = self._guard.addresses[:]
+        is_alike = (
+            self._guard.holds([*self._tensors, *leaves], addresses)
+            and addresses[: len(self._addresses)] == self._addresses
+            and self._read_modes() == self._modes
+            and _switches() == self._switches
+        )
+        return leaves if is_alike else None
+
+
 def _is_watched() -> bool:
     """Whether somebody wants to see the operators that a call runs: a replay runs none."""
     return bool(
         torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or _is_watched_beyond_keys()
+    )
+
+
+def _is_watched_beyond_keys() -> bool:
+    """The same, by somebody of whom the thread's dispatch keys, which guards compare, say nothing."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or forward_ad._current_level >= 0
         or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     )
 
@@ -543,10 +620,19 @@ class Replays:
         self._lock = threading.RLock()
         self._state: _State | None = None
         self._pool: Pool | None = None
+        self._latest: _Latest | None = None
         self._met: set[Key] = set()
         self._found: dict[Key, Recording | Unfit] = {}
         self.refused: Counter[str] = Counter()
         """Why calls ran without a graph, and how many did."""
+
+    def _recorded_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, list[Any]] | None:
+        """The recording of the call before and this call's tensors, if this one is of the same kind."""
+        latest = self._latest
+        if latest is None or kwargs or _is_watched_beyond_keys():
+            return None
+        leaves = latest.leaves(args)
+        return None if leaves is None else (latest.recording, leaves)
 
     @property
     def graphs(self) -> int:
@@ -559,7 +645,13 @@ class Replays:
 
     def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """forward(module, *args, **kwargs), replayed if that is possible."""
-        if not getattr(_recording, "active", False) and not _is_watched():
+        if getattr(_recording, "active", False):
+            return forward(module, *args, **kwargs)
+        with self._lock:
+            again = self._recorded_again(args, kwargs)
+            if again is not None:
+                return again[0].replay(again[1])
+        if not _is_watched():
             with self._lock:  # buffers are in use from the copies into them to those of the results
                 leaves: list[torch.Tensor] = []
                 try:
@@ -568,8 +660,20 @@ class Replays:
                     self.refused[str(unfit)] += 1
                 else:
                     if recording is not None:
+                        self._remember(recording, args, kwargs, leaves)
                         return recording.replay(leaves)
         return forward(module, *args, **kwargs)
+
+    def _remember(
+        self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[torch.Tensor]
+    ) -> None:
+        """Lets the next call of this kind be recognised at once."""
+        self._latest = None
+        if self._lends or kwargs or self._state is None:
+            return
+        if recording.known is None:
+            recording.known = self._state.kind(recording, args, leaves)
+        self._latest = recording.known
 
     def prepare(
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -594,7 +698,7 @@ class Replays:
             lent = self._split.lent(args)
             forward, args = self._split.calling(forward, args), self._split.others(args)
         if self._state is None or not self._state.holds(lent):
-            self._met, self._found, self._pool = set(), {}, None
+            self._met, self._found, self._pool, self._latest = set(), {}, None, None
             self._state = _State(module, lent, self._lends)
         key = (_switches(), flatten([tuple(args), kwargs], leaves))
         device = self._state.check(leaves)

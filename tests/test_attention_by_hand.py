@@ -177,17 +177,18 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def choices(monkeypatch):
+@pytest.fixture(params=[None, "an operator"])
+def choices(request, monkeypatch):
     """What is asked, of programs that run torch's attention wherever they may, on a GPU that is emulated."""
     assert where("emulated", monkeypatch) == "cpu"
-    asked = []
+    asked, operator = [], request.param
 
     def by_hand(device, tensors, added, scale):
         asked.append((tensors, added, scale))
         query, _, value = tensors
         batch, count, rows, _ = query.shape
-        return torch.empty(batch, rows, count, value.shape[3]).transpose(1, 2).stride()  # as most of torch's kernels
+        strides = torch.empty(batch, rows, count, value.shape[3]).transpose(1, 2).stride()  # as most of torch's kernels
+        return attention.Torchs(strides, operator)
 
     monkeypatch.setattr(attention, "by_hand", by_hand)
     monkeypatch.setattr(fxfuse.program, "ATTENDING", ("cpu",))
@@ -197,7 +198,12 @@ def choices(monkeypatch):
         found = real(query, key, value, **options)
         return found.transpose(1, 2).contiguous().transpose(1, 2)
 
-    monkeypatch.setattr("fxfuse.program.attention_by_hand.ATTENTION", as_on_a_gpu)
+    def as_one_of_several(query, key, value, added, *_, **options):
+        return as_on_a_gpu(query, key, value, attn_mask=added, **options), None
+
+    functions = {None: as_on_a_gpu, "an operator": as_one_of_several}
+    monkeypatch.setattr(attention, "function_of", functions.get)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", as_on_a_gpu)
     return asked
 
 
@@ -229,6 +235,10 @@ def compared(net, *args, dtype):
     return program
 
 
+def attended(program):
+    return program.calls["as_on_a_gpu"] + program.calls["as_one_of_several"]
+
+
 def as_tuple(made):
     return made if isinstance(made, tuple) else (made,)
 
@@ -250,7 +260,7 @@ def test_attention_is_found_however_it_is_written(name, dtype, choices):
     forward, rows = FOUND[name]
     program = compared(model_of(forward).to(dtype), *arguments(forward, rows, dtype), dtype=dtype)
     assert len(choices) == 1
-    assert program.calls["as_on_a_gpu"] == 1 and not program.calls["bmm"], program.code
+    assert attended(program) == 1 and not program.calls["bmm"], program.code
     _, added, _ = choices[0]
     assert (None if added is None else added.shape) == ADDED[name]
 
@@ -261,7 +271,7 @@ def test_what_is_no_attention_stays_what_it_is(name, choices):
     forward = LEFT[name]
     program = compared(model_of(forward), *arguments(forward, ROWS, torch.float32), dtype=torch.float32)
     assert not choices
-    assert not program.calls["as_on_a_gpu"], program.code
+    assert not attended(program), program.code
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ it was captured with, and overwrites the results that it returned then.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import random
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from helpers import COPIES, Net, Net2, assert_as_eager, linear, randn
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 
 import fxfuse
 from fxfuse import cuda_graphs
+from fxfuse.program.observed import Operators
 from fxfuse.state import seed as seed_all
 
 X = randn(5, 8)
@@ -89,6 +92,47 @@ def block():
 # ------------------------------------------------------------------------------------------ which calls
 
 
+def replaced(fast):
+    fast.a.weight = nn.Parameter(fast.a.weight * 2)
+
+
+def moved(fast):
+    fast.a.weight.data = fast.a.weight.data.clone()
+
+
+def frozen(fast):
+    fast.a.weight.requires_grad_(False)
+
+
+def hooked(fast):
+    fast.a.register_forward_hook(lambda module, args, result: result)
+
+
+def in_training(fast):
+    fast.b.train()
+
+
+@contextlib.contextmanager
+def with_a_tangent(fast):
+    with torch.autograd.forward_ad.dual_level():
+        yield
+
+
+OF_A_KIND = {
+    "a parameter that is replaced": replaced,
+    "one that lies elsewhere": moved,
+    "one that is frozen": frozen,
+    "a hook": hooked,
+    "a module's mode": in_training,
+    "forward derivatives": with_a_tangent,
+    "gradients": lambda fast: torch.enable_grad(),
+    "inference": lambda fast: torch.inference_mode(),
+    "autocast": lambda fast: torch.autocast("cpu", torch.bfloat16),
+    "a mode that sees functions": lambda fast: BaseTorchFunctionMode(),
+    "a mode that sees operators": lambda fast: Operators(),
+}
+
+
 @pytest.fixture
 def without_gradients(stand_in):
     with torch.no_grad():
@@ -104,6 +148,41 @@ class TestCalls:
             assert_as_eager(model, fast, randn(*shape, seed=replayed))
             assert len(replays) == replayed
         assert len(set(replays)) == 2 and report(fast) == ("2 CUDA graphs captured",)
+
+    def test_a_call_like_the_one_before_is_recognised_at_once(self, replays, monkeypatch):
+        model = block()
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        for _ in range(3):
+            fast(X)
+
+        def refuse(*_, **__):
+            raise AssertionError("each question is asked by itself")
+
+        monkeypatch.setattr(cuda_graphs.Replays, "_recording", refuse)
+        assert_as_eager(model, fast, randn(5, 8, seed=3))
+        assert len(replays) == 3
+        for other in (lambda: fast(randn(3, 8)), lambda: fast(x=X), lambda: fast(X.double()), lambda: fast(X.t())):
+            with pytest.raises(AssertionError, match="by itself"):
+                other()
+
+    @pytest.mark.parametrize("change", OF_A_KIND)
+    def test_what_has_changed_is_not_taken_for_the_same(self, change, replays, monkeypatch):
+        model = block()
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        for _ in range(3):
+            fast(X)
+        asked = []
+        recording = cuda_graphs.Replays._recording
+        monkeypatch.setattr(
+            cuda_graphs.Replays, "_recording", lambda *args, **options: asked.append(1) or recording(*args, **options)
+        )
+        with OF_A_KIND[change](fast) or contextlib.nullcontext():
+            count = len(replays)
+            made = fast(X)
+            assert asked or len(replays) == count  # else nobody has asked any more
+            want = model(X)
+        rounded = {"atol": 2e-2, "rtol": 2e-2} if change == "autocast" else {}  # eager rounds each value to bfloat16
+        torch.testing.assert_close(made, want, **rounded)
 
     def test_objects_among_the_results_are_new_ones(self, replays):
         """As a cache of keys and values: each call has its own, with its own tensors."""

@@ -1236,6 +1236,11 @@ def test_a_part_of_memory_is_not_overwritten_while_others_read_it(write, device)
 # ------------------------------------------------------------------------------------------- masks
 
 
+def attentions(made):
+    """How many calls of torch's attention, whichever of its operators it chooses."""
+    return sum(count for name, count in made.calls.items() if "scaled_dot_product" in name)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_mask_of_truth_values_is_made_into_numbers_once(named, device):
     def attend(q, mask):
@@ -1250,7 +1255,7 @@ def test_a_mask_of_truth_values_is_made_into_numbers_once(named, device):
         return q.cumsum(-1)
 
     made = checked(Net(forward), device, 2, 2, 6, 16)
-    assert made.calls == {"cumsum": 2, "scaled_dot_product_attention": 3}, made.code
+    assert made.calls["cumsum"] == 2 and attentions(made) == 3 and made.calls.total() == 5, made.code
     assert made.launches == 5, made.code  # the question, the mask, and three additions
 
 
@@ -1270,4 +1275,4 @@ def test_a_mask_that_changes_is_made_into_numbers_again(device):
         return F.scaled_dot_product_attention(y, x, x, attn_mask=mask).cumsum(-1) + 1
 
     made = checked(Net(forward), device, 2, 2, 6, 16)
-    assert made.calls == {"cumsum": 1, "scaled_dot_product_attention": 2}, made.code
+    assert made.calls["cumsum"] == 1 and attentions(made) == 2 and made.calls.total() == 3, made.code

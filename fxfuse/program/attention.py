@@ -27,6 +27,7 @@ from fxfuse.operands import plan_operands
 from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
 from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
+from fxfuse.program.observed import Operators, function_of
 from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
@@ -84,11 +85,41 @@ def planned(
     return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
 
 
-def by_hand(
-    device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float
-) -> tuple[int, ...] | None:
-    """Strides of the result of torch's attention to what a model attends to by products and softmax, if it is quicker,
-    and as exact: it is measured beside the products and softmax alone, as if all between them cost nothing.
+@dataclass(frozen=True)
+class Torchs:
+    """How torch computes attention of some tensors."""
+
+    strides: tuple[int, ...]
+    """Of the result."""
+    operator: Any = None
+    """What F.scaled_dot_product_attention chooses for them, if it is all that that does: called itself it takes the CPU
+    half as long."""
+
+    def call(self, tensors: Sequence[Any], added: Any, scale: float) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Function, arguments and those by name; the function's result is the first of several if it is an operator.
+
+        Args:
+            tensors: query, key, value.
+            added: what is added to the scores, of their shape, or None.
+        """
+        options = {"scale": scale}
+        if self.operator is None:
+            return F.scaled_dot_product_attention, tuple(tensors), {"attn_mask": added, **options}
+        if self.operator in _WITHOUT_ADDED:
+            return function_of(self.operator), tuple(tensors), options
+        return function_of(self.operator), (*tensors, added, False), options
+
+
+_aten: Final = torch.ops.aten
+_WITHOUT_ADDED: Final = (_aten._scaled_dot_product_flash_attention.default,)
+_WITH_ADDED: Final = (
+    _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default
+)  # fmt: skip
+
+
+def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float) -> Torchs | None:
+    """torch's attention to what a model attends to by products and softmax, if it is quicker, and as exact: it is
+    measured beside the products and softmax alone, as if all between them cost nothing.
 
     Args:
         tensors: query, key and value (batch, heads, rows, channels).
@@ -100,36 +131,45 @@ def by_hand(
         TensorMeta(value.shape, value.strides, value.dtype, device, math.gcd(value.slot.alignment, value.offset))
         for value in (*tensors, *(() if added is None else (added,)))
     ]
-    return _strides_if_quicker(Problem(BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:])))
+    return _if_quicker(Problem(BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:])))
 
 
 @functools.lru_cache(maxsize=256)
-def _strides_if_quicker(problem: Problem) -> tuple[int, ...] | None:
+def _if_quicker(problem: Problem) -> Torchs | None:
     scale = float(dict(problem.options)["scale"])
-    query, key = problem.x, problem.operands[0]
-    scores = math.prod(query.shape[:3]) * key.shape[2]
+    scores = (*problem.x.shape[:3], problem.operands[0].shape[2])
 
-    def torchs(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
-        key, value, *added = others
-        if added and 2 * added[0].numel() > scores:  # as much as the scores: to make it takes as long
-            added = [added[0].clone()]
-        return F.scaled_dot_product_attention(x, key, value, added[0] if added else None, scale=scale)
+    def added_to_scores(others: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        return others[2].expand(scores) if len(others) > 2 else None
 
     def apart(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
         query, key, value = (tensor.flatten(0, 1) for tensor in (x, *others[:2]))
         return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
 
-    candidates = [
-        tune.Candidate(LIBRARY, LIBRARY, lambda: torchs, always=True, library=True),
-        tune.Candidate(APART, APART, lambda: apart, always=True, library=True),
-    ]
     try:
-        if tune.draft(problem, candidates)().kernel != LIBRARY:
-            return None
         with torch.cuda.device(problem.x.device), torch.no_grad():
-            x, weight, bias, others = exactness.example(problem)
-            result = torchs(x, weight, bias, others)
-            return result.stride() if _is_as_exact(result, x, others, scale) else None
+            x, _, _, others = exactness.example(problem)
+            key, value, added = others[0], others[1], added_to_scores(others)
+            with Operators() as seen:
+                result = F.scaled_dot_product_attention(x, key, value, attn_mask=added, scale=scale)
+            ran = [one.overload for one in seen.operations if not (one.is_view or one.allocates)]
+            known = _WITHOUT_ADDED if added is None else ()
+            torchs = Torchs(result.stride(), ran[0] if len(ran) == 1 and ran[0] in (*known, *_WITH_ADDED) else None)
+
+            def torch_does(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
+                added = added_to_scores(others)
+                if added is not None and 2 * others[2].numel() > math.prod(scores):
+                    added = added.clone()  # as much as the scores: to make it takes as long
+                function, args, options = torchs.call((x, *others[:2]), added, scale)
+                found = function(*args, **options)
+                return found if torchs.operator is None else found[0]
+
+            candidates = [
+                tune.Candidate(LIBRARY, LIBRARY, lambda: torch_does, always=True, library=True),
+                tune.Candidate(APART, APART, lambda: apart, always=True, library=True),
+            ]
+            quicker = tune.draft(problem, candidates)().kernel == LIBRARY
+            return torchs if quicker and _is_as_exact(result, x, others, scale) else None
     except (FxfuseError, torch.cuda.OutOfMemoryError) as error:
         logger.warning("fxfuse: attention by products and softmax stays what it is: %s", error)
         return None

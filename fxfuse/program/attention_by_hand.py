@@ -7,6 +7,7 @@ the scores are nowhere. attention.py has the contest.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from fxfuse.expression import Call as Term
 from fxfuse.expression import Const, Expr, Operand, postorder
 from fxfuse.layout import contiguous_strides
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.attention import as_copied_from
+from fxfuse.program.attention import Torchs, as_copied_from
 from fxfuse.program.loops import (
     Body,
     Inside,
@@ -40,13 +40,12 @@ from fxfuse.program.values import Call, Launch, Slot, Value, read_by, slots_of, 
 
 HIDDEN: Final = -1e9
 """What scores are filled with where nobody may look, at most: beside it no score makes a difference."""
-ATTENTION: Final = F.scaled_dot_product_attention
 ALIGNED: Final = 8
 """Elements of which a row of what is added has a multiple: else torch copies it."""
 _CASTS: Final = ("float32", "bfloat16", "float16")
 
-Chosen = Callable[[Sequence[Value], Value | None, float], tuple[int, ...] | None]
-"""chosen([query, key, value], what is added, scale): strides of the result of torch's attention, if it is quicker."""
+Chosen = Callable[[Sequence[Value], Value | None, float], Torchs | None]
+"""chosen([query, key, value], what is added, scale): how torch's attention computes that, if it is quicker."""
 
 
 def joined(
@@ -62,9 +61,9 @@ def joined(
     leaving = {value.slot for value in values_in(output)}
     for number, last in enumerate(step for step in steps if _is_product(step)):
         match = _match(found, found.index(last), leaving, is_lasting, f"h{number}") if last in found else None
-        strides = None if match is None else chosen(match.tensors, match.added_as_read, match.scale)
-        if match is not None and strides is not None:
-            found = _replaced(found, match, strides)
+        torchs = None if match is None else chosen(match.tensors, match.added_as_read, match.scale)
+        if match is not None and torchs is not None:
+            found = _replaced(found, match, torchs)
     return found
 
 
@@ -418,21 +417,25 @@ def _hold(steps: Sequence[Launch | Call], read: Sequence[Value | Read], last: in
     )
 
 
-def _replaced(steps: Sequence[Launch | Call], match: _Match, strides: tuple[int, ...]) -> list[Launch | Call]:
+def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
     query, _, value = match.tensors
     shape = *query.shape[:3], value.shape[3]
     name = f"{match.name}_made"
-    slot = Slot("made", name, shape, strides, query.dtype)
-    found = Value(slot, 0, shape, strides, query.dtype, name)
+    slot = Slot("made", name, shape, torchs.strides, query.dtype)
+    found = Value(slot, 0, shape, torchs.strides, query.dtype, name)
     label = "attention written by hand"
-    options: dict[str, Any] = {"scale": match.scale}
     new: list[Launch | Call] = []
-    if match.added is not None:
+    added = match.added_as_read
+    if match.added is not None and added is not None:
         there = match.added.output
         arguments = there.shape, there.strides
         new.append(Call(None, arguments, {}, there, False, True, False, f"{label}: what is added", match.added))
-        options["attn_mask"] = match.added_as_read
-    new.append(Call(ATTENTION, match.tensors, options, found, False, True, False, label))
+        sizes = *query.shape[:3], match.tensors[1].shape[2]
+        strides = tuple(stride * (size > 1) for stride, size in zip(added.strides, added.shape, strict=True))
+        added = dataclasses.replace(added, shape=sizes, strides=strides)
+    function, args, options = torchs.call(match.tensors, added, match.scale)
+    results = found if torchs.operator is None else (found,)
+    new.append(Call(function, args, options, results, False, True, False, label))
     as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
     body = Body()
     copied = body.loops(as_before, body.read(found, coordinates(shape)))

@@ -194,16 +194,6 @@ def loops_of_layer_norm(
     return _loops_of_epilogue(expression, lambda body, _: LAYER_NORM(body, given, result), operands, result)
 
 
-def loops_of_mask(mask: Value, result: Value) -> Loops | None:
-    """What attention adds for a mask of truth values: nothing, and minus infinity where nobody may look."""
-    body, at = Body(), coordinates(result.shape)
-    try:
-        loops = body.loops(result, Call("where", (body.read(mask, at), Const(0.0), Const(-math.inf))))
-    except Unknown:
-        return None
-    return loops if _is_possible(loops) else None
-
-
 def _loops_of_epilogue(
     expression: Expr, acc: Callable[[Body, Sequence[Index]], Expr], operands: Sequence[Value], result: Value
 ) -> Loops | None:

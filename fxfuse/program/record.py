@@ -8,9 +8,7 @@ import functools
 import itertools
 import logging
 import math
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,7 +16,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import events, functional, plans
 from fxfuse.hooks import has_hooks
@@ -27,12 +24,12 @@ from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
 from fxfuse.program import attention
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
+from fxfuse.program.observed import Operation, Operators, function_of, places
 from fxfuse.program.operators import (
     loops_into,
     loops_of,
     loops_of_chain,
     loops_of_layer_norm,
-    loops_of_mask,
     loops_of_pass,
 )
 from fxfuse.program.values import (
@@ -52,7 +49,6 @@ from fxfuse.program.values import (
     numbers_in,
     tensors_in,
     values_in,
-    written_by,
 )
 
 logger = logging.getLogger("fxfuse")
@@ -110,122 +106,7 @@ def check_graph(root: nn.Module, graph: fx.Graph) -> None:
         raise Refused("a vmap begins and does not end")
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One of torch's operators that ran."""
-
-    overload: Any
-    args: Any
-    kwargs: Mapping[str, Any]
-    result: Any
-    launches: int
-    """How many kernels of ours were launched before."""
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether nobody could tell if it had not run, but for its result."""
-        return not (self.overwrites or self.draws)
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether it writes into an argument."""
-        return bool(self.overload._schema.is_mutable) or self._updates_statistics
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.overload.tags
-
-    @property
-    def _updates_statistics(self) -> bool:
-        """Whether it normalises and writes running statistics, of which the schemas of such operators say nothing."""
-        names = [argument.name for argument in self.overload._schema.arguments]
-        given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-        trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
-        return trains and given.get("running_mean") is not None
-
-    @property
-    def is_view(self) -> bool:
-        schema = self.overload._schema
-        if self.overload is _aten._unsafe_view.default:  # for autograd only it is none
-            return True
-        return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
-
-    @property
-    def allocates(self) -> bool:
-        """Whether it makes a tensor without contents."""
-        return self.overload in _ALLOCATING
-
-
-class Operators(TorchDispatchMode):
-    """Which of torch's operators run, and whether what they compute has a shape that depends on tensors' values."""
-
-    def __init__(self, seen: events.Events | None = None) -> None:
-        """`seen`: where kernels of ours are noted meanwhile."""
-        super().__init__()
-        self.operations: list[Operation] = []
-        self.launches: list[events.Launch] = [] if seen is None else seen.launches
-        self.depends_on_values = False
-        self.strides_before: dict[int, tuple[int, ...]] = {}
-        """By identity of a tensor, strides that it had before some of dimensions of size 1 were set."""
-
-    @property
-    def computing(self) -> int:
-        """How many of them do more than look at memory in another way."""
-        return sum(not operation.is_view and not operation.allocates for operation in self.operations)
-
-    @property
-    def attends(self) -> bool:
-        """Whether attention is among them, of which torch chooses the kind by switches of its own."""
-        return any("attention" in operation.overload._schema.name for operation in self.operations)
-
-    @property
-    def draws(self) -> bool:
-        """As of one operation."""
-        return any(operation.draws for operation in self.operations)
-
-    @property
-    def is_pure(self) -> bool:
-        """As of one operation."""
-        return all(operation.is_pure for operation in self.operations)
-
-    @property
-    def overwrites(self) -> bool:
-        """As of one operation; perhaps only what it has made itself."""
-        return any(operation.overwrites for operation in self.operations)
-
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            indexed = func is _aten.index.Tensor and not _has_masks(args[1])
-            self.depends_on_values |= not indexed
-        changes_view = torch.Tag.inplace_view in func.tags
-        before = (_places(args[0]), args[0].stride()) if changes_view else None
-        result = func(*args, **(kwargs or {}))
-        if before is None or _places(args[0]) != before[0]:
-            self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
-        else:  # torch's pooling to 1 x 1
-            self.strides_before.setdefault(id(args[0]), before[1])
-        return result
-
-
-def _places(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which element of its memory each element is: strides of dimensions of size 1 say nothing."""
-    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return tensor.shape, steps, tensor.storage_offset()
-
-
-def _has_masks(indices: Any) -> bool:
-    """Whether the number of elements that the indices choose depends on their values."""
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
 _aten: Final = torch.ops.aten
-_ALLOCATING: Final = (
-    _aten.empty_strided.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-)  # fmt: skip
 
 
 _USES_GELU: Final = 7
@@ -246,18 +127,6 @@ def full_strided(
 ) -> torch.Tensor:
     """A tensor of one number."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(number)
-
-
-def _replace_mask(attention: Call, by: Value) -> None:
-    if "attn_mask" in attention.kwargs:
-        attention.kwargs = {**attention.kwargs, "attn_mask": by}
-    else:
-        attention.args = (*attention.args[:3], by, *attention.args[4:])
-
-
-def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What attention adds for a mask of truth values."""
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
 
 
 # ------------------------------------------------------------------------------------------------- recording
@@ -297,8 +166,6 @@ class Recorder:
         self._autocast_then = self._autocast()
         self._alive: dict[int, int] = {}
         self._count = 0
-        self._masks: dict[Any, tuple[Value, int]] = {}
-        """By where a mask lies: the numbers that were made of it, and the number of the steps so far."""
         self.distances: list[tuple[int, int, int]] = []
         """Of arguments in one memory, how many bytes the second lies behind the first."""
         attributes = {id(given[node]) for node in graph.nodes if node.op == "get_attr" and node in given}
@@ -459,16 +326,13 @@ class Recorder:
                     values = values_in(symbols)
                     return {node: self._taken_apart(kernel, launched.memory, given, values, result, str(node))}
             may_change = module is not None and module not in self._leaves  # what it does in another call
-            if seen.computing and not may_change and (module is not None or not seen.attends):
+            if seen.computing and not may_change:
                 with contextlib.suppress(_Unknown):
                     return {node: self._taken_apart(seen, (), given, values_in(symbols), result, str(node))}
             if seen.computing and self._autocast() != self._autocast_then:
                 raise Refused(f"'{node}' runs under a torch.autocast of the model's own")
             is_method = node.op == "call_method"
-            made = self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))
-            if is_attention:
-                self._turn_mask_into_numbers(args, kwargs)
-            return {node: made}
+            return {node: self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))}
 
         return {node: result}, note
 
@@ -482,38 +346,6 @@ class Recorder:
         first = self._tensors[source.slot.index]
         begin = int(first.storage_offset()) + source.offset // source.dtype.itemsize
         return first.detach().as_strided(source.shape, source.strides, begin)
-
-    def _turn_mask_into_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Gives attention, the last step, what it makes of a mask of truth values at every call, by three kernels:
-        numbers to be added. They are made before, once for all that attend under that mask.
-
-        Args:
-            args, kwargs: the step's, as they are in this call.
-        """
-        step = self.steps[-1]
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        query = args[0] if args else kwargs["query"]
-        if not isinstance(step, Call) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            return
-        value = step.kwargs.get("attn_mask") or step.args[3]
-        key = value.slot, value.offset, value.shape, value.strides, query.dtype
-        if key in self._masks:
-            there, since = self._masks[key]
-            changed = {slot for later in self.steps[since:] for slot in written_by(later)}
-            if changed.isdisjoint((there.slot, value.slot)):
-                _replace_mask(step, there)
-                self._masks[key] = there, len(self.steps)
-                return
-        numbers = as_numbers(mask, query.dtype)
-        slot = self._slot("made", self._name(), numbers, [value])
-        there = Value(slot, 0, tuple(numbers.shape), numbers.stride(), numbers.dtype, slot.name)
-        loops = loops_of_mask(value, there)
-        if loops is None:
-            return
-        _replace_mask(step, there)
-        made = Call(as_numbers, (value, numbers.dtype), {}, there, False, True, False, f"{step.label}: its mask", loops)
-        self.steps.insert(-1, made)
-        self._masks[key] = there, len(self.steps)
 
     def _asked(self, node: fx.Node, target: Any, symbols: Any, result: Any) -> Number | None:
         """A step that makes a number of tensors' values, asks about such a number, or raises by it."""
@@ -793,7 +625,7 @@ class Recorder:
 
         result = pytree.tree_map_only(torch.Tensor, made, operation.result)
         loops = loops_of(operation.overload, args, kwargs, result)
-        target, args, kwargs = new or (_function_of(operation.overload), args, kwargs)
+        target, args, kwargs = new or (function_of(operation.overload), args, kwargs)
         return Call(
             target,
             args,
@@ -917,7 +749,7 @@ def _lying_as(expected: Any, made: Any) -> Any:
     """What was made, with the strides of what was expected."""
 
     def lying(want: Any, have: Any) -> Any:
-        if not isinstance(have, torch.Tensor) or _places(have)[:2] == _places(want)[:2]:
+        if not isinstance(have, torch.Tensor) or places(have)[:2] == places(want)[:2]:
             return have
         return torch.empty_strided(want.shape, want.stride(), dtype=have.dtype, device=have.device).copy_(have)
 
@@ -940,20 +772,3 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 class _Unknown(Exception):
     """Memory of which nobody knows whose it is."""
-
-
-def _function_of(overload: Any) -> Any:
-    """What calls an operator with the same arguments: torch's own function or method, if there is one: it is quicker.
-
-    Their parsers know the names and orders of the operator's schema, of which they are generated.
-    """
-    name = overload._schema.name.split("::")[-1]
-    if overload.namespace != "aten" or overload._overloadname.endswith("out"):
-        return overload
-    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in overload._schema.arguments):
-        return overload  # where there is no index the parsers want tensors, too
-    for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
-        found = getattr(home, name, None)
-        if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # and none in Python
-            return found
-    return overload
