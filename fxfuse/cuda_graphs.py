@@ -474,7 +474,12 @@ class _State:
     def kind(self, recording: Recording, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> _Latest | None:
         """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
         plain = [arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in args]
-        if not all(plain) or not self._are_plain or len(leaves) != sum(type(arg) in _TENSORS for arg in args):
+        if (
+            not all(plain)
+            or not self._tensors
+            or not self._are_plain
+            or len(leaves) != sum(type(arg) in _TENSORS for arg in args)
+        ):
             return None
         try:
             guard = Guard([*self._tensors, *leaves], [*self._tables, *self._hooks])
@@ -517,6 +522,7 @@ class _Latest:
         self._others = [(place, arg) for place, arg in enumerate(args) if type(arg) not in _TENSORS]
         self._places = [place for place, arg in enumerate(args) if type(arg) in _TENSORS]
         self._count = len(args)
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if tensors[0].is_cuda else bool
         self._modes, self._switches = self._read_modes(), _switches()
         self._with_gradients = torch.is_grad_enabled()
 
@@ -547,17 +553,13 @@ def _is_watched() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or _is_watched_beyond_keys()
+        or _is_watched_beyond_keys(torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else bool)
     )
 
 
-def _is_watched_beyond_keys() -> bool:
+def _is_watched_beyond_keys(is_capturing: Callable[[], bool]) -> bool:
     """The same, by somebody of whom the thread's dispatch keys, which guards compare, say nothing."""
-    return bool(
-        torch._C._len_torch_function_stack()
-        or forward_ad._current_level >= 0
-        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    )
+    return bool(torch._C._len_torch_function_stack() or forward_ad._current_level >= 0 or is_capturing())
 
 
 _LIBRARY_SWITCHES: Final[tuple[Callable[[], Any], ...]] = tuple(
@@ -629,7 +631,7 @@ class Replays:
     def _recorded_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, list[Any]] | None:
         """The recording of the call before and this call's tensors, if this one is of the same kind."""
         latest = self._latest
-        if latest is None or kwargs or _is_watched_beyond_keys():
+        if latest is None or kwargs or _is_watched_beyond_keys(latest.is_capturing):
             return None
         leaves = latest.leaves(args)
         return None if leaves is None else (latest.recording, leaves)

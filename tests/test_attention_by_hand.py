@@ -177,33 +177,27 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[None, "an operator"])
-def choices(request, monkeypatch):
+@pytest.fixture
+def choices(monkeypatch):
     """What is asked, of programs that run torch's attention wherever they may, on a GPU that is emulated."""
     assert where("emulated", monkeypatch) == "cpu"
-    asked, operator = [], request.param
+    asked = []
 
     def by_hand(device, tensors, added, scale):
         asked.append((tensors, added, scale))
         query, _, value = tensors
         batch, count, rows, _ = query.shape
         strides = torch.empty(batch, rows, count, value.shape[3]).transpose(1, 2).stride()  # as most of torch's kernels
-        return attention.Torchs(strides, operator)
+        return attention.Torchs("an operator", strides)
 
     monkeypatch.setattr(attention, "by_hand", by_hand)
     monkeypatch.setattr(fxfuse.program, "ATTENDING", ("cpu",))
-    real = F.scaled_dot_product_attention
 
-    def as_on_a_gpu(query, key, value, **options):
-        found = real(query, key, value, **options)
-        return found.transpose(1, 2).contiguous().transpose(1, 2)
+    def as_on_a_gpu(query, key, value, added, *_, scale):
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scale)
+        return found.transpose(1, 2).contiguous().transpose(1, 2), None
 
-    def as_one_of_several(query, key, value, added, *_, **options):
-        return as_on_a_gpu(query, key, value, attn_mask=added, **options), None
-
-    functions = {None: as_on_a_gpu, "an operator": as_one_of_several}
-    monkeypatch.setattr(attention, "function_of", functions.get)
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", as_on_a_gpu)
+    monkeypatch.setattr(attention, "function_of", {"an operator": as_on_a_gpu}.get)
     return asked
 
 
@@ -235,10 +229,6 @@ def compared(net, *args, dtype):
     return program
 
 
-def attended(program):
-    return program.calls["as_on_a_gpu"] + program.calls["as_one_of_several"]
-
-
 def as_tuple(made):
     return made if isinstance(made, tuple) else (made,)
 
@@ -260,7 +250,7 @@ def test_attention_is_found_however_it_is_written(name, dtype, choices):
     forward, rows = FOUND[name]
     program = compared(model_of(forward).to(dtype), *arguments(forward, rows, dtype), dtype=dtype)
     assert len(choices) == 1
-    assert attended(program) == 1 and not program.calls["bmm"], program.code
+    assert program.calls["as_on_a_gpu"] == 1 and not program.calls["bmm"], program.code
     _, added, _ = choices[0]
     assert (None if added is None else added.shape) == ADDED[name]
 
@@ -271,7 +261,7 @@ def test_what_is_no_attention_stays_what_it_is(name, choices):
     forward = LEFT[name]
     program = compared(model_of(forward), *arguments(forward, ROWS, torch.float32), dtype=torch.float32)
     assert not choices
-    assert not attended(program), program.code
+    assert not program.calls["as_on_a_gpu"], program.code
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Those that wait for the weight alone: by tensor cores in 16 bits, where for one row either may be quicker."""
+    """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
     if problem.windows is not None or problem.weight_layout != "nk":
         return []
     if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
@@ -131,7 +131,7 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
         name = f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}"
         kernels.append(Kernel(name, GEMV_HEADER, f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>", params))
-    if wide and problem.m <= FEW_ROWS[-1]:
+    if wide and 1 < problem.m <= FEW_ROWS[-1]:
         groups = next(number for number, rows in enumerate(FEW_ROWS, 1) if problem.m <= rows)
         tiles = 2 if problem.n >= 2 * MMA_COLUMNS * problem.multiprocessors * NEARLY else 1
         name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"

@@ -59,6 +59,8 @@ SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
 ISSUE_SHARE: Final = 0.125
 """How much of it counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
+CALL_SHARE: Final = 0.5
+"""The same of what a program calls from Python as it is called here. A kernel of ours is an entry in a list there."""
 CALLS, ISSUE_ROUNDS = 10, 5
 """Calls in a row whose time on the CPU is taken, so many times."""
 APART: Final = "one after the other"
@@ -81,6 +83,8 @@ class Candidate:
     """Bytes of scratch memory that a call allocates."""
     always: bool = False
     """Whether it is measured however low its rank is."""
+    is_called: bool = False
+    """Whether programs call it from Python, too."""
     library: bool = False
     """Whether its anchor is eager's own, and so as exact."""
     computes: Pass | None = None
@@ -306,7 +310,8 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                 for candidate, run in ready:
                     if candidate.name in times:
                         with _left_out_if_it_fails(candidate) as failure:
-                            times[candidate.name] += ISSUE_SHARE * _time_to_issue(run, tensors)
+                            share = CALL_SHARE if candidate.is_called else ISSUE_SHARE
+                            times[candidate.name] += share * _time_to_issue(run, tensors)
                         if failure:
                             del times[candidate.name]
     except torch.cuda.OutOfMemoryError:

@@ -5,6 +5,7 @@ So tokens are decoded: one query, or a few, for each head, and a long cache of k
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -27,7 +28,7 @@ from fxfuse.operands import plan_operands
 from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
 from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
-from fxfuse.program.observed import Operators, function_of
+from fxfuse.program.observed import function_of
 from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
@@ -85,36 +86,33 @@ def planned(
     return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
 
 
+_aten: Final = torch.ops.aten
+_FLASH: Final = _aten._scaled_dot_product_flash_attention.default
+_OPERATORS: Final = {
+    _FLASH: "flash attention",
+    _aten._scaled_dot_product_efficient_attention.default: "memory-efficient attention",
+    _aten._scaled_dot_product_cudnn_attention.default: "cuDNN's attention",
+}
+"""What F.scaled_dot_product_attention chooses from. Called themselves they take the CPU half as long."""
+
+
 @dataclass(frozen=True)
 class Torchs:
     """How torch computes attention of some tensors."""
 
+    operator: Any
     strides: tuple[int, ...]
-    """Of the result."""
-    operator: Any = None
-    """What F.scaled_dot_product_attention chooses for them, if it is all that that does: called itself it takes the CPU
-    half as long."""
+    """Of the result, the first of several."""
 
     def call(self, tensors: Sequence[Any], added: Any, scale: float) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Function, arguments and those by name; the function's result is the first of several if it is an operator.
+        """Function, arguments and those by name.
 
         Args:
             tensors: query, key, value.
             added: what is added to the scores, of their shape, or None.
         """
-        options = {"scale": scale}
-        if self.operator is None:
-            return F.scaled_dot_product_attention, tuple(tensors), {"attn_mask": added, **options}
-        if self.operator in _WITHOUT_ADDED:
-            return function_of(self.operator), tuple(tensors), options
-        return function_of(self.operator), (*tensors, added, False), options
-
-
-_aten: Final = torch.ops.aten
-_WITHOUT_ADDED: Final = (_aten._scaled_dot_product_flash_attention.default,)
-_WITH_ADDED: Final = (
-    _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default
-)  # fmt: skip
+        more = () if self.operator is _FLASH else (added, False)
+        return function_of(self.operator), (*tensors, *more), {"scale": scale}
 
 
 def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float) -> Torchs | None:
@@ -139,37 +137,39 @@ def _if_quicker(problem: Problem) -> Torchs | None:
     scale = float(dict(problem.options)["scale"])
     scores = (*problem.x.shape[:3], problem.operands[0].shape[2])
 
-    def added_to_scores(others: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        return others[2].expand(scores) if len(others) > 2 else None
+    def by(operator: Any, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        added = others[2].expand(scores) if len(others) > 2 else None
+        if added is not None and 2 * others[2].numel() > math.prod(scores):
+            added = added.clone()  # as much as the scores: to make it takes as long
+        function, args, options = Torchs(operator, ()).call((x, *others[:2]), added, scale)
+        result: torch.Tensor = function(*args, **options)[0]
+        return result
+
+    def candidate(operator: Any) -> tune.Candidate:
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+            return by(operator, x, others)
+
+        name = _OPERATORS[operator]
+        return tune.Candidate(name, name, lambda: run, always=True, library=True, is_called=True)
 
     def apart(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
         query, key, value = (tensor.flatten(0, 1) for tensor in (x, *others[:2]))
         return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
 
+    made: dict[str, Torchs] = {}
     try:
         with torch.cuda.device(problem.x.device), torch.no_grad():
             x, _, _, others = exactness.example(problem)
-            key, value, added = others[0], others[1], added_to_scores(others)
-            with Operators() as seen:
-                result = F.scaled_dot_product_attention(x, key, value, attn_mask=added, scale=scale)
-            ran = [one.overload for one in seen.operations if not (one.is_view or one.allocates)]
-            known = _WITHOUT_ADDED if added is None else ()
-            torchs = Torchs(result.stride(), ran[0] if len(ran) == 1 and ran[0] in (*known, *_WITH_ADDED) else None)
-
-            def torch_does(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> Any:
-                added = added_to_scores(others)
-                if added is not None and 2 * others[2].numel() > math.prod(scores):
-                    added = added.clone()  # as much as the scores: to make it takes as long
-                function, args, options = torchs.call((x, *others[:2]), added, scale)
-                found = function(*args, **options)
-                return found if torchs.operator is None else found[0]
-
-            candidates = [
-                tune.Candidate(LIBRARY, LIBRARY, lambda: torch_does, always=True, library=True),
-                tune.Candidate(APART, APART, lambda: apart, always=True, library=True),
-            ]
-            quicker = tune.draft(problem, candidates)().kernel == LIBRARY
-            return torchs if quicker and _is_as_exact(result, x, others, scale) else None
+            for operator, name in _OPERATORS.items():
+                if operator is _FLASH and len(others) > 2:
+                    continue
+                with contextlib.suppress(RuntimeError, TypeError):  # it does not take such tensors, or is an older one
+                    result = by(operator, x, others)
+                    if _is_as_exact(result, x, others, scale):
+                        made[name] = Torchs(operator, result.stride())
+            contestants = [candidate(torchs.operator) for torchs in made.values()]
+            contestants.append(tune.Candidate(APART, APART, lambda: apart, always=True, library=True, is_called=True))
+            return made.get(tune.draft(problem, contestants)().kernel or APART) if made else None
     except (FxfuseError, torch.cuda.OutOfMemoryError) as error:
         logger.warning("fxfuse: attention by products and softmax stays what it is: %s", error)
         return None
@@ -369,4 +369,4 @@ def _library(problem: Problem) -> tune.Candidate:
 
         return run
 
-    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True)
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True, is_called=True)
