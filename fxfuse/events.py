@@ -19,6 +19,8 @@ class Launch:
     """The kernel's binding (build.Launch)."""
     params: bytes
     addresses: tuple[int, ...]
+    together: int = 1
+    """How many such problems a launch of the kernel may have (cuda/kernel.py)."""
 
 
 @dataclass
@@ -44,11 +46,11 @@ def recorded() -> Iterator[Events]:
         del recording[threading.get_ident()]
 
 
-def note_launch(function: Callable[..., None], params: bytes, addresses: Sequence[int]) -> None:
+def note_launch(function: Callable[..., None], params: bytes, addresses: Sequence[int], together: int = 1) -> None:
     """Says that `function` is launched with `params` on `addresses`."""
     events = recording.get(threading.get_ident())
     if events is not None:
-        events.launches.append(Launch(function, params, tuple(addresses)))
+        events.launches.append(Launch(function, params, tuple(addresses), together))
 
 
 def note_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,34 @@ def launch(
     return bool(library.emulated_warp_products() != before)
 
 
+def launch_together(kernel: Kernel, epilogue: str, products: Sequence[Together]) -> None:
+    """Runs several problems of a kernel by one launch (Kernel.together)."""
+    kinds = tuple(
+        OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
+        for operand in products[0].operands
+    )
+    output = products[0].tensors[-1].dtype
+    library = compiled(codegen.generate(parse(epilogue), output, kinds, kernel))
+    params, addresses = b"", list[int]()
+    for number, one in enumerate(products):
+        count = struct.pack("<q", len(products)) if number == 0 else one.params[:8]
+        params += count + one.params[8:]
+        params += b"".join(struct.pack("<3q", *operand.strides) for operand in one.operands)
+        addresses += [tensor.data_ptr() for tensor in (*one.tensors, *(operand.tensor for operand in one.operands))]
+    code = library.fxfuse_launch(params, (ctypes.c_uint64 * len(addresses))(*addresses), ctypes.c_uint64(0))
+    if code != 0:
+        raise RuntimeError(f"{kernel.name}: {library.fxfuse_error(code)}")
+
+
+@dataclass(frozen=True)
+class Together:
+    """One of several problems of a launch."""
+
+    params: bytes
+    tensors: Sequence[torch.Tensor]
+    operands: Sequence[Operand] = ()
+
+
 def available() -> bool:
     """Whether this machine has what the emulation is made with: Linux's contexts, and a g++ that knows _Float16."""
     if sys.platform != "linux" or shutil.which("g++") is None:

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from emulator import Operand, available, launch
+from emulator import Operand, Together, available, launch, launch_together
 
 from fxfuse.cuda import (
     conv2d,
@@ -341,6 +341,28 @@ def test_few_rows(precision, header, sizes):
         want = F.relu(F.linear(x.double(), weight.double(), bias.double())) - residual
         assert torch.equal(out, want.to(dtype)), (rows, n, k)
         assert (memory[-guard:] == 99).all(), "writes outside its result"
+
+
+@pytest.mark.parametrize(
+    ("precision", "rows", "sizes"),
+    [
+        ("bf16", 1, ((9, 16), (41, 2064), (300, 136))),
+        ("fp16", 7, ((33, 520), (6, 1040))),
+        ("tf32x3", 3, ((41, 72), (6, 1040), (1, 8), (12, 200))),
+    ],
+)
+def test_products_of_one_launch(precision, rows, sizes):
+    dtype, products, wanted = PRECISIONS.get(precision, torch.float32), [], []
+    for n, k in sizes:
+        x, bias, weight = integers(rows, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
+        problem = gemm_problem.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=132)
+        kernel = next(kernel for kernel in gemm.candidates(problem) if kernel.together > 1)
+        out = torch.full((rows, n), 99, dtype=dtype)
+        products.append(Together(kernel.params, (x, weight, out), (Operand(bias, (0, 0, 1)),)))
+        wanted.append(F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype))
+    launch_together(kernel, "relu(acc + o0)", products)
+    for product, want in zip(products, wanted, strict=True):
+        assert torch.equal(product.tensors[-1], want)
 
 
 def hoppers(kernels):

@@ -450,4 +450,4 @@ def test_few_rows_are_cut_into_no_tiles_where_all_is_aligned(precision: Precisio
     ):
         assert first(without) not in ("Gemv", "FewRows")
     packed = gemm.candidates(replace(linear(3, 640, 512, precision), x_stride=520, rows_per_batch=1))[0].params
-    assert struct.unpack("<7q", packed) == (3, 640, 512, 520, 512, 640, 1)
+    assert struct.unpack("<8q", packed) == (1, 3, 640, 512, 520, 512, 640, 1)

@@ -27,6 +27,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse.cuda import conv2d, conv2d_direct, conv2d_few_pixels, conv2d_wgmma, depthwise, exactness, gemm, plan
+from fxfuse.module import state_of
 
 pytestmark = ON_GPU
 
@@ -342,6 +343,38 @@ def test_few_rows_wait_for_the_weight_alone(m, n, k, dtype):
     model = Net(lambda s, x: F.gelu(s.fc(x)) * s.v + x[..., :1], fc=nn.Linear(k, n), v=torch.randn(n))
     assert "gemv" in check(model, gpu_tensor(m, k, dtype=dtype), dtype)
     assert "gemv" in check(model, gpu_tensor(m, 1, k, dtype=dtype), dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_of_a_token_are_one_launch(rows):
+    """Queries, keys and values, of which two are alike; and what needs one of them is no part of that."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = {"q": 512, "k": 136, "v": 136}
+            self.of = nn.ModuleDict({name: nn.Linear(512, size, bias=False) for name, size in sizes.items()})
+            self.out = nn.Linear(512, 64, bias=False)
+
+        def forward(self, x):
+            q, k, v = self.of["q"](x), self.of["k"](x), self.of["v"](x)
+            return self.out(q), k, v
+
+    torch.manual_seed(0)
+    model = Model().cuda().bfloat16().eval()
+    fast = fxfuse.optimize(model)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(1, rows, 512, device="cuda", dtype=torch.bfloat16)
+        exact = copy.deepcopy(model).double()(x.double())
+        for have, want, right in zip(fast(x), model(x), exact, strict=True):
+            errors = [float((result.double() - right).norm()) for result in (have, want)]
+            assert errors[0] <= 1.1 * errors[1] + 1e-3 * float(right.norm())
+    (program,) = state_of(fast).programs.programs
+    assert program.launches + sum(program.calls.values()) <= 4, program.code
+    if not program.calls:  # kernels of one kind were chosen for all: then it is two launches
+        assert program.launches in (2, 3), program.code
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17])

@@ -1,6 +1,7 @@
 """Programs: calls without gradients that run as a list give what eager gives, whatever happens between them."""
 
 import copy
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -11,11 +12,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
-from fxfuse import program
+from fxfuse import events, program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
 from fxfuse.program import constants, record
 from fxfuse.program.leaves import Leaves
+from fxfuse.program.merge import in_one_launch
+from fxfuse.program.values import Call, Launch, Slot
 
 X = randn(4, 8)
 
@@ -582,3 +585,58 @@ def test_what_torch_runs_alone_is_no_program_on_a_cpu():
     (program,) = state_of(written_out).programs.programs
     assert program.launches == 1
     assert not program.calls
+
+
+# ------------------------------------------------------------------------------------------ one launch
+
+
+def product(function, reads, writes, together=4):
+    """A launch of a kernel that may have several problems."""
+    event = events.Launch(function, (1).to_bytes(8, "little") + b"own     ", (), together)
+    return Launch(event, [(slot, 0) for slot in (*reads, *writes)], frozenset(writes))
+
+
+def binding(number):
+    return types.MethodType(lambda *_: None, types.SimpleNamespace(functions=(number, 0)))
+
+
+class TestOneLaunch:
+    kernel, other = binding(1), binding(2)
+
+    def slots(self, names):
+        return [Slot("memory", name) for name in names]
+
+    def test_products_that_need_none_of_each_other(self):
+        x, w, q, k, v = self.slots("xwqkv")
+        view = Call("view", (), {}, None, True, True)
+        steps = [product(self.kernel, (x, w), (one,)) for one in (q, k, v)]
+        (first, seen) = in_one_launch([steps[0], view, *steps[1:]])
+        assert seen is view
+        assert first.event.params[:16] == (3).to_bytes(8, "little") + b"own     "
+        assert first.event.params.count(b"own     ") == 3 and len(first.event.params) == 3 * 16
+        assert [slot for slot, _ in first.references] == [x, w, q, x, w, k, x, w, v]
+        assert first.writes == {q, k, v}
+
+    def test_no_more_than_a_launch_has(self):
+        x, *results = self.slots("xabcdef")
+        found = in_one_launch([product(self.kernel, (x,), (one,)) for one in results])
+        assert [int.from_bytes(step.event.params[:8], "little") for step in found] == [4, 2]
+
+    def test_what_needs_the_one_before_comes_after_it(self):
+        x, y, z = self.slots("xyz")
+        steps = [product(self.kernel, (x,), (y,)), product(self.kernel, (y,), (z,))]
+        assert len(in_one_launch(steps)) == 2
+        steps = [product(self.kernel, (x, y), (z,)), product(self.kernel, (x,), (y,))]
+        assert len(in_one_launch(steps)) == 2, "the second overwrites what the first reads"
+
+    def test_nothing_changes_places_with_a_call(self):
+        x, y, z = self.slots("xyz")
+        call = Call(torch.relu, (), {}, None, False, True)
+        steps = [product(self.kernel, (x,), (y,)), call, product(self.kernel, (x,), (z,))]
+        assert in_one_launch(steps) == steps
+
+    def test_other_kernels(self):
+        x, y, z = self.slots("xyz")
+        for other, together in ((self.other, 4), (self.kernel, 1)):
+            steps = [product(self.kernel, (x,), (y,)), product(other, (x,), (z,), together)]
+            assert len(in_one_launch(steps)) == 2

@@ -29,6 +29,7 @@ using namespace {functions};
 struct Epilogue {{
 {members}
     static constexpr bool kUsesBatch = {uses_batch};
+    static constexpr int kOperands = {operands};
     static constexpr int kColumns = {columns};
     static constexpr int kElementBytes = {element_bytes};  // that an element reads of operands which vary like it
     static constexpr bool kVariesAlongCols = {varies_along_cols};  // whether any operand does
@@ -103,6 +104,16 @@ extern "C" const char* fxfuse_error(int code) { return cudaGetErrorString(static
 #endif
 """
 
+_LAUNCH_TOGETHER: Final = """
+#ifndef __CUDACC_RTC__
+extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint64_t stream) {
+    return fxfuse::fxfuse_kernel::Kernel::launch(params, pointers, reinterpret_cast<cudaStream_t>(stream));
+}
+
+extern "C" const char* fxfuse_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+#endif
+"""
+"""Of a kernel that finds its problems itself (Kernel.together)."""
 
 _FUNCTIONS: Final = {
     torch.float16: "math_half",
@@ -169,6 +180,7 @@ def generate(
         header=kernel.header,
         functions=functions(expression, output, tf32),
         members=members,
+        operands=len(operands),
         uses_batch="true" if uses_batch else "false",
         columns=columns,
         element_bytes=sum(
@@ -191,4 +203,4 @@ def generate(
         arguments=", ".join(arguments),
         kernel=kernel.type.format(output=CPP_TYPES[output], epilogue="Epilogue"),
     )
-    return source + _LAUNCH
+    return source + (_LAUNCH if kernel.together == 1 else _LAUNCH_TOGETHER)

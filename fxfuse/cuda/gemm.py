@@ -42,6 +42,7 @@ MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kern
 LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
 MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
 FEW_ROWS = (8, 16)  # of x, for which tensor cores multiply beside it (kRows in few_rows.cuh)
+MOST_TOGETHER = 4  # such products in a launch: GemvTogether in gemv.cuh
 MMA_COLUMNS = 16  # of a tile there: two of them read x once, but leave multiprocessors idle where there are few
 NEARLY = 0.9  # all multiprocessors
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
@@ -125,18 +126,19 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         return []
     element, kernels = ELEMENT[problem.precision], []
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
-    params = struct.pack("<7q", problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
+    params = struct.pack("<8q", 1, problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
     wide = element != "float"
     if problem.m <= (1 if wide else MOST_GEMV_ROWS):
         rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
         name = f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}"
-        kernels.append(Kernel(name, GEMV_HEADER, f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>", params))
+        kind = f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>"
+        kernels.append(Kernel(name, GEMV_HEADER, kind, params, together=MOST_TOGETHER))
     if wide and 1 < problem.m <= FEW_ROWS[-1]:
         groups = next(number for number, rows in enumerate(FEW_ROWS, 1) if problem.m <= rows)
         tiles = 2 if problem.n >= 2 * MMA_COLUMNS * problem.multiprocessors * NEARLY else 1
         name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"
         kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}, {tiles}>"
-        kernels.append(Kernel(name, FEW_ROWS_HEADER, kind, params))
+        kernels.append(Kernel(name, FEW_ROWS_HEADER, kind, params, together=MOST_TOGETHER))
     return [(_memory_time(problem) + _LAUNCH, kernel) for kernel in kernels]
 
 

@@ -26,5 +26,8 @@ class Kernel:
     counts it."""
     shared: int = 0
     """Bytes of dynamic shared memory that a thread block takes; 0 where the launch finds a number that fits."""
+    together: int = 1
+    """How many problems, alike but for sizes and addresses, a launch may have. If several, `params` begins with their
+    number (int64), and each one's params and addresses follow those of the one before."""
     estimate: float | None = None
     """Microseconds by its family's model of time; None where the family has but an order."""

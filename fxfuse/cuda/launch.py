@@ -40,7 +40,7 @@ def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, la
 
     def queue(pointers: Sequence[int], *tensors: int) -> None:
         if events.recording:
-            events.note_launch(launch, params, (*tensors, *pointers))
+            events.note_launch(launch, params, (*tensors, *pointers), kernel.together)
         try:
             launch(params, current_stream(index), *tensors, *pointers)
         except RuntimeError as error:

@@ -35,7 +35,7 @@ from fxfuse.program.attention_by_hand import joined
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
-from fxfuse.program.merge import NoKernel, merged
+from fxfuse.program.merge import NoKernel, in_one_launch, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
 from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
 from fxfuse.program.write import Writer
@@ -68,7 +68,7 @@ class Program:
         """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
-        steps, kept = without_constants(_merged(recorder, device), recorder.output)
+        steps, kept = without_constants(in_one_launch(_merged(recorder, device)), recorder.output)
         writer = Writer(recorder, steps, kept, device)
         self.code = writer.code
         self.arena_size = max((arena.size for arena in writer.arenas), default=0)

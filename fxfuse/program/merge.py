@@ -40,7 +40,7 @@ from fxfuse.program.loops import (
     work_of,
 )
 from fxfuse.program.text import MAX_TENSORS, LoopsKernel
-from fxfuse.program.values import Call, Launch, Slot, Value, read_by, values_in, written_by
+from fxfuse.program.values import Call, Launch, Slot, Value, functions_of, read_by, slots_of, values_in, written_by
 
 logger = logging.getLogger("fxfuse")
 
@@ -56,6 +56,10 @@ READ_AGAIN: Final = 1.5
 has no instructions to spare while it waits for memory."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
+COUNT_BYTES: Final = 8
+"""Of the number of problems, with which the params of a launch that may have several begin."""
+MOST_ADDRESSES: Final = 40
+"""Of such a launch: those of its operands are among its arguments, of which CUDA takes 4 KB."""
 SMALL_SHARE: Final = 4
 """What part of the largest value of a program other values are at most, that may live longer than they need to."""
 
@@ -110,6 +114,41 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             _redirect(step, plan.same)
             result.append(step)
     return result
+
+
+def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
+    """The steps with products that one launch may have (cuda/kernel.py), none of which needs another, as one.
+
+    Queries, keys and values of a token are such: a launch of all waits once until memory is at speed.
+    """
+    result: list[Launch | Call] = []
+    for step in steps:
+        first = _launch_to_join(result, step) if isinstance(step, Launch) and step.event.together > 1 else None
+        if first is None or not isinstance(step, Launch):
+            result.append(step)
+            continue
+        count, other = first.event.params, step.event.params
+        number = (int.from_bytes(count[:COUNT_BYTES], "little") + 1).to_bytes(COUNT_BYTES, "little")
+        first.event = dataclasses.replace(first.event, params=number + count[COUNT_BYTES:] + other)
+        first.references = [*first.references, *step.references]
+        first.writes = frozenset((*first.writes, *step.writes))
+    return result
+
+
+def _launch_to_join(before: Sequence[Launch | Call], step: Launch) -> Launch | None:
+    """The launch of the same kernel that a step may be a part of: all between, too, neither needs nor changes what the
+    step does, and is no call of torch's, which frees memory."""
+    touched = set(slots_of(step))
+    for other in reversed(before):
+        if isinstance(other, Call) and other.is_view:
+            continue
+        if isinstance(other, Call) or other.writes & touched or step.writes & set(slots_of(other)):
+            return None
+        if functions_of(other.event) == functions_of(step.event):
+            count = int.from_bytes(other.event.params[:COUNT_BYTES], "little")
+            addresses = len(other.references) + len(step.references)
+            return other if count < step.event.together and addresses <= MOST_ADDRESSES else None
+    return None
 
 
 def runs_on_gpu(device: torch.device) -> bool:

@@ -34,14 +34,15 @@ struct FewRows {
     static constexpr int kHalf = 4 * kVector, kStep = 2 * kHalf * kWarps;  // along K, of a warp 128 bytes of each row
     static_assert(sizeof(Element) == 2);
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
-                                               Output* out, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void run(const GemvPart<FewRows>& part_of_launch, unsigned block) {
         __shared__ float sums[kWarps][kRows][kCols];
+        const Problem& problem = part_of_launch.problem;
+        const Epilogue& epilogue = part_of_launch.epilogue;
         const int thread = static_cast<int>(threadIdx.x), m = static_cast<int>(problem.m);
-        const int64_t first = static_cast<int64_t>(blockIdx.x) * kCols;
+        const int64_t first = static_cast<int64_t>(block) * kCols;
         const int warp = thread / kWarp, group = thread % kWarp / 4, part = thread % 4;
         float sum[kTiles][kGroups][4] = {};
-        add_up(sum, problem, x, weight, first, warp, group, part);
+        add_up(sum, problem, part_of_launch.x, part_of_launch.weight, first, warp, group, part);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -64,19 +65,13 @@ struct FewRows {
 #pragma unroll
             for (int other = 0; other < kWarps; ++other) value[0] += sums[other][row][index % kCols];
             epilogue.apply(value, operands);
-            out[row * problem.out_stride + col] = from_float<Output>(value[0]);
+            part_of_launch.out[row * problem.out_stride + col] = from_float<Output>(value[0]);
         }
     }
 
 #ifndef __CUDACC_RTC__
-    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
-                              cudaStream_t stream) {
-        const int64_t blocks = (problem.n + kCols - 1) / kCols;
-        if (problem.m > kRows) return cudaErrorInvalidConfiguration;
-        constexpr auto kKernel = gemv_kernel<FewRows>;
-        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, 0, stream, problem,
-                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-                     reinterpret_cast<Output*>(pointers[2]), epilogue);
+    static cudaError_t launch(const void* params, const uint64_t* pointers, cudaStream_t stream) {
+        return launch_gemv<FewRows>(params, pointers, stream);
     }
 #endif  // __CUDACC_RTC__
 

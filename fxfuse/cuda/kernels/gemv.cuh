@@ -1,7 +1,7 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for a few rows of x: reading the weight is all the work, and
 // tensor cores have none. Sums are in float32, of exact products.
 //
-// A block computes kCols columns of every row. Its threads share K: each adds up what 16 bytes in every kThreads-th place
+// A block computes kCols columns of every row, of one of the products that a launch has. Its threads share K: each adds up what 16 bytes in every kThreads-th place
 // of a row come to, and has several such reads under way.
 #pragma once
 
@@ -16,21 +16,77 @@ namespace fxfuse {
 
 // Sizes, and strides of rows in elements.
 struct GemvProblem {
+    int64_t together;  // how many products a launch has, this one included: the others follow it
     int64_t m, n, k;
     int64_t x_stride, weight_stride, out_stride;
     int64_t rows_per_batch;  // row m of out is row m % rows_per_batch of a batch
 };
 
+// One of a launch's products: they are alike but for sizes and addresses, and none needs another.
+template <class Kernel>
+struct GemvPart {
+    typename Kernel::Problem problem;
+    const typename Kernel::Element* x;
+    const typename Kernel::Element* weight;
+    typename Kernel::Output* out;
+    typename Kernel::Epilogue epilogue;
+    unsigned blocks;
+};
+
+template <class Kernel>
+struct GemvTogether {
+    static constexpr int kArgumentBytes = 4000;  // CUDA's limit is 4096, up to 12.1 and before sm_70
+    static constexpr int kMost = 4 * sizeof(GemvPart<Kernel>) <= kArgumentBytes ? 4 : 1;
+
+    GemvPart<Kernel> part[kMost];
+    int count;
+};
+
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    gemv_kernel(const __grid_constant__ GemvProblem problem, const typename Kernel::Element* __restrict__ x,
-                const typename Kernel::Element* __restrict__ weight, typename Kernel::Output* __restrict__ out,
-                const typename Kernel::Epilogue epilogue) {
-    FXFUSE_DEVICE_PASS(Kernel::run(problem, x, weight, out, epilogue));
+    gemv_kernel(const __grid_constant__ GemvTogether<Kernel> together) {
+    FXFUSE_DEVICE_PASS({
+        unsigned block = blockIdx.x;
+        int number = 0;
+        while (number + 1 < together.count && block >= together.part[number].blocks) {
+            block -= together.part[number++].blocks;
+        }
+        Kernel::run(together.part[number], block);
+    });
 }
 
+#ifndef __CUDACC_RTC__
+// params: each product's Problem, followed by its operands' strides; pointers: each one's tensors and operands.
+template <class Kernel>
+cudaError_t launch_gemv(const void* params, const uint64_t* pointers, cudaStream_t stream) {
+    using Problem = typename Kernel::Problem;
+    GemvTogether<Kernel> together{};
+    const auto* problem = static_cast<const Problem*>(params);
+    const int64_t count = problem->together;
+    if (count < 1 || count > together.kMost) return cudaErrorInvalidConfiguration;
+    unsigned blocks = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const auto* strides = reinterpret_cast<const OperandStrides*>(problem + 1);
+        if (problem->m > Kernel::kRows) return cudaErrorInvalidConfiguration;
+        GemvPart<Kernel>& part = together.part[i];
+        part.problem = *problem;
+        part.x = reinterpret_cast<const typename Kernel::Element*>(pointers[0]);
+        part.weight = reinterpret_cast<const typename Kernel::Element*>(pointers[1]);
+        part.out = reinterpret_cast<typename Kernel::Output*>(pointers[2]);
+        part.epilogue = Kernel::Epilogue::make(pointers + Kernel::kTensors, strides);
+        part.blocks = static_cast<unsigned>((problem->n + Kernel::kCols - 1) / Kernel::kCols);
+        blocks += part.blocks;
+        pointers += Kernel::kTensors + Kernel::Epilogue::kOperands;
+        problem = reinterpret_cast<const Problem*>(strides + Kernel::Epilogue::kOperands);
+    }
+    together.count = static_cast<int>(count);
+    constexpr auto kKernel = gemv_kernel<Kernel>;
+    return queue(kKernel, blocks, Kernel::kThreads, 0, stream, together);
+}
+#endif  // __CUDACC_RTC__
+
 // kRows: at least as many as x has. Rows of x and of the weight start at multiples of 16 bytes and have such a multiple.
-template <class Element_, class Output_, class Epilogue_, int kRows>
+template <class Element_, class Output_, class Epilogue_, int kRows_>
 struct Gemv {
     using Element = Element_;
     using Output = Output_;
@@ -38,18 +94,20 @@ struct Gemv {
     using Problem = GemvProblem;
 
     static constexpr int kTensors = 3;  // x, weight, out
+    static constexpr int kRows = kRows_;
     static constexpr int kThreads = 128, kWarp = 32, kWarps = kThreads / kWarp;
     static constexpr int kCols = 4, kSums = kRows * kCols;
-    static constexpr int kBlocks = kRows == 1 ? 8 : 5;  // of a multiprocessor, that have registers
+    static constexpr int kBlocks = kRows == 1 ? 8 : 4;  // of a multiprocessor, that have registers
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element)), kStep = kThreads * kVector;
     using Vector = Elements<Element, kVector>;
     static_assert(kSums <= kThreads);
 
-    static __device__ __forceinline__ void run(const Problem& problem, const Element* x, const Element* weight,
-                                               Output* out, const Epilogue& epilogue) {
+    static __device__ __forceinline__ void run(const GemvPart<Gemv>& part, unsigned block) {
         __shared__ float sums[kWarps][kSums];
+        const Problem& problem = part.problem;
+        const Epilogue& epilogue = part.epilogue;
         const int thread = static_cast<int>(threadIdx.x);
-        const int64_t first = static_cast<int64_t>(blockIdx.x) * kCols;
+        const int64_t first = static_cast<int64_t>(block) * kCols;
         // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
         const int own_row = min(thread / kCols, static_cast<int>(problem.m) - 1);
         const int64_t own_col = min(first + thread % kCols, problem.n - 1);
@@ -57,7 +115,7 @@ struct Gemv {
             position_in<Epilogue>(own_row, own_col, problem.rows_per_batch), 1);
 
         float sum[kRows][kCols] = {};
-        add_up(sum, problem, x, weight, first, thread);
+        add_up(sum, problem, part.x, part.weight, first, thread);
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
 #pragma unroll
@@ -75,18 +133,12 @@ struct Gemv {
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) value[0] += sums[warp][thread];
         epilogue.apply(value, operands);
-        out[own_row * problem.out_stride + own_col] = from_float<Output>(value[0]);
+        part.out[own_row * problem.out_stride + own_col] = from_float<Output>(value[0]);
     }
 
 #ifndef __CUDACC_RTC__
-    static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
-                              cudaStream_t stream) {
-        const int64_t blocks = (problem.n + kCols - 1) / kCols;
-        if (problem.m > kRows) return cudaErrorInvalidConfiguration;
-        constexpr auto kKernel = gemv_kernel<Gemv>;
-        return queue(kKernel, static_cast<unsigned>(blocks), kThreads, 0, stream, problem,
-                     reinterpret_cast<const Element*>(pointers[0]), reinterpret_cast<const Element*>(pointers[1]),
-                     reinterpret_cast<Output*>(pointers[2]), epilogue);
+    static cudaError_t launch(const void* params, const uint64_t* pointers, cudaStream_t stream) {
+        return launch_gemv<Gemv>(params, pointers, stream);
     }
 #endif  // __CUDACC_RTC__
 
