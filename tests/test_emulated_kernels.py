@@ -344,6 +344,29 @@ def test_few_rows(precision, header, sizes):
 
 
 @pytest.mark.parametrize(
+    ("precision", "rows", "n", "k"),
+    [
+        ("bf16", 1, 9, 2064), ("fp16", 1, 64, 72), ("bf16", 2, 13, 136), ("fp16", 8, 40, 1040), ("bf16", 11, 35, 520),
+        ("bf16", 16, 300, 72),
+    ],
+)  # fmt: skip
+def test_few_rows_of_a_gated_unit(precision, rows, n, k):
+    dtype, guard = PRECISIONS[precision], 5
+    x, up, gate = integers(rows, k, dtype=dtype), integers(n, k, dtype=dtype), integers(n, k, dtype=dtype)
+    bias, residual = integers(n, dtype=dtype), integers(rows, n, dtype=dtype)
+    problem = gemm_problem.Problem(rows, n, k, precision, "nk", k, k, n, multiprocessors=2, weights=2)
+    (kernel,) = gemm.candidates(problem)
+    memory = torch.full((rows * n + guard,), 99, dtype=dtype)
+    out = memory[:-guard].view(rows, n)
+    operands = (Operand(bias, (0, 0, 1)), Operand(residual, (rows * n, n, 1)))
+    # the first weight's product is acc, the other's the operand beyond those that are read
+    launch(kernel, "relu(acc + o0) * 2 + o2 - o1", (x, up, gate, out), operands)
+    exact = F.relu(F.linear(x.double(), up.double(), bias.double())) * 2 + x.double() @ gate.double().T - residual
+    assert torch.equal(out, exact.to(dtype)), kernel.name
+    assert (memory[-guard:] == 99).all(), "writes outside its result"
+
+
+@pytest.mark.parametrize(
     ("precision", "rows", "sizes"),
     [
         ("bf16", 1, ((9, 16), (41, 2064), (300, 136))),

@@ -24,7 +24,7 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.fixture
 def anywhere(monkeypatch):
     """Gated units are joined on a CPU, too."""
-    monkeypatch.setattr(matching, "_on_hopper", lambda tensor: True)
+    monkeypatch.setattr(matching, "_on_gpu", lambda tensor: True)
 
 
 def found(model, dtype=torch.bfloat16):
@@ -307,15 +307,22 @@ def test_a_kernel_for_both_on_hopper(gpu):
     assert names and all(name.startswith("gated gemm wgmma bf16") for name in names)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "gated gemv bfloat16, 1 row"), (8, "gated gemv mma bf16, 8 rows")])
+def test_a_kernel_for_both_and_few_rows_on_any_gpu(rows, kernel, capability, gpu):
+    (candidate,) = gpu(problem("silu(o0) * acc", rows=rows), capability)
+    assert candidate.name.startswith(kernel)
+
+
 @pytest.mark.parametrize(
     ("case", "capability"),
     [
         (problem("silu(o0) * acc"), (8, 0)),
         (problem("silu(o0) * acc", dtype=torch.float32), (9, 0)),
-        (problem("silu(o0) * acc", rows=8), (9, 0)),
+        (problem("silu(o0) * acc", rows=8, dtype=torch.float32), (9, 0)),
         (problem("silu(o0) * acc + o1", (3, 2048, 1024)), (9, 0)),
     ],
-    ids=["an A100", "float32", "few rows", "enlarged"],
+    ids=["an A100", "float32", "few rows in float32", "enlarged"],
 )
 def test_elsewhere_the_linears_run_one_by_one(case, capability, gpu):
     assert gpu(case, capability) == "apart"
@@ -342,7 +349,7 @@ def test_a_fake_tensor_may_be_on_a_gpu_that_is_not_there():
             weight = torch.empty(8, 8, device="cuda:0")
     except RuntimeError as error:  # torch 2.3 built with CUDA wants a driver
         pytest.skip(str(error))
-    assert weight.is_cuda and matching._on_hopper(weight) == (CAPABILITY == (9, 0))
+    assert weight.is_cuda and matching._on_gpu(weight) == (CAPABILITY >= (8, 0))
 
 
 def test_on_a_cpu_the_linears_run_one_by_one(forget):

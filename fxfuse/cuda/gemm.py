@@ -43,7 +43,7 @@ LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, w
 MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
 FEW_ROWS = (8, 16)  # of x, for which tensor cores multiply beside it (kRows in few_rows.cuh)
 MOST_TOGETHER = 4  # such products in a launch: GemvTogether in gemv.cuh
-MMA_COLUMNS = 16  # of a tile there: two of them read x once, but leave multiprocessors idle where there are few
+MMA_COLUMNS = 16  # of a tile there: of 16 rows two read x once, but leave multiprocessors idle where there are few
 NEARLY = 0.9  # all multiprocessors
 MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
 
@@ -124,22 +124,25 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         return []
     if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
         return []
-    element, kernels = ELEMENT[problem.precision], []
+    element, kind = ELEMENT[problem.precision], None
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
     params = struct.pack("<8q", 1, problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
+    family, weights = ("gated gemv", ", 2") if problem.weights == 2 else ("gemv", "")
     wide = element != "float"
     if problem.m <= (1 if wide else MOST_GEMV_ROWS):
         rows = 1 if problem.m == 1 else MOST_GEMV_ROWS
-        name = f"gemv {element.lower()}, {rows} row{'s' * (rows > 1)}"
-        kind = f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}>"
-        kernels.append(Kernel(name, GEMV_HEADER, kind, params, together=MOST_TOGETHER))
-    if wide and 1 < problem.m <= FEW_ROWS[-1]:
+        name, header = f"{family} {element.lower()}, {rows} row{'s' * (rows > 1)}", GEMV_HEADER
+        kind = f"Gemv<{element}, {{output}}, {{epilogue}}, {rows}{weights}>"
+    elif wide and problem.m <= FEW_ROWS[-1]:
         groups = next(number for number, rows in enumerate(FEW_ROWS, 1) if problem.m <= rows)
-        tiles = 2 if problem.n >= 2 * MMA_COLUMNS * problem.multiprocessors * NEARLY else 1
-        name = f"gemv mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"
-        kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}, {tiles}>"
-        kernels.append(Kernel(name, FEW_ROWS_HEADER, kind, params, together=MOST_TOGETHER))
-    return [(_memory_time(problem) + _LAUNCH, kernel) for kernel in kernels]
+        enough = 2 * MMA_COLUMNS * problem.multiprocessors * NEARLY
+        tiles = 2 if groups == 2 and problem.n * problem.weights >= enough else 1
+        name = f"{family} mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"
+        kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}, {tiles}{weights}>"
+        header = FEW_ROWS_HEADER
+    if kind is None:
+        return []
+    return [(_memory_time(problem) + _LAUNCH, Kernel(name, header, kind, params, together=MOST_TOGETHER))]
 
 
 def _tiles(problem: Problem) -> list[Tile]:
@@ -168,12 +171,15 @@ def _has_wgmma(problem: Problem) -> bool:
 
 
 def _timed_pair(problem: Problem) -> list[tuple[float, Kernel]]:
-    """WgmmaGemm with two weights: takes about as long as with one of twice the columns."""
-    if problem.element_bytes != 2 or problem.m < LEAST_GATED_ROWS or not _has_wgmma(problem):
+    """WgmmaGemm with two weights, which takes about as long as with one of twice the columns; few rows as with one."""
+    if problem.element_bytes != 2:
         return []
+    few = _timed_gemv(problem)
+    if problem.m < LEAST_GATED_ROWS or not _has_wgmma(problem):
+        return few
     joined = replace(problem, n=2 * problem.n)
     tiles = [tile for tile in WGMMA_TILES if tile.goes_on and _fits(tile, joined)]
-    return [(estimated_time(tile, joined), _kernel(tile, problem)) for tile in tiles]
+    return few + [(estimated_time(tile, joined), _kernel(tile, problem)) for tile in tiles]
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:

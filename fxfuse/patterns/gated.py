@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
+from fxfuse.cuda.plan import MINIMUM_CAPABILITY
 from fxfuse.expression import Acc, Expr, Operand, rewrite
 from fxfuse.ops import Rejected
 from fxfuse.patterns.anchors import Anchor, Source, find_anchor, known_tensor
@@ -64,18 +65,22 @@ def _may_join(region: Region, gate: Region, mutations: Mutations) -> bool:
 
 
 def _have_kernel(root: nn.Module, *weights: Source | None) -> bool:
-    """Whether a kernel may take both: weights of 16 bits, of the same shape, on a GPU that has one."""
+    """Whether a kernel may take both: weights of 16 bits, of the same shape, on a GPU (before Hopper for few rows)."""
     one, other = (known_tensor(root, weight) for weight in weights)
     if one is None or other is None or one.dim() != 2 or not all(type(size) is int for size in one.shape):
         return False
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
     fits = one.dtype in (torch.float16, torch.bfloat16) and one.shape[1] % _CHUNK == 0
-    return alike and fits and _on_hopper(one)
+    return alike and fits and _on_gpu(one)
 
 
-def _on_hopper(tensor: torch.Tensor) -> bool:
+def _on_gpu(tensor: torch.Tensor) -> bool:
     # a fake tensor may be on a GPU that is not there
-    return tensor.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    return (
+        tensor.is_cuda
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(tensor.device) >= MINIMUM_CAPABILITY
+    )
 
 
 def _joined(region: Region, gate: Region, mutations: Mutations) -> Region:

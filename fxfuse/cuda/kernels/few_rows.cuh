@@ -17,32 +17,32 @@
 
 namespace fxfuse {
 
-// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once. Rows of x and of the weight start
-// at multiples of 16 bytes and have such a multiple.
-template <class Mma, class Output_, class Epilogue_, int kGroups, int kTiles>
+// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once; of a gated unit (kWeights: 2) 8
+// of either weight. Rows of x and of weights start at multiples of 16 bytes and have such a multiple.
+template <class Mma, class Output_, class Epilogue_, int kGroups, int kTiles, int kWeights_ = 1>
 struct FewRows {
     using Element = typename Mma::Element;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Problem = GemvProblem;
 
-    static constexpr int kTensors = 3;  // x, weight, out
+    static constexpr int kWeights = kWeights_;
+    static constexpr int kTensors = 2 + kWeights;  // x, weights, out
     static constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
     static constexpr int kBlocks = kGroups * kTiles == 4 ? 1 : 2;  // of a multiprocessor, that have registers
-    static constexpr int kCols = kMmaM * kTiles, kRows = kMmaN * kGroups;
+    static constexpr int kCols = kMmaM * kTiles, kRows = kMmaN * kGroups, kOwnCols = kCols / kWeights;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
     static constexpr int kHalf = 4 * kVector, kStep = 2 * kHalf * kWarps;  // along K, of a warp 128 bytes of each row
     static_assert(sizeof(Element) == 2);
 
-    static __device__ __forceinline__ void run(const GemvPart<FewRows>& part_of_launch, unsigned block) {
+    static __device__ __forceinline__ void run(const GemvPart<FewRows>& product, unsigned block) {
         __shared__ float sums[kWarps][kRows][kCols];
-        const Problem& problem = part_of_launch.problem;
-        const Epilogue& epilogue = part_of_launch.epilogue;
+        const Problem& problem = product.problem;
         const int thread = static_cast<int>(threadIdx.x), m = static_cast<int>(problem.m);
-        const int64_t first = static_cast<int64_t>(block) * kCols;
+        const int64_t first = static_cast<int64_t>(block) * kOwnCols;
         const int warp = thread / kWarp, group = thread % kWarp / 4, part = thread % 4;
         float sum[kTiles][kGroups][4] = {};
-        add_up(sum, problem, part_of_launch.x, part_of_launch.weight, first, warp, group, part);
+        add_up(sum, product, first, warp, group, part);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -55,17 +55,19 @@ struct FewRows {
         }
         __syncthreads();
 #pragma unroll
-        for (int index = thread; index < kRows * kCols; index += kThreads) {
-            const int row = index / kCols;
-            const int64_t col = first + index % kCols;
+        for (int index = thread; index < kRows * kOwnCols; index += kThreads) {
+            const int row = index / kOwnCols, own = index % kOwnCols;
+            const int64_t col = first + own;
             if (row >= m || col >= problem.n) continue;
-            const auto operands =
-                epilogue.template load<Runs::kWhole, 1>(position_in<Epilogue>(row, col, problem.rows_per_batch), 1);
-            float value[1] = {0.0f};
+            const auto operands = product.epilogue.template load<Runs::kWhole, 1>(
+                position_in<Epilogue>(row, col, problem.rows_per_batch), 1);
+            float of_weight[kWeights] = {};
 #pragma unroll
-            for (int other = 0; other < kWarps; ++other) value[0] += sums[other][row][index % kCols];
-            epilogue.apply(value, operands);
-            part_of_launch.out[row * problem.out_stride + col] = from_float<Output>(value[0]);
+            for (int other = 0; other < kWarps; ++other) {
+#pragma unroll
+                for (int i = 0; i < kWeights; ++i) of_weight[i] += sums[other][row][column_of(own, i)];
+            }
+            product.out[row * problem.out_stride + col] = from_float<Output>(finished(product, of_weight, operands));
         }
     }
 
@@ -76,23 +78,30 @@ struct FewRows {
 #endif  // __CUDACC_RTC__
 
 private:
+    // Where among a block's columns the products of a column of out are: with two weights a tile has 8 of either.
+    static __device__ __forceinline__ int column_of(int own, int weight) {
+        return kWeights == 1 ? own : own / kMmaN * kMmaM + weight * kMmaN + own % kMmaN;
+    }
+
     // Fragments of a step, in halves of 64 bytes of each row: two rows of the weight for each tile.
     struct Fragments {
         uint4 of_weight[2][kTiles][2], of_x[2][kGroups];
     };
 
     // sum[tile][i] += what the warp's part of K comes to, for the i-th 8 rows of x.
-    static __device__ __forceinline__ void add_up(float (&sum)[kTiles][kGroups][4], const Problem& problem,
-                                                  const Element* x, const Element* weight, int64_t first, int warp,
-                                                  int group, int part) {
+    static __device__ __forceinline__ void add_up(float (&sum)[kTiles][kGroups][4], const GemvPart<FewRows>& product,
+                                                  int64_t first, int warp, int group, int part) {
+        const Problem& problem = product.problem;
         const int k = static_cast<int>(problem.k), last = static_cast<int>(problem.m) - 1;
         const Element *of_col[kTiles][2], *of_row[kGroups];
 #pragma unroll
         for (int i = 0; i < 2 * kTiles; ++i) {
-            of_col[i / 2][i % 2] = weight + min(first + group + 8 * i, problem.n - 1) * problem.weight_stride;
+            const Element* weight = product.weight[kWeights == 1 ? 0 : i % 2];
+            const int own = group + kMmaN * (i / kWeights);
+            of_col[i / 2][i % 2] = weight + min(first + own, problem.n - 1) * problem.weight_stride;
         }
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) of_row[i] = x + min(group + kMmaN * i, last) * problem.x_stride;
+        for (int i = 0; i < kGroups; ++i) of_row[i] = product.x + min(group + kMmaN * i, last) * problem.x_stride;
         Fragments fragments[2];  // of two steps, of which one is read while the other is multiplied
         const auto read = [&](Fragments& to, int begin) {
 #pragma unroll

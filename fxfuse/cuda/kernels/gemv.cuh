@@ -27,7 +27,7 @@ template <class Kernel>
 struct GemvPart {
     typename Kernel::Problem problem;
     const typename Kernel::Element* x;
-    const typename Kernel::Element* weight;
+    const typename Kernel::Element* weight[Kernel::kWeights];
     typename Kernel::Output* out;
     typename Kernel::Epilogue epilogue;
     unsigned blocks;
@@ -71,10 +71,12 @@ cudaError_t launch_gemv(const void* params, const uint64_t* pointers, cudaStream
         GemvPart<Kernel>& part = together.part[i];
         part.problem = *problem;
         part.x = reinterpret_cast<const typename Kernel::Element*>(pointers[0]);
-        part.weight = reinterpret_cast<const typename Kernel::Element*>(pointers[1]);
-        part.out = reinterpret_cast<typename Kernel::Output*>(pointers[2]);
+        for (int j = 0; j < Kernel::kWeights; ++j) {
+            part.weight[j] = reinterpret_cast<const typename Kernel::Element*>(pointers[1 + j]);
+        }
+        part.out = reinterpret_cast<typename Kernel::Output*>(pointers[1 + Kernel::kWeights]);
         part.epilogue = Kernel::Epilogue::make(pointers + Kernel::kTensors, strides);
-        part.blocks = static_cast<unsigned>((problem->n + Kernel::kCols - 1) / Kernel::kCols);
+        part.blocks = static_cast<unsigned>((problem->n + Kernel::kOwnCols - 1) / Kernel::kOwnCols);
         blocks += part.blocks;
         pointers += Kernel::kTensors + Kernel::Epilogue::kOperands;
         problem = reinterpret_cast<const Problem*>(strides + Kernel::Epilogue::kOperands);
@@ -85,18 +87,33 @@ cudaError_t launch_gemv(const void* params, const uint64_t* pointers, cudaStream
 }
 #endif  // __CUDACC_RTC__
 
-// kRows: at least as many as x has. Rows of x and of the weight start at multiples of 16 bytes and have such a multiple.
-template <class Element_, class Output_, class Epilogue_, int kRows_>
+// What a block has added up for an element of out: two numbers with two weights, which the epilogue makes one.
+template <class Kernel, class Operands>
+__device__ __forceinline__ float finished(const GemvPart<Kernel>& part, const float (&sum)[Kernel::kWeights],
+                                          const Operands& operands) {
+    float value[1] = {sum[0]};
+    if constexpr (Kernel::kWeights == 1) {
+        part.epilogue.apply(value, operands);
+    } else {
+        const float other[1] = {sum[1]};
+        part.epilogue.apply(value, other, operands.columns, operands.rows);
+    }
+    return value[0];
+}
+
+// kRows: at least as many as x has. kWeights: 2 of a gated unit, whose columns are side by side in a block. Rows of x and
+// of weights start at multiples of 16 bytes and have such a multiple.
+template <class Element_, class Output_, class Epilogue_, int kRows_, int kWeights_ = 1>
 struct Gemv {
     using Element = Element_;
     using Output = Output_;
     using Epilogue = Epilogue_;
     using Problem = GemvProblem;
 
-    static constexpr int kTensors = 3;  // x, weight, out
-    static constexpr int kRows = kRows_;
+    static constexpr int kRows = kRows_, kWeights = kWeights_;
+    static constexpr int kTensors = 2 + kWeights;  // x, weights, out
     static constexpr int kThreads = 128, kWarp = 32, kWarps = kThreads / kWarp;
-    static constexpr int kCols = 4, kSums = kRows * kCols;
+    static constexpr int kCols = 4, kSums = kRows * kCols, kOwnCols = kCols / kWeights;  // the latter of out
     static constexpr int kBlocks = kRows == 1 ? 8 : 4;  // of a multiprocessor, that have registers
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element)), kStep = kThreads * kVector;
     using Vector = Elements<Element, kVector>;
@@ -105,35 +122,37 @@ struct Gemv {
     static __device__ __forceinline__ void run(const GemvPart<Gemv>& part, unsigned block) {
         __shared__ float sums[kWarps][kSums];
         const Problem& problem = part.problem;
-        const Epilogue& epilogue = part.epilogue;
         const int thread = static_cast<int>(threadIdx.x);
-        const int64_t first = static_cast<int64_t>(block) * kCols;
+        const int64_t first = static_cast<int64_t>(block) * kOwnCols;
         // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
-        const int own_row = min(thread / kCols, static_cast<int>(problem.m) - 1);
-        const int64_t own_col = min(first + thread % kCols, problem.n - 1);
-        const auto operands = epilogue.template load<Runs::kWhole, 1>(
+        const int row = thread / kOwnCols, col = thread % kOwnCols;
+        const int own_row = min(row, static_cast<int>(problem.m) - 1);
+        const int64_t own_col = min(first + col, problem.n - 1);
+        const auto operands = part.epilogue.template load<Runs::kWhole, 1>(
             position_in<Epilogue>(own_row, own_col, problem.rows_per_batch), 1);
 
         float sum[kRows][kCols] = {};
-        add_up(sum, problem, part.x, part.weight, first, thread);
+        add_up(sum, part, first, thread);
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) {
+        for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-            for (int col = 0; col < kCols; ++col) {
+            for (int j = 0; j < kCols; ++j) {
 #pragma unroll
                 for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-                    sum[row][col] += __shfl_xor_sync(~0u, sum[row][col], offset);
+                    sum[i][j] += __shfl_xor_sync(~0u, sum[i][j], offset);
                 }
-                if (thread % kWarp == 0) sums[thread / kWarp][row * kCols + col] = sum[row][col];
+                if (thread % kWarp == 0) sums[thread / kWarp][i * kCols + j] = sum[i][j];
             }
         }
         __syncthreads();
-        if (thread >= kSums || thread / kCols >= problem.m || first + thread % kCols >= problem.n) return;
-        float value[1] = {0.0f};
+        if (row >= kRows || row >= problem.m || first + col >= problem.n) return;
+        float of_weight[kWeights] = {};
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) value[0] += sums[warp][thread];
-        epilogue.apply(value, operands);
-        part.out[own_row * problem.out_stride + own_col] = from_float<Output>(value[0]);
+        for (int warp = 0; warp < kWarps; ++warp) {
+#pragma unroll
+            for (int i = 0; i < kWeights; ++i) of_weight[i] += sums[warp][row * kCols + i * kOwnCols + col];
+        }
+        part.out[own_row * problem.out_stride + own_col] = from_float<Output>(finished(part, of_weight, operands));
     }
 
 #ifndef __CUDACC_RTC__
@@ -144,17 +163,19 @@ struct Gemv {
 
 private:
     // sum[m][n] += what the thread's part of K comes to.
-    static __device__ __forceinline__ void add_up(float (&sum)[kRows][kCols], const Problem& problem, const Element* x,
-                                                  const Element* weight, int64_t first, int thread) {
+    static __device__ __forceinline__ void add_up(float (&sum)[kRows][kCols], const GemvPart<Gemv>& part, int64_t first,
+                                                  int thread) {
+        const Problem& problem = part.problem;
         const Element* of_row[kRows];
         const Element* of_col[kCols];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
-            of_row[row] = x + min(row, static_cast<int>(problem.m) - 1) * problem.x_stride;
+            of_row[row] = part.x + min(row, static_cast<int>(problem.m) - 1) * problem.x_stride;
         }
 #pragma unroll
         for (int col = 0; col < kCols; ++col) {
-            of_col[col] = weight + min(first + col, problem.n - 1) * problem.weight_stride;
+            const Element* weight = part.weight[col / kOwnCols];
+            of_col[col] = weight + min(first + col % kOwnCols, problem.n - 1) * problem.weight_stride;
         }
         const int k = static_cast<int>(problem.k);
         Vector of_weight[2][kCols], of_x[2][kRows];  // of two steps, of which one is read while the other is added up
