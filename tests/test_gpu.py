@@ -662,12 +662,21 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
 )
 def test_gated_units_by_every_tile(tile, dtype, monkeypatch, forget):
     monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
     monkeypatch.setenv("FXFUSE_TUNE", "0")
     expected = f"gated gemm wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
     for rows, features, depth in ((16, 8, 8), (77, 200, 136), (5000, 1003, 72), (9000, 520, 648)):
         unit = {"f": nn.Linear(depth, features), "g": nn.Linear(depth, features, bias=features != 200)}
         model = Net(lambda s, x: F.silu(s.f(x)) * s.g(x) + x[:, :1], **unit)
         assert expected in check(model, gpu_tensor(rows, depth, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "features", "depth"), [(1, 203, 136), (1, 2048, 1032), (5, 64, 520), (13, 300, 72)])
+def test_gated_units_of_few_rows(rows, features, depth, dtype, monkeypatch, forget):
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    model, shape = a_gated_unit(rows, features, depth)
+    assert "gated gemv" in check(model, gpu_tensor(*shape, dtype=dtype), dtype)
 
 
 @NEEDS_HOPPER
@@ -1374,6 +1383,7 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
     "SplitGemm<WgmmaGemmConfig<": (DTYPES[1:], only(WGMMA[3], splits=3), a_linear, (300, 203, 648)),
     "WgmmaGemm<": (DTYPES[1:], only(WGMMA[0]), a_linear, (77, 203, 136), (2300, 2003, 72)),
     "WgmmaGemm<WgmmaGemmConfig<Bf16, 64": (DTYPES[2:], only(WGMMA[5]), a_linear, (5000, 1003, 72)),
+    ", 1, 2>": (DTYPES[1:], {}, a_gated_unit, (1, 203, 136), (5, 35, 520)),
     "MatrixRows, 2>": (DTYPES[1:], only(WGMMA[0]), a_gated_unit, (77, 203, 136), (2300, 1003, 72)),
     "WgmmaTf32x3Gemm<": (
         DTYPES[:1], only(TF32X3[0]), a_linear, (577, 203, 136), (577, 204, 136, True), (2300, 1003, 132)

@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+import test_attention_by_hand as by_hand
 import torch
 import torch.nn.functional as F
 from helpers import ON_GPU, kernels_launched
@@ -14,6 +15,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse.cuda import tune
+from fxfuse.problem import Plan
 from fxfuse.program import attention
 
 pytestmark = ON_GPU
@@ -146,3 +148,28 @@ def test_kinds_of_attention_that_are_asked_for_are_torchs():
         assert attention.planned((query, key, value), {}, expected) is None
     for options in ({"is_causal": True}, {"dropout_p": 0.1}):
         assert attention.planned((query, key, value), options, expected) is None
+
+
+# ------------------------------------------------------------------------------------------ written by hand
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chosen", ["what is quicker", *attention._OPERATORS.values()])
+@pytest.mark.parametrize("name", by_hand.FOUND)
+def test_attention_by_hand(name, chosen, dtype, monkeypatch):
+    """By each of torch's operators that takes such tensors, and as measured."""
+    attention._if_quicker.cache_clear()
+    if chosen != "what is quicker":
+
+        def draft(problem, candidates):
+            by_name = {candidate.name: candidate for candidate in candidates}
+            candidate = by_name.get(chosen, candidates[-1])
+            return lambda: Plan(candidate.build(), candidate.name)
+
+        monkeypatch.setattr(attention.tune, "draft", draft)
+    forward, rows = by_hand.FOUND[name]
+    model = by_hand.model_of(forward).to("cuda", dtype)
+    args = [arg.cuda() for arg in by_hand.arguments(forward, rows, dtype)]
+    by_hand.compared(model, *args, dtype=dtype)
+    attention._if_quicker.cache_clear()
