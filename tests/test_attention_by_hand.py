@@ -54,7 +54,7 @@ def causal_by_where(m, x):
     q, k, v = parts(m, x)
     scores = torch.matmul(q, k.mT)
     hidden = torch.ones(ROWS, ROWS, dtype=torch.bool, device=x.device).tril()
-    return together(m, torch.where(hidden, scores, -1e30).softmax(-1).matmul(v))
+    return together(m, torch.where(hidden, scores, -math.inf).softmax(-1).matmul(v))
 
 
 def biased(m, x):

@@ -369,4 +369,4 @@ def _library(problem: Problem) -> tune.Candidate:
 
         return run
 
-    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True, is_called=True)
+    return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True)
