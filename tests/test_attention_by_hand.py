@@ -4,6 +4,7 @@ the same."""
 import copy
 import inspect
 import math
+import random
 
 import pytest
 import torch
@@ -223,8 +224,9 @@ def compared(net, *args, dtype):
     exact = copy.deepcopy(net).double()(*(arg.double() if arg.is_floating_point() else arg for arg in args))
     for one, other, right in zip(*map(as_tuple, (have, want, exact)), strict=True):
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        errors = [float((result.double() - right).norm()) for result in (one, other)]
-        assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps * float(right.norm())
+        assert torch.equal(one.isnan(), right.isnan())
+        errors = [float((result.double() - right).nan_to_num().norm()) for result in (one, other)]
+        assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps * float(right.nan_to_num().norm())
     (program,) = state_of(fast).programs.programs
     return program
 
@@ -313,3 +315,78 @@ def test_without_a_kernel_for_what_is_added_nothing_changes(choices, monkeypatch
     monkeypatch.setattr(fxfuse.program.merge.kernels, "kernel", none_of_added)
     program = compared(model_of(causal), *arguments(causal, ROWS, torch.float32), dtype=torch.float32)
     assert len(choices) == 1 and program.calls["bmm"] == 2, program.code
+
+
+def drawn(seed):
+    """A forward that attends in a way drawn by seed, perhaps one that torch's attention has none of; its inputs."""
+    draw = random.Random(seed)
+    rows, keys = draw.choice([(19, 19), (1, 23), (18, 7), (33, 33)])
+    is_split = draw.random() < 0.8
+    steps = [draw.choice([*CHANGES_OF_SCORES]) for _ in range(draw.randint(0, 4))]
+    aside = draw.choice(["nothing"] * 6 + ["weights", "scores", "keys overwritten", "values overwritten"])
+    softmax = draw.choice(["method", "function", "in float32"])
+    scaled = draw.random() < 0.3
+    axis = draw.choice([-1] * 8 + [-2])
+
+    def forward(m, x, mask):
+        q, k, v = m.qkv(x[:, :rows]), m.qkv(x[:, :keys]) * 0.5, m.qkv(x[:, :keys])
+        q, k, v = q[..., :WIDTH], k[..., WIDTH : 2 * WIDTH], v[..., 2 * WIDTH :]
+        if is_split:
+            q, k, v = heads(q), heads(k), heads(v)
+        q = q * 0.3 if scaled else q
+        scores = q @ k.transpose(-2, -1)
+        before = scores
+        for step in steps:
+            scores = CHANGES_OF_SCORES[step](m, scores, mask[:, :keys])
+        if softmax == "in float32":
+            weights = scores.float().softmax(axis).to(v.dtype)
+        else:
+            weights = scores.softmax(axis) if softmax == "method" else F.softmax(scores, dim=axis)
+        if aside == "keys overwritten":
+            k.mul_(2)
+        if aside == "values overwritten":
+            v.mul_(2)
+        found = weights @ v
+        found = ended(m, found.transpose(1, 2).flatten(2) if is_split else found)
+        if aside == "nothing":
+            return found, found + 1
+        return found, {"weights": weights, "scores": before}.get(aside, k).sum(-1)
+
+    torch.manual_seed(seed)
+    mask = (torch.rand(BATCH, max(rows, keys)) < 0.7).float()
+    mask[:, 0] = 1
+    return forward, is_split, (torch.randn(BATCH, max(rows, keys), WIDTH), mask)
+
+
+def of_keys(m, mask):
+    """A mask (batch, keys) beside scores."""
+    return mask[:, None, None] if m.is_split else mask[:, None]
+
+
+CHANGES_OF_SCORES = {
+    "scaled": lambda m, s, mask: s * 0.25,
+    "divided": lambda m, s, mask: s / math.sqrt(CHANNELS),
+    "scaled in place": lambda m, s, mask: s.mul_(0.5),
+    "a bias of keys": lambda m, s, mask: s + m.wide[2, 0, : s.shape[-1]],
+    "a bias of rows and keys": lambda m, s, mask: s - m.wide[0, : s.shape[-2], : s.shape[-1]],
+    "a bias of heads": lambda m, s, mask: s + m.wide[: HEADS if m.is_split else 1, : s.shape[-2], : s.shape[-1]],
+    "a bias in place": lambda m, s, mask: s.add_(m.wide[1, : s.shape[-2], : s.shape[-1]]),
+    "a mask, added": lambda m, s, mask: s + of_keys(m, (1.0 - mask) * -1e9),
+    "a mask, filled": lambda m, s, mask: s.masked_fill(of_keys(m, mask) == 0, -1e9),
+    "what comes later": lambda m, s, mask: s.masked_fill(m.later[: s.shape[-2], : s.shape[-1]], -math.inf),
+    "as float32": lambda m, s, mask: s.float().to(s.dtype),
+    "halved by a view": lambda m, s, mask: s.view(-1, s.shape[-1]).mul(0.5).view(s.shape),
+    "capped": lambda m, s, mask: torch.tanh(s) * 3,
+    "by a parameter": lambda m, s, mask: s * m.bias[0, 0, 0],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_attention(seed, choices):
+    forward, is_split, (x, mask) = drawn(seed)
+    net = model_of(forward)
+    net.is_split = is_split
+    net.wide = nn.Parameter(torch.randn(HEADS, 40, 40))
+    net.register_buffer("later", torch.ones(40, 40, dtype=torch.bool).triu(1))
+    compared(net, x, mask, dtype=torch.float32)
