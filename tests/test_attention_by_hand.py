@@ -240,7 +240,7 @@ def arguments(forward, rows, dtype):
     x = torch.randn(BATCH, rows, WIDTH, dtype=dtype)
     if not takes_mask(forward):
         return (x,)
-    mask = torch.ones(BATCH, rows)
+    mask = torch.ones(BATCH, rows, dtype=torch.int64)
     mask[1, 6:] = 0
     return x, mask
 
@@ -273,13 +273,22 @@ def test_heads_are_read_where_they_lie(choices):
     assert program.launches == 1, program.code  # what follows the last linear
 
 
+HIDING = {
+    "filled": lambda s, mask: s.masked_fill(mask[:, None, None] == 0, -math.inf),
+    "added": lambda s, mask: s + mask.log()[:, None, None],
+    "made and added": lambda s, mask: s + torch.zeros_like(mask).masked_fill(mask == 0, -math.inf)[:, None, None],
+    "made of truth values": lambda s, mask: s + torch.where(mask > 0, 0.0, -math.inf)[:, None, None],
+}
+
+
 @torch.no_grad()
-def test_rows_that_an_argument_hides_as_a_whole_are_not_attended(choices):
+@pytest.mark.parametrize("way", HIDING)
+def test_rows_that_an_argument_hides_as_a_whole_are_not_attended(way, choices):
     """softmax makes NaN of them, torch's attention zeros."""
 
     def forward(m, x, mask):
         q, k, v = parts(m, x)
-        return together(m, (q @ k.transpose(-1, -2)).masked_fill(mask[:, None, None] == 0, -math.inf).softmax(-1) @ v)
+        return together(m, HIDING[way](q @ k.transpose(-1, -2), mask).softmax(-1) @ v)
 
     x, mask = torch.randn(BATCH, ROWS, WIDTH), torch.ones(BATCH, ROWS)
     mask[1] = 0
@@ -353,7 +362,7 @@ def drawn(seed):
         return found, {"weights": weights, "scores": before}.get(aside, k).sum(-1)
 
     torch.manual_seed(seed)
-    mask = (torch.rand(BATCH, max(rows, keys)) < 0.7).float()
+    mask = (torch.rand(BATCH, max(rows, keys)) < 0.7).int()
     mask[:, 0] = 1
     return forward, is_split, (torch.randn(BATCH, max(rows, keys), WIDTH), mask)
 

@@ -8,7 +8,6 @@ the scores are nowhere. attention.py has the contest.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,8 +95,9 @@ def _match(
     steps: Sequence[Launch | Call], last: int, leaving: set[Slot], is_lasting: Callable[[Slot], bool], name: str
 ) -> _Match | None:
     weights, values, result = _values_of(steps[last])
-    chain = _Chain(steps)
-    writer = chain.writer(weights.slot, last)
+    memory = _Memory(steps[:last], is_lasting)
+    chain = _Chain(memory)
+    writer = memory.writer(weights.slot, last)
     loops = None if writer is None else chain.composed(writer)
     if loops is None or chain.scores is None:
         return None
@@ -113,8 +113,7 @@ def _match(
         number for number, leaf in enumerate(loops.leaves) if isinstance(leaf, Read) and leaf.slot is scores.slot
     }
     try:
-        lasts = functools.partial(_lasts, steps, is_lasting)
-        scale, added = _Affine(loops.leaves, is_scores, lasts).of(exponent)
+        scale, added = _Affine(loops.leaves, is_scores, memory, query.dtype).of(exponent)
     except _Other:
         return None
     split = _split(loops, weights, scores, is_scores, [] if added is None else _operands(added))
@@ -125,7 +124,7 @@ def _match(
         for number, value in enumerate((query, _transposed(keys_in_columns), values))
     )
     made, read = (None, None) if added is None else _added(added, split, query.dtype, name) or (None, None)
-    if (added is not None and made is None) or not _hold(steps, (*tensors, *(made.reads if made else ())), last, inner):
+    if (added is not None and made is None) or not memory.holds((*tensors, *(made.reads if made else ())), inner):
         return None
     return _Match(inner | {last}, name, last, tensors, scale, made, read, result)
 
@@ -137,31 +136,86 @@ def _values_of(product: Launch | Call) -> tuple[Value, Value, Value]:
     return left, right, product.result
 
 
+class _Memory:
+    """Who writes what before the last product."""
+
+    def __init__(self, steps: Sequence[Launch | Call], is_lasting: Callable[[Slot], bool]) -> None:
+        self.steps = steps
+        self._written = [written_by(step) for step in steps]
+        self._is_lasting = is_lasting
+        self._lasting: dict[Slot, bool] = {}
+        self._finite: dict[Slot, bool] = {}
+
+    def writer(self, slot: Slot, before: int) -> int | None:
+        """The last step before that writes there."""
+        return next((number for number in range(before - 1, -1, -1) if slot in self._written[number]), None)
+
+    def holds(self, read: Sequence[Value | Read], gone: frozenset[int]) -> bool:
+        """Whether what is read is the same at the end as where it was read before, by the steps that are gone."""
+        later = [written for number, written in enumerate(self._written) if number > min(gone) and number not in gone]
+        # what is made in between and read afterwards only (the values) is as it was at its only writing
+        return all(
+            slot.kind != "given" and sum(slot in written for written in self._written) == 1
+            for slot in {one.slot for one in read}
+            if any(slot in written for written in later)
+        )
+
+    def lasts(self, slot: Slot) -> bool:
+        """Whether what lies there is the model's own, or made of nothing else."""
+        if slot not in self._lasting:
+            self._lasting[slot] = False  # of what is made of itself, in place
+            writers = [step for step, written in zip(self.steps, self._written, strict=True) if slot in written]
+            sources = {read for step in writers for read in read_by(step)} - {slot}
+            is_made = bool(writers and sources) and all(map(self.lasts, sources))
+            self._lasting[slot] = is_made or self._is_lasting(slot)
+        return self._lasting[slot]
+
+    def is_finite(self, expression: Expr, leaves: Sequence[Leaf], dtype: torch.dtype) -> bool:
+        """Whether an expression is the model's own, or of integers and of numbers that the dtype has."""
+        used = [leaves[index] for index in _operands(expression)]
+        if all(self.lasts(leaf.slot) for leaf in used if isinstance(leaf, Read)):
+            return True
+        numbers = [node.value for node in postorder(expression) if isinstance(node, Const)]
+        if any(abs(number) > torch.finfo(dtype).max for number in numbers):
+            return False
+        return all(self._is_finite(leaf, dtype) for leaf in used)
+
+    def _is_finite(self, leaf: Leaf, dtype: torch.dtype) -> bool:
+        if isinstance(leaf, Reduced):
+            return self.is_finite(leaf.expression, leaf.leaves, dtype)
+        if not isinstance(leaf, Read) or not leaf.dtype.is_floating_point or self.lasts(leaf.slot):
+            return True
+        if leaf.slot not in self._finite:
+            self._finite[leaf.slot] = False
+            writer = self.writer(leaf.slot, len(self.steps))
+            loops = None if writer is None else self.steps[writer].loops
+            self._finite[leaf.slot] = (
+                loops is not None and loops.into is None and self.is_finite(loops.expression, loops.leaves, dtype)
+            )
+        return self._finite[leaf.slot]
+
+
 class _Chain:
     """What steps compute of one product's result, put into each other."""
 
-    def __init__(self, steps: Sequence[Launch | Call]) -> None:
-        self._steps = steps
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
         self.steps: set[int] = set()
         """Those that compute it."""
         self.scores: int | None = None
         """The product."""
 
-    def writer(self, slot: Slot, before: int) -> int | None:
-        """The last step before that writes there."""
-        return next((number for number in range(before - 1, -1, -1) if slot in written_by(self._steps[number])), None)
-
     def composed(self, number: int) -> Loops | None:
         """What a step computes of the product; None if it is more than loops, or nothing of one product."""
-        loops = self._steps[number].loops
+        loops = self._memory.steps[number].loops
         if loops is None or loops.into is not None or loops.also:
             return None
         of_scores = False
         for slot in dict.fromkeys(read.slot for read in loops.reads):
-            writer = self.writer(slot, number)
+            writer = self._memory.writer(slot, number)
             if writer is None:
                 continue
-            if _is_product(self._steps[writer]):
+            if _is_product(self._memory.steps[writer]):
                 if self.scores not in (None, writer):
                     return None
                 self.scores, of_scores = writer, True
@@ -175,15 +229,6 @@ class _Chain:
             return None
         self.steps.add(number)
         return loops
-
-
-def _lasts(steps: Sequence[Launch | Call], is_lasting: Callable[[Slot], bool], slot: Slot) -> bool:
-    """Whether what lies in a slot is the model's own, or made of nothing else."""
-    if is_lasting(slot):
-        return True
-    writers = [step for step in steps if slot in written_by(step)]
-    sources = {read for step in writers for read in read_by(step)} - {slot}
-    return bool(writers and sources) and all(_lasts(steps, is_lasting, source) for source in sources)
 
 
 def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int], last: int, leaving: set[Slot]) -> bool:
@@ -251,8 +296,9 @@ class _Other(Exception):
 class _Affine:
     """An expression as scale * scores + what is added."""
 
-    def __init__(self, leaves: Sequence[Leaf], scores: set[int], is_lasting: Callable[[Slot], bool]) -> None:
-        self._leaves, self._scores, self._is_lasting = leaves, scores, is_lasting
+    def __init__(self, leaves: Sequence[Leaf], scores: set[int], memory: _Memory, dtype: torch.dtype) -> None:
+        """`scores`: which leaves are; `dtype`: theirs."""
+        self._leaves, self._scores, self._memory, self._dtype = leaves, scores, memory, dtype
 
     def of(self, expression: Expr) -> tuple[float, Expr | None]:
         """The scale and what is added. Raises _Other."""
@@ -295,17 +341,21 @@ class _Affine:
             raise _Other
         return scale * factor, None if added is None else Term("mul", (added, Const(factor)))
 
+    # A row that is hidden as a whole, by minus infinity, is NaN in eager; torch's attention has zeros. So what a call
+    # gives may not do that.
+
     def _plus(self, x: Expr, other: Expr) -> tuple[float, Expr | None]:
-        if self._depends(other):
+        if self._depends(other) or not self._memory.is_finite(other, self._leaves, self._dtype):
             raise _Other
         scale, added = self.of(x)
         return scale, other if added is None else Term("add", (added, other))
 
     def _hidden(self, mask: Expr, x: Expr, value: float, is_where_mask_is: bool) -> tuple[float, Expr]:
-        """A row that is hidden as a whole is NaN if it was filled with minus infinity: torch's attention has zeros."""
         reads = [leaf for leaf in map(self._leaves.__getitem__, _operands(mask)) if isinstance(leaf, Read)]
-        lasts = all(self._is_lasting(read.slot) for read in reads)
-        if self._depends(mask) or not value <= HIDDEN or (value == -math.inf and not lasts):
+        is_infinite = -value > torch.finfo(self._dtype).max
+        if self._depends(mask) or not value <= HIDDEN:
+            raise _Other
+        if is_infinite and not all(self._memory.lasts(read.slot) for read in reads):
             raise _Other
         scale, added = self.of(x)
         both = Const(value), Const(0.0) if added is None else added
@@ -404,17 +454,6 @@ def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tu
     made = _renumbered(expression, {index: body.leaf(within(leaf)) for index, leaf in used.items()})
     loops = body.loops(Value(slot, 0, whole, slot.strides, dtype, name), body.choose(inside, made, Const(0.0)))
     return loops, Value(slot, 0, split.added, slot.strides, dtype, f"{name}_added")
-
-
-def _hold(steps: Sequence[Launch | Call], read: Sequence[Value | Read], last: int, gone: frozenset[int]) -> bool:
-    """Whether what is read is the same at the last step as where it was read before."""
-    first = min(gone)
-    changed = {slot for number in range(first, last) if number not in gone for slot in written_by(steps[number])}
-    # what is made in between and read afterwards only (the values) is as it was at its only writing
-    return all(
-        slot.kind != "given" and sum(slot in written_by(step) for step in steps[:last]) == 1
-        for slot in {one.slot for one in read} & changed
-    )
 
 
 def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
