@@ -473,13 +473,8 @@ class _State:
 
     def kind(self, recording: Recording, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> _Latest | None:
         """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
-        plain = [arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in args]
-        if (
-            not all(plain)
-            or not self._tensors
-            or not self._are_plain
-            or len(leaves) != sum(type(arg) in _TENSORS for arg in args)
-        ):
+        is_plain = all(arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in args)
+        if not (is_plain and self._tensors and self._are_plain):
             return None
         try:
             guard = Guard([*self._tensors, *leaves], [*self._tables, *self._hooks])
