@@ -471,16 +471,18 @@ class _State:
             and self._has_tensors()
         )
 
-    def kind(self, recording: Recording, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> _Latest | None:
+    def kind(
+        self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]
+    ) -> _Latest | None:
         """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
-        is_plain = all(arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in args)
+        is_plain = all(arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in (*args, *kwargs.values()))
         if not (is_plain and self._tensors and self._are_plain):
             return None
         try:
             guard = Guard([*self._tensors, *leaves], [*self._tables, *self._hooks])
         except (FxfuseError, build.NotBuilt):
             return None
-        return _Latest(recording, guard, list(self._tensors), self._attributes, args)
+        return _Latest(recording, guard, list(self._tensors), self._attributes, args, kwargs)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
@@ -502,16 +504,17 @@ class _Latest:
 
     def __init__(
         self, recording: Recording, guard: Guard, tensors: list[torch.Tensor], attributes: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
+        args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """
         Args:
             guard: of the model's tensors and those of a call, as they are now.
             tensors: the model's.
             attributes: of its modules.
-            args: the call's.
+            args, kwargs: the call's.
         """
         self.recording = recording
+        args, self._names = (*args, *kwargs.values()), tuple(kwargs)
         self._guard, self._tensors, self._attributes = guard, tensors, attributes
         self._addresses = guard.addresses[: len(tensors)]
         self._others = [(place, arg) for place, arg in enumerate(args) if type(arg) not in _TENSORS]
@@ -524,8 +527,12 @@ class _Latest:
     def _read_modes(self) -> list[bool]:
         return [attributes["training"] for attributes in self._attributes]
 
-    def leaves(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The tensors among the arguments, if they and all else are as they were."""
+        if kwargs or self._names:
+            if tuple(kwargs) != self._names:
+                return None
+            args = (*args, *kwargs.values())
         if len(args) != self._count or torch.is_grad_enabled() != self._with_gradients:
             return None
         for place, before in self._others:
@@ -626,9 +633,9 @@ class Replays:
     def _recorded_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, list[Any]] | None:
         """The recording of the call before and this call's tensors, if this one is of the same kind."""
         latest = self._latest
-        if latest is None or kwargs or _is_watched_beyond_keys(latest.is_capturing):
+        if latest is None or _is_watched_beyond_keys(latest.is_capturing):
             return None
-        leaves = latest.leaves(args)
+        leaves = latest.leaves(args, kwargs)
         return None if leaves is None else (latest.recording, leaves)
 
     @property
@@ -666,10 +673,10 @@ class Replays:
     ) -> None:
         """Lets the next call of this kind be recognised at once."""
         self._latest = None
-        if self._lends or kwargs or self._state is None:
+        if self._lends or self._state is None:
             return
         if recording.known is None:
-            recording.known = self._state.kind(recording, args, leaves)
+            recording.known = self._state.kind(recording, args, kwargs, leaves)
         self._latest = recording.known
 
     def prepare(

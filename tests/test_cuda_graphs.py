@@ -149,21 +149,30 @@ class TestCalls:
             assert len(replays) == replayed
         assert len(set(replays)) == 2 and report(fast) == ("2 CUDA graphs captured",)
 
-    def test_a_call_like_the_one_before_is_recognised_at_once(self, replays, monkeypatch):
-        model = block()
+    @pytest.mark.parametrize("named", [(), ("y",), ("x", "y"), ("y", "x")], ids=str)
+    def test_a_call_like_the_one_before_is_recognised_at_once(self, named, replays, monkeypatch):
+        def calling(net, x, y):
+            given = {"x": x, "y": y}
+            return net(
+                *(given[name] for name in ("x", "y") if name not in named), **{name: given[name] for name in named}
+            )
+
+        model = Net2(lambda m, x, y: m.a(x).relu() - y, a=linear()).eval()
         fast = fxfuse.optimize(model, cuda_graphs=True)
         for _ in range(3):
-            fast(X)
+            calling(fast, X, X)
 
         def refuse(*_, **__):
             raise AssertionError("each question is asked by itself")
 
         monkeypatch.setattr(cuda_graphs.Replays, "_recording", refuse)
-        assert_as_eager(model, fast, randn(5, 8, seed=3))
+        x, y = randn(5, 8, seed=3), randn(5, 8, seed=4)
+        torch.testing.assert_close(calling(fast, x, y), calling(model, x, y))
         assert len(replays) == 3
-        for other in (lambda: fast(randn(3, 8)), lambda: fast(x=X), lambda: fast(X.double()), lambda: fast(X.t())):
+        others = [(randn(3, 8), X), (X.double(), X), (X.t(), X), (X, X[:1])]
+        for pair in others:
             with pytest.raises(AssertionError, match="by itself"):
-                other()
+                calling(fast, *pair)
 
     @pytest.mark.parametrize("change", OF_A_KIND)
     def test_what_has_changed_is_not_taken_for_the_same(self, change, replays, monkeypatch):
