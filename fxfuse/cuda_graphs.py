@@ -403,8 +403,8 @@ class _State:
         self._tables = [table for three in tables for table in three if table]
         self._lent = lent
         self._parameters = [*module.parameters(), *lent]
-        self._tensors = [*module.parameters(), *module.buffers(), *lent]
-        self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self._tensors)
+        self.tensors = [*module.parameters(), *module.buffers(), *lent]
+        self._are_plain = all(type(item) in _TENSORS and item.layout is torch.strided for item in self.tensors)
         self._modes = self._read_modes()
         self._hooked = any(self._hooks)
         self._members = [member for table in self._tables for member in table.values()]
@@ -426,7 +426,7 @@ class _State:
     def _read_places(self) -> list[Any]:
         if not self._are_plain:
             return []
-        return [list(map(read, self._tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
+        return [list(map(read, self.tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
     def _has_tensors(self) -> bool:
         """Whether members and hooks are the same objects, and all tensors lie where they did, as they did.
@@ -438,13 +438,13 @@ class _State:
         guard = self._guards.get(modes)
         if guard is not None:
             addresses = guard.addresses[:]
-            if guard.holds(self._tensors, addresses):
+            if guard.holds(self.tensors, addresses):
                 return addresses == guard.addresses
         if not self._has_members() or any(self._hooks) != self._hooked or self._read_places() != self._places:
             return False
-        if self._are_plain and self._tensors:
+        if self._are_plain and self.tensors:
             with contextlib.suppress(FxfuseError, build.NotBuilt):  # everything is read then
-                self._guards[modes] = Guard(self._tensors, [*self._tables, *self._hooks])
+                self._guards[modes] = Guard(self.tensors, [*self._tables, *self._hooks])
         return True
 
     def _why_unfit(self, module: nn.Module) -> str | None:
@@ -455,17 +455,21 @@ class _State:
         if not self._are_plain:
             return "a parameter or buffer is no plain tensor"
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
+            if not _on_gpu(tensor) or tensor.device != self.tensors[0].device:
                 return f"'{name}' is on {tensor.device}"
         for tensor in self._lent:
-            if not _on_gpu(tensor) or tensor.device != self._tensors[0].device:
+            if not _on_gpu(tensor) or tensor.device != self.tensors[0].device:
                 return f"a parameter or buffer is on {tensor.device}"
         return None
+
+    def has_modes(self) -> bool:
+        """Whether all modules are in the modes that they were in."""
+        return self._read_modes() == self._modes
 
     def holds(self, lent: Sequence[torch.Tensor]) -> bool:
         """Whether all is as it was."""
         return (
-            self._read_modes() == self._modes
+            self.has_modes()
             and len(lent) == len(self._lent)
             and all(map(operator.is_, lent, self._lent))
             and self._has_tensors()
@@ -476,19 +480,19 @@ class _State:
     ) -> _Latest | None:
         """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
         is_plain = all(arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in (*args, *kwargs.values()))
-        if not (is_plain and self._tensors and self._are_plain):
+        if not (is_plain and self.tensors and self._are_plain):
             return None
         try:
-            guard = Guard([*self._tensors, *leaves], [*self._tables, *self._hooks])
+            guard = Guard([*self.tensors, *leaves], [*self._tables, *self._hooks])
         except (FxfuseError, build.NotBuilt):
             return None
-        return _Latest(recording, guard, list(self._tensors), self._attributes, args, kwargs)
+        return _Latest(recording, guard, self, args, kwargs)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
         if self._unfit is not None:
             raise Unfit(self._unfit)
-        tensors = [*self._tensors[:1], *leaves]
+        tensors = [*self.tensors[:1], *leaves]
         for tensor in tensors:
             if not _on_gpu(tensor) or tensor.device != tensors[0].device:
                 raise Unfit(f"an argument is on {tensor.device}")
@@ -503,29 +507,20 @@ class _Latest:
     """A kind of call, recognised by one call into C (guard.h) and few questions beside it."""
 
     def __init__(
-        self, recording: Recording, guard: Guard, tensors: list[torch.Tensor], attributes: Sequence[Mapping[str, Any]],
-        args: Sequence[Any], kwargs: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            guard: of the model's tensors and those of a call, as they are now.
-            tensors: the model's.
-            attributes: of its modules.
-            args, kwargs: the call's.
-        """
+        self, recording: Recording, guard: Guard, state: _State, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """`guard`: of the model's tensors, as `state` has them, and those of this call, as they are now."""
         self.recording = recording
+        self._guard, self._state = guard, state
         args, self._names = (*args, *kwargs.values()), tuple(kwargs)
-        self._guard, self._tensors, self._attributes = guard, tensors, attributes
-        self._addresses = guard.addresses[: len(tensors)]
+        self._addresses = guard.addresses[: len(state.tensors)]
         self._others = [(place, arg) for place, arg in enumerate(args) if type(arg) not in _TENSORS]
         self._places = [place for place, arg in enumerate(args) if type(arg) in _TENSORS]
+        on_gpu = state.tensors[0].is_cuda
         self._count = len(args)
-        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if tensors[0].is_cuda else bool
-        self._modes, self._switches = self._read_modes(), _switches()
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if on_gpu else bool
+        self._switches = _switches()
         self._with_gradients = torch.is_grad_enabled()
-
-    def _read_modes(self) -> list[bool]:
-        return [attributes["training"] for attributes in self._attributes]
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The tensors among the arguments, if they and all else are as they were."""
@@ -541,9 +536,9 @@ class _Latest:
         leaves = [args[place] for place in self._places]
         addresses = self._guard.addresses[:]
         is_alike = (
-            self._guard.holds([*self._tensors, *leaves], addresses)
+            self._guard.holds([*self._state.tensors, *leaves], addresses)
             and addresses[: len(self._addresses)] == self._addresses
-            and self._read_modes() == self._modes
+            and self._state.has_modes()
             and _switches() == self._switches
         )
         return leaves if is_alike else None
