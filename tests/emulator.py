@@ -47,11 +47,7 @@ def launch(
     alone (mma): warpgroups hand on to them what they find not finite.
     """
     output = tensors[-1].dtype
-    kinds = tuple(
-        OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
-        for operand in operands
-    )
-    library = compiled(codegen.generate(parse(epilogue), output, kinds, kernel, tf32=tf32))
+    library = compiled(codegen.generate(parse(epilogue), output, _kinds(operands), kernel, tf32=tf32))
     params = kernel.params + b"".join(struct.pack("<3q", *operand.strides) for operand in operands)
     workspace = torch.full((max(kernel.workspace, 1),), 0xAB, dtype=torch.uint8)  # undefined contents
     addresses = [tensor.data_ptr() for tensor in (*tensors, *([workspace] if kernel.workspace else []))]
@@ -63,14 +59,17 @@ def launch(
     return bool(library.emulated_warp_products() != before)
 
 
+def _kinds(operands: Sequence[Operand]) -> tuple[OperandKind, ...]:
+    return tuple(
+        OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
+        for operand in operands
+    )
+
+
 def launch_together(kernel: Kernel, epilogue: str, products: Sequence[Together]) -> None:
     """Runs several problems of a kernel by one launch (Kernel.together)."""
-    kinds = tuple(
-        OperandKind(operand.tensor.dtype, tuple(stride > 0 for stride in operand.strides), 0)  # type: ignore[arg-type]
-        for operand in products[0].operands
-    )
     output = products[0].tensors[-1].dtype
-    library = compiled(codegen.generate(parse(epilogue), output, kinds, kernel))
+    library = compiled(codegen.generate(parse(epilogue), output, _kinds(products[0].operands), kernel))
     params, addresses = b"", list[int]()
     for number, one in enumerate(products):
         count = struct.pack("<q", len(products)) if number == 0 else one.params[:8]

@@ -124,7 +124,7 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         return []
     if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
         return []
-    element, kind = ELEMENT[problem.precision], None
+    element = ELEMENT[problem.precision]
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
     params = struct.pack("<8q", 1, problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
     family, weights = ("gated gemv", ", 2") if problem.weights == 2 else ("gemv", "")
@@ -140,7 +140,7 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
         name = f"{family} mma {problem.precision}, {FEW_ROWS[groups - 1]} rows, {tiles * MMA_COLUMNS} columns"
         kind = f"FewRows<{MMA[problem.precision]}, {{output}}, {{epilogue}}, {groups}, {tiles}{weights}>"
         header = FEW_ROWS_HEADER
-    if kind is None:
+    else:
         return []
     return [(_memory_time(problem) + _LAUNCH, Kernel(name, header, kind, params, together=MOST_TOGETHER))]
 

@@ -89,9 +89,13 @@ def planned(
 _aten: Final = torch.ops.aten
 _FLASH: Final = _aten._scaled_dot_product_flash_attention.default
 _OPERATORS: Final = {
-    _FLASH: "flash attention",
-    _aten._scaled_dot_product_efficient_attention.default: "memory-efficient attention",
-    _aten._scaled_dot_product_cudnn_attention.default: "cuDNN's attention",
+    getattr(_aten, name).default: label
+    for name, label in {
+        "_scaled_dot_product_flash_attention": "flash attention",
+        "_scaled_dot_product_efficient_attention": "memory-efficient attention",
+        "_scaled_dot_product_cudnn_attention": "cuDNN's attention",
+    }.items()
+    if hasattr(_aten, name)
 }
 """What F.scaled_dot_product_attention chooses from. Called themselves they take the CPU half as long."""
 
@@ -104,15 +108,18 @@ class Torchs:
     strides: tuple[int, ...]
     """Of the result, the first of several."""
 
-    def call(self, tensors: Sequence[Any], added: Any, scale: float) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Function, arguments and those by name.
 
-        Args:
-            tensors: query, key, value.
-            added: what is added to the scores, of their shape, or None.
-        """
-        more = () if self.operator is _FLASH else (added, False)
-        return function_of(self.operator), (*tensors, *more), {"scale": scale}
+def call_of(
+    operator: Any, tensors: Sequence[Any], added: Any, scale: float
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What calls one of torch's operators: function, arguments and those by name.
+
+    Args:
+        tensors: query, key, value.
+        added: what is added to the scores, of their shape, or None.
+    """
+    more = () if operator is _FLASH else (added, False)
+    return function_of(operator), (*tensors, *more), {"scale": scale}
 
 
 def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float) -> Torchs | None:
@@ -141,7 +148,7 @@ def _if_quicker(problem: Problem) -> Torchs | None:
         added = others[2].expand(scores) if len(others) > 2 else None
         if added is not None and 2 * others[2].numel() > math.prod(scores):
             added = added.clone()  # as much as the scores: to make it takes as long
-        function, args, options = Torchs(operator, ()).call((x, *others[:2]), added, scale)
+        function, args, options = call_of(operator, (x, *others[:2]), added, scale)
         result: torch.Tensor = function(*args, **options)[0]
         return result
 
@@ -177,7 +184,7 @@ def _if_quicker(problem: Problem) -> Torchs | None:
 
 def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[torch.Tensor], scale: float) -> bool:
     """Whether some heads of a result are as close to float64's as those of products and softmax."""
-    key, value, *added = (tensor[:1, :2] for tensor in (*others[:2], *others[2:]))
+    key, value, *added = (tensor[:1, :2] for tensor in others)
     query, part = query[:1, :2], result[:1, :2]
 
     def attended(dtype: torch.dtype) -> torch.Tensor:

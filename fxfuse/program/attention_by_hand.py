@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from fxfuse.expression import Call as Term
 from fxfuse.expression import Const, Expr, Operand, postorder
 from fxfuse.layout import contiguous_strides
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.attention import Torchs, as_copied_from
+from fxfuse.program.attention import Torchs, as_copied_from, call_of
 from fxfuse.program.loops import (
     Body,
     Inside,
@@ -33,6 +33,7 @@ from fxfuse.program.loops import (
     inlined,
     place_of,
     substituted,
+    with_operands,
 )
 from fxfuse.program.reductions import SOFTMAX
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, slots_of, values_in, written_by
@@ -260,20 +261,12 @@ def _softmaxed(loops: Loops) -> Expr | None:
             alike = Value(Slot("memory", ""), 0, shape, strides, torch.float32, "")
             of_scores, softmax = Body(), Body()
             taken = {number: of_scores.leaf(leaf) for number, leaf in enumerate(loops.leaves)}
-            made = of_scores.loops(inner, _renumbered(exponent, taken))
+            made = of_scores.loops(inner, with_operands(exponent, taken))
             whole = softmax.loops(alike, SOFTMAX(softmax, {"self": inner, "dim": len(shape) - 1}, alike))
             whole = inlined(whole, {scores: made})
             same = _spelled(whole.expression, whole.leaves) == _spelled(expression, loops.leaves)
             return exponent if same else None
     return None
-
-
-def _renumbered(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
-    if isinstance(expression, Operand):
-        return operands[expression.index]
-    if isinstance(expression, Term):
-        return Term(expression.op, tuple(_renumbered(arg, operands) for arg in expression.args))
-    return expression
 
 
 def _spelled(expression: Expr, leaves: Sequence[Leaf]) -> Any:
@@ -451,7 +444,7 @@ def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tu
         leaf = substituted(leaf, values)
         return Read(leaf.slot, leaf.dtype, leaf.index, (*inside, *leaf.where)) if isinstance(leaf, Read) else leaf
 
-    made = _renumbered(expression, {index: body.leaf(within(leaf)) for index, leaf in used.items()})
+    made = with_operands(expression, {index: body.leaf(within(leaf)) for index, leaf in used.items()})
     loops = body.loops(Value(slot, 0, whole, slot.strides, dtype, name), body.choose(inside, made, Const(0.0)))
     return loops, Value(slot, 0, split.added, slot.strides, dtype, f"{name}_added")
 
@@ -472,7 +465,7 @@ def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> 
         sizes = *query.shape[:3], match.tensors[1].shape[2]
         strides = tuple(stride * (size > 1) for stride, size in zip(added.strides, added.shape, strict=True))
         added = dataclasses.replace(added, shape=sizes, strides=strides)
-    function, args, options = torchs.call(match.tensors, added, match.scale)
+    function, args, options = call_of(torchs.operator, match.tensors, added, match.scale)
     new.append(Call(function, args, options, (found,), False, True, False, label))
     as_before = _with_heads(match.result, query.shape[1], f"{match.name}_as_before")
     body = Body()

@@ -275,14 +275,14 @@ class Body:
         used = sorted({node.index for one in expressions for node in postorder(one) if isinstance(node, Operand)})
         leaves = list(self._leaves)
         operands = {old: Operand(new) for new, old in enumerate(used)}
-        return [_with_operands(one, operands) for one in expressions], tuple(leaves[index] for index in used)
+        return [with_operands(one, operands) for one in expressions], tuple(leaves[index] for index in used)
 
 
 Rule: TypeAlias = Callable[[Body, Mapping[str, Any], Value], Expr]
 """What computes an operator's result: rule(body, arguments by name, the result's value). Raises Unknown."""
 
 
-def _with_operands(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
+def with_operands(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
     """The expression of other operands, by number."""
     return rewrite(expression, lambda node: operands[node.index] if isinstance(node, Operand) else node)
 
@@ -365,10 +365,10 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     names = max(_height(producer.leaves) for producer in producers.values())
     leaves = [_renamed(leaf, names) if names else leaf for leaf in loops.leaves]
     places = {number: _placed(body, leaf, producers) for number, leaf in enumerate(leaves)}
-    also = [Store(store.output, _with_operands(store.expression, places)) for store in loops.also]
+    also = [Store(store.output, with_operands(store.expression, places)) for store in loops.also]
     if kept is not None:
         also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
-    return simplified(body.loops(loops.output, _with_operands(loops.expression, places), also, loops.into))
+    return simplified(body.loops(loops.output, with_operands(loops.expression, places), also, loops.into))
 
 
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
@@ -439,7 +439,7 @@ def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
     """What stands for a leaf."""
     if isinstance(leaf, Reduced):
         row = leaf
-        return body.reduce(row.op, row.over, lambda inner: _with_operands(
+        return body.reduce(row.op, row.over, lambda inner: with_operands(
             row.expression, {number: _placed(inner, own, producers) for number, own in enumerate(row.leaves)}
         ))  # fmt: skip
     producer = producers.get(leaf.slot) if isinstance(leaf, Read) else None
@@ -447,7 +447,7 @@ def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
         return body.leaf(leaf)
     assert isinstance(leaf, Read)
     own = min((_leaves_at(producer, place, leaf.where) for place in _places_in(producer, leaf)), key=divisions_of)
-    return _with_operands(producer.expression, {number: body.leaf(one) for number, one in enumerate(own)})
+    return with_operands(producer.expression, {number: body.leaf(one) for number, one in enumerate(own)})
 
 
 def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list[Leaf]:

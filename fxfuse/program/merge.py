@@ -59,7 +59,7 @@ MOST_BYTES_TOGETHER: Final = 8 << 20
 COUNT_BYTES: Final = 8
 """Of the number of problems, with which the params of a launch that may have several begin."""
 MOST_ADDRESSES: Final = 40
-"""Of such a launch: those of its operands are among its arguments, of which CUDA takes 4 KB."""
+"""Of such a launch, so few that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
 SMALL_SHARE: Final = 4
 """What part of the largest value of a program other values are at most, that may live longer than they need to."""
 
@@ -127,9 +127,9 @@ def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
         if first is None or not isinstance(step, Launch):
             result.append(step)
             continue
-        count, other = first.event.params, step.event.params
-        number = (int.from_bytes(count[:COUNT_BYTES], "little") + 1).to_bytes(COUNT_BYTES, "little")
-        first.event = dataclasses.replace(first.event, params=number + count[COUNT_BYTES:] + other)
+        count = (_count_of(first) + 1).to_bytes(COUNT_BYTES, "little")
+        params = count + first.event.params[COUNT_BYTES:] + step.event.params
+        first.event = dataclasses.replace(first.event, params=params)
         first.references = [*first.references, *step.references]
         first.writes = frozenset((*first.writes, *step.writes))
     return result
@@ -145,10 +145,14 @@ def _launch_to_join(before: Sequence[Launch | Call], step: Launch) -> Launch | N
         if isinstance(other, Call) or other.writes & touched or step.writes & set(slots_of(other)):
             return None
         if functions_of(other.event) == functions_of(step.event):
-            count = int.from_bytes(other.event.params[:COUNT_BYTES], "little")
             addresses = len(other.references) + len(step.references)
-            return other if count < step.event.together and addresses <= MOST_ADDRESSES else None
+            return other if _count_of(other) < step.event.together and addresses <= MOST_ADDRESSES else None
     return None
+
+
+def _count_of(step: Launch) -> int:
+    """How many problems a launch that may have several has."""
+    return int.from_bytes(step.event.params[:COUNT_BYTES], "little")
 
 
 def runs_on_gpu(device: torch.device) -> bool:

@@ -1,8 +1,8 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for a few rows of x: reading the weight is all the work, and
 // tensor cores have none. Sums are in float32, of exact products.
 //
-// A block computes kCols columns of every row, of one of the products that a launch has. Its threads share K: each adds up what 16 bytes in every kThreads-th place
-// of a row come to, and has several such reads under way.
+// A launch has one product or several. A block computes some columns of every row of one. Its threads share K: each adds up
+// what 16 bytes in every kThreads-th place of a row come to, and has several such reads under way.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct GemvPart {
 
 template <class Kernel>
 struct GemvTogether {
-    static constexpr int kArgumentBytes = 4000;  // CUDA's limit is 4096, up to 12.1 and before sm_70
+    static constexpr int kArgumentBytes = 4000;  // a little less than the 4 KB that every driver takes
     static constexpr int kMost = 4 * sizeof(GemvPart<Kernel>) <= kArgumentBytes ? 4 : 1;
 
     GemvPart<Kernel> part[kMost];
