@@ -33,6 +33,7 @@ from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
 from fxfuse.state import Attributes, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
+from fxfuse.training import Steps
 
 logger = logging.getLogger("fxfuse")
 
@@ -81,6 +82,8 @@ class FusedState:
     """The model's CUDA graphs, if it was asked for any."""
     programs: Programs | None = None
     """What runs calls without gradients."""
+    steps: Steps | None = None
+    """What runs calls that need them, since the first of them."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
     forget: Callable[[], Any] | None = None
@@ -174,6 +177,9 @@ class FusedModule(fx.GraphModule):
             state.programs = Programs(state.captured.root, self._graph)
             if state.programs.reason is None:
                 type(self).forward = _programmed(type(self).forward)
+            state.steps = None
+            if state.captured.graph is not None:
+                type(self).forward = _stepping(type(self).forward)
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
@@ -499,6 +505,28 @@ def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return programs.call(functools.partial(forward, self), args, kwargs)
 
     return _with_own_code(programmed)
+
+
+def _stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, or a step of training in its place."""
+
+    @functools.wraps(forward)
+    def stepping(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        state = state_of(self)
+        steps = state.steps
+        if steps is None:
+            assert state.captured.graph is not None
+            fused = functools.partial(_fused_half, state.settings)
+            state.steps = steps = Steps(state.captured.root, state.captured.graph, fused)
+        return steps.call(functools.partial(forward, self), args, kwargs)
+
+    return _with_own_code(stepping)
+
+
+def _fused_half(settings: Settings, graph_module: fx.GraphModule) -> FusedModule:
+    return FusedModule(Captured(graph_module, copy.deepcopy(graph_module.graph)), settings)
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,6 +74,8 @@ class Report:
     """What Dynamo captured, since tracing stopped."""
     programs: tuple[str, ...] = ()
     """Calls without gradients that run as lists of launches, and why others do not."""
+    training: tuple[str, ...] = ()
+    """The graphs of forward and backward that calls with gradients run as, and why others do not."""
 
     def __str__(self) -> str:
         def wrap(text: str) -> str:
@@ -94,6 +96,7 @@ class Report:
         parts += self.cuda_graphs
         parts += self.dynamo
         parts += self.programs
+        parts += self.training
         if self.skipped:
             parts.append(f"{len(self.skipped)} not fused")
             reasons = [(item.node, wrap(item.reason)) for item in self.skipped]
@@ -157,8 +160,9 @@ def explain(fast: fx.GraphModule) -> Report:
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
         layouts += _layouts_report(state_of(module).layouts, prefix)
     programs = _once(line for path, module in _traces(fast) for line in _programs_report(path, module))
+    training = _once(line for path, module in _traces(fast) for line in _training_report(path, module))
     dynamo = tuple(_dynamo_report(fast, path, len(graphs)) for path, graphs in _recaptured(fast).items())
-    return Report(_once(regions), _once(skipped), _once(layouts), _graphs_report(fast), dynamo, programs)
+    return Report(_once(regions), _once(skipped), _once(layouts), _graphs_report(fast), dynamo, programs, training)
 
 
 def _layouts_report(layouts: Layouts, prefix: str) -> Iterator[str]:
@@ -227,8 +231,25 @@ def _dynamo_report(fast: FusedModule, path: str, graphs: int) -> str:
 
 def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
     """What a graph's programs consist of, or why it has none."""
-    programs = state_of(module).programs
+    yield from _programs_of(f"'{path}'" if path else "the model", module)
+
+
+def _training_report(path: str, module: FusedModule) -> Iterator[str]:
+    """What became of calls that needed gradients."""
+    steps = state_of(module).steps
     what = f"'{path}'" if path else "the model"
+    if steps is None:
+        return
+    if steps.reason is not None:
+        yield f"gradients of {what} come from torch: {steps.reason}"
+    for step in steps.steps:
+        for name, half in (("forward", step.forward), ("backward", step.backward)):
+            assert isinstance(half, FusedModule)
+            yield from _programs_of(f"in training, the {name} of {what}", half)
+
+
+def _programs_of(what: str, module: FusedModule) -> Iterator[str]:
+    programs = state_of(module).programs
     if programs is None:
         return
     for program in programs.programs:

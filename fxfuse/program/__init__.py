@@ -19,7 +19,7 @@ import logging
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -32,11 +32,12 @@ from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program import attention
 from fxfuse.program.attention_by_hand import joined
+from fxfuse.program.binding import Binding, Bound, are_constant
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
-from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph, is_variable
+from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
 from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
 from fxfuse.program.write import Writer
 
@@ -86,7 +87,7 @@ class Program:
         self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]
         """run(tensors, table), of which the table of addresses is this call's own."""
         self._constants = constants
-        self._switches = _switches(device)
+        self._switches = switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
         self._count, self._ties, self._distances = len(tensors), recorder.ties, recorder.distances
@@ -106,7 +107,7 @@ class Program:
             and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # what is written must be no other
             and all(tensors[first] is tensors[second] for first, second in self._ties)
             and all(table[second] - table[first] == distance for first, second, distance in self._distances)
-            and self._switches == _switches(self._device)
+            and self._switches == switches(self._device)
         )
         return table if is_alike else None
 
@@ -149,28 +150,7 @@ def _changes_what_is_given(step: Launch | Call) -> bool:
     return overwrites and any(value.slot.kind == "given" for value in step.values())
 
 
-class _Arguments:
-    """Which of a call's arguments are tensors, where each is of a certain type."""
-
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        self._kinds = kinds
-        self._tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, torch.Tensor)]
-        self._others = [place for place, kind in enumerate(kinds) if not issubclass(kind, torch.Tensor)]
-
-    def tensors(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [arguments[place] for place in self._tensors] if self._others else list(arguments)
-
-    def constants(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """What else a program depends on: the types first, so that values are compared with those of their type."""
-        return self._kinds, *[_constant(arguments[place]) for place in self._others]
-
-
-def _constant(argument: Any) -> Any:
-    """A value to compare: 0.0 and -0.0 are two numbers."""
-    return argument.hex().encode() if type(argument) is float else argument
-
-
-def _switches(device: torch.device) -> tuple[Any, ...]:
+def switches(device: torch.device) -> tuple[Any, ...]:
     kinds = [ask() for ask in _KINDS_OF_ATTENTION]
     plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kinds
     if device.type != "cuda":
@@ -196,31 +176,15 @@ class Programs:
         self._seen: tuple[list[Any], tuple[Any, ...]] | None = None
         self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self._nodes = [node for node in placeholders if not is_variable(node)]
-        self._nothing = {node: None for node in placeholders if is_variable(node)}
-        """Further arguments, of which nobody asks anything and calls by programs have none."""
-        self._positional = next((at for at, node in enumerate(placeholders) if is_variable(node)), len(placeholders))
-        self._arguments: dict[tuple[type, ...], _Arguments] = {}
-        self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
-        modules: list[nn.Module] = []
         self._is_fused = any(node.target in KINDS for node in graph.nodes)
         try:
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
             check_graph(root, graph)
-            for node in graph.nodes:
-                if node.op == "get_attr":
-                    self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
-                if node.op == "call_module":
-                    module = root.get_submodule(str(node.target))
-                    modules.append(module)
-                    for name, _ in (*module.named_parameters(), *module.named_buffers()):
-                        path = f"{node.target}.{name}"
-                        self._attributes.setdefault(path, _table_of(root, path))
+            self._binding = Binding(root, graph)
         except Refused as refused:
             self.reason = str(refused)
-        self._leaves = Leaves(modules)
+        self._leaves = Leaves(self._binding.modules if self.reason is None else ())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
@@ -232,22 +196,10 @@ class Programs:
             return forward(*args, **kwargs)
         if not self._leaves.are_as_before():
             return forward(*args, **kwargs)
-        if kwargs or len(args) != len(self._nodes) or len(args) > self._positional:
-            bound = self._bound(args, kwargs)
-            if bound is None:
-                return forward(*args, **kwargs)
-            args_bound = bound
-        else:
-            args_bound = args
-        try:
-            attributes = [table[name] for table, name in self._attributes.values()]
-        except KeyError:  # it is gone, which the graph's code has words for
+        bound = self._binding.of(args, kwargs)
+        if bound is None:
             return forward(*args, **kwargs)
-        kinds = tuple(map(type, args_bound))
-        arguments = self._arguments.get(kinds)
-        if arguments is None:
-            arguments = self._arguments[kinds] = _Arguments(kinds)
-        tensors, constants = [*arguments.tensors(args_bound), *attributes], arguments.constants(args_bound)
+        tensors, constants = bound.tensors, bound.constants
         for program in self.programs:
             table = program.table(tensors, constants)
             if table is not None:
@@ -261,55 +213,37 @@ class Programs:
                         raise
                 break  # the graph's own code finds which region it is, and what to do
         else:
-            return self._unknown(forward, args, kwargs, args_bound, attributes, tensors, constants)
+            return self._unknown(forward, args, kwargs, bound)
         return forward(*args, **kwargs)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The arguments in the order of the graph's, or None where some are missing or unknown."""
-        missing = self._nodes[len(args) :]
-        if len(args) > self._positional or not kwargs.keys() <= {str(node.target) for node in missing}:
-            return None
-        bound = list(args)
-        for node in missing:
-            if node.target not in kwargs and not node.args:
-                return None
-            bound.append(kwargs[str(node.target)] if node.target in kwargs else node.args[0])
-        return tuple(bound)
-
-    def _unknown(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Sequence[Any],
-        attributes: Sequence[Any], tensors: list[torch.Tensor], constants: tuple[Any, ...],
-    ) -> Any:  # fmt: skip
+    def _unknown(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound) -> Any:
         """A call for which there is no program: recorded if the one before was of the same kind."""
+        tensors, constants = bound.tensors, bound.constants
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
         merges = any(tensor.device.type in MERGING for tensor in tensors)
         if not self._is_fused and not merges:
             self.reason = "nothing is fused"
             return forward(*args, **kwargs)
-        if functional._needs_gradient(tensors) or not _are_plain(tensors, constants) or _is_captured(tensors):
+        if functional._needs_gradient(tensors) or not are_plain(tensors, constants) or _is_captured(tensors):
             return forward(*args, **kwargs)
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
             return forward(*args, **kwargs)
         before = self._seen
         self._seen = None
-        seen = list(map(_described, tensors)), constants
+        seen = list(map(described, tensors)), constants
         if before != seen:
             self._seen = seen
             return forward(*args, **kwargs)
-        given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound, strict=True)), **self._nothing}
-        values = dict(zip(self._attributes, attributes, strict=True))
-        given.update((node, values[str(node.target)]) for node in self._graph.nodes if node.op == "get_attr")
         try:
-            return self._recorded(given, tensors, constants, by_parts=merges)
+            return self._recorded(bound, by_parts=merges)
         finally:
             forget_indices()
 
-    def _recorded(
-        self, given: Mapping[fx.Node, Any], tensors: list[torch.Tensor], constants: tuple[Any, ...], by_parts: bool
-    ) -> Any:
-        """The graph's result for what is given; there is a program of the call afterwards, or a reason."""
+    def _recorded(self, bound: Bound, by_parts: bool) -> Any:
+        """The graph's result; there is a program of the call afterwards, or a reason."""
+        tensors, given = bound.tensors, self._binding.values(bound)
         recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts)
         result = recorder.run()
         if recorder.reason is not None:
@@ -319,7 +253,7 @@ class Programs:
                 logger.info("fxfuse: no program is made: %s", self.reason)
             return result
         try:
-            program = Program(recorder, tensors, constants)
+            program = Program(recorder, tensors, bound.constants)
         except Exception as error:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)
@@ -333,7 +267,7 @@ class Programs:
         return result
 
 
-def _described(tensor: torch.Tensor) -> Any:
+def described(tensor: torch.Tensor) -> Any:
     """What must be the same in two calls in a row. Whatever else matters a program's own guard sees."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -353,25 +287,12 @@ def prepare(source: build.Source) -> None:
         build.load(source)
 
 
-_CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
-
-
-def _are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
+def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
     return (
         device_of(tensors) is not None
         and all(
             tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
             for tensor in tensors
         )
-        and all(value is None or isinstance(value, _CONSTANTS) for value in constants[1:])
+        and are_constant(constants)
     )
-
-
-def _table_of(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    """The dictionary in which an attribute of a module is, and its name there."""
-    *parents, name = path.split(".")
-    module = root.get_submodule(".".join(parents))
-    for table in (module._parameters, module._buffers, vars(module)):
-        if isinstance(table.get(name), torch.Tensor):
-            return table, name
-    raise Refused(f"'{path}' is no tensor of a module")

@@ -1,0 +1,277 @@
+"""Steps of training, forward and backward: fxfuse beside eager and torch.compile.
+
+    python benchmarks/training.py --output benchmarks/results
+    python benchmarks/training.py --only BERT --precisions float32 bfloat16 --small
+
+From torchvision and transformers, with random weights. "bfloat16" is torch.autocast around the forward. A step sets
+gradients to None, computes a loss (the mean square of what the model returns) and its gradients; there is no optimiser.
+Errors are those of all parameters' gradients against float64, as a part of their norm, with dropout left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from contestants import COMPILE, EAGER, OWN, Call, Contestant, measured, told, wait, warmed
+from networks import IMAGE
+from suite import PRECISIONS, arguments, provenance, read, write
+from tabulate import tabulate
+from torch import nn
+
+import fxfuse
+from fxfuse.verify import leaves_of
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model and the shape of its input; of token identifiers if `tokens` is how many there are."""
+
+    build: Callable[[bool], nn.Module]
+    """Takes whether it is to be small, as tests on a CPU want it."""
+    shape: tuple[int, ...]
+    small_shape: tuple[int, ...]
+    tokens: int = 0
+
+
+def _mlp(small: bool) -> nn.Module:
+    width = 32 if small else 4096
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def _torchvision(name: str) -> Callable[[bool], nn.Module]:
+    def build(small: bool) -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None)  # type: ignore[no-any-return]
+
+    return build
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def _bert(small: bool) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**_SMALL if small else {}), add_pooling_layer=False)
+
+
+def _vit(small: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(**_SMALL if small else {}))
+
+
+def _gpt2(small: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2} if small else {}
+    return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes))
+
+
+NETWORKS = {
+    "MLP 4 x 4096": Network(_mlp, (4096, 4096), (64, 32)),
+    "BERT-base": Network(_bert, (16, 128), (2, 16), tokens=30522),
+    "ViT-B/16": Network(_vit, (32, *IMAGE), (2, *IMAGE)),
+    "ConvNeXt-T": Network(_torchvision("convnext_tiny"), (32, *IMAGE), (2, *IMAGE)),
+    "GPT-2": Network(_gpt2, (4, 512), (2, 16), tokens=50257),
+    "ResNet-50": Network(_torchvision("resnet50"), (64, *IMAGE), (2, *IMAGE)),
+    "MobileNetV2": Network(_torchvision("mobilenet_v2"), (64, *IMAGE), (2, *IMAGE)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    network: str
+    precision: str
+    errors: dict[str, float]
+    first: dict[str, float]
+    """Seconds of the first three steps."""
+    contestants: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    why_not: str = ""
+    """Why fxfuse leaves gradients to torch, if it does."""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.network, self.precision
+
+    def wall(self, name: str) -> float:
+        return float(self.contestants[name]["wall"]) if name in self.contestants else math.nan
+
+    @property
+    def gain(self) -> float:
+        """Of the better of the peers' times."""
+        return min(self.wall(name) for name in (EAGER, COMPILE) if name in self.contestants) / self.wall(OWN)
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """A number that all that a model returns decides."""
+    losses = [leaf.float().square().mean() for leaf in leaves_of(result) if _has_gradients(leaf)]
+    return torch.stack(losses).sum()
+
+
+def _has_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _step(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, precision: str) -> Call:
+    parameters = list(model.parameters())
+
+    def step() -> Any:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            result = call(x)
+        loss = loss_of(result)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """So that gradients can be compared."""
+    for module in model.modules():
+        if "drop" in type(module).__name__.lower() and hasattr(module, "p"):
+            module.p = 0.0
+    config = getattr(model, "config", None)  # which transformers' functions read
+    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [item.grad.double() for item in model.parameters() if item.grad is not None]
+
+
+def _error(expected: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
+    if len(expected) != len(made):
+        return math.inf
+    apart = math.sqrt(sum(float((want - have).square().sum()) for want, have in zip(expected, made, strict=True)))
+    return apart / math.sqrt(sum(float(want.square().sum()) for want in expected))
+
+
+def _errors(calls: Mapping[str, Call], model: nn.Module, x: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Of each contestant's gradients."""
+    exact = copy.deepcopy(model).double()
+    _step(exact, exact, x.double() if x.is_floating_point() else x, "float64")()
+    expected = _gradients(exact)
+    del exact
+    for name, call in calls.items():
+        call()
+        yield name, _error(expected, _gradients(model))
+
+
+def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool, device: str) -> Row:
+    """One line."""
+    network = NETWORKS[name]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shape = network.small_shape if small else network.shape
+    model = network.build(small).to(device).train()
+    _without_dropout(model)
+    x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
+    calls: dict[str, Call] = {EAGER: _step(model, model, x, precision)}
+    if COMPILE in compare:
+        calls[COMPILE] = _step(model, torch.compile(model), x, precision)
+    fast = fxfuse.optimize(model)
+    calls[OWN] = _step(model, fast, x, precision)
+    first, left_out = {}, {}
+    for contestant, call in list(calls.items()):
+        began = time.perf_counter()
+        try:
+            for _ in range(3):
+                call()
+            wait(x.device)
+            first[contestant] = time.perf_counter() - began
+        except Exception as reason:
+            left_out[contestant] = told(reason)
+            del calls[contestant]
+    left_out |= warmed(calls, x.device)
+    errors = dict(_errors(calls, model, x))
+    found = measured(calls, x.device, seconds)
+    reasons = [line for line in fxfuse.explain(fast).training if "come from torch" in line]
+    return Row(
+        name, precision, errors, first, {who: asdict(one) for who, one in found.items()}, left_out, "; ".join(reasons)
+    )
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table; contestants' columns are in the order of its first line."""
+    names = (EAGER, COMPILE, OWN)
+    table = []
+    for row in rows:
+        each = [Contestant(**row.contestants[name]) if name in row.contestants else None for name in names]
+
+        def column(of: Callable[[Contestant], str], each: Sequence[Contestant | None] = each) -> str:
+            return " / ".join("-" if one is None else of(one) for one in each)
+
+        def listed(values: Mapping[str, float], form: str) -> str:
+            return " / ".join(format(values[name], form) if name in values else "-" for name in names)
+
+        table.append(
+            (
+                row.network, row.precision, listed(row.errors, ".1e"), column(lambda one: f"{one.wall:.2f}"),
+                column(lambda one: f"{one.gpu:.2f}"), column(lambda one: str(one.kernels)),
+                column(lambda one: f"{one.memory:.0f}"), listed(row.first, ".1f"), f"{row.gain:.2f}",
+                "; ".join([*(f"{name}: {why}" for name, why in row.left_out.items()), row.why_not]),
+            )
+        )  # fmt: skip
+    headers = (
+        "network", "precision", "error", "wall, ms", "GPU, ms", "kernels", "memory, MB", "three steps, s",
+        "best peer / fxfuse", "remarks",
+    )  # fmt: skip
+    order = f"Columns with several numbers: {', '.join(names)}."
+    return f"{order}\n\n{tabulate(table, headers=headers, tablefmt='github', disable_numparse=True)}"
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="*", default=[""], help="networks whose names contain one of these")
+    parser.add_argument("--precisions", nargs="*", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument("--compare", nargs="*", default=[COMPILE], choices=[COMPILE])
+    parser.add_argument("--small", action="store_true", help="small models and inputs")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measuring time for each row")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no row is begun")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    facts = provenance(device, given.commit)
+    heading = ", ".join(f"{key} {value}" for key, value in facts.items())
+    rows = {row.key: row for row in (read(given.output, "training", facts, Row) if given.output is not None else [])}
+    taken: list[Row] = []
+    began = time.monotonic()
+    with PRECISIONS["float32"].in_force(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for precision in given.precisions:
+            for name in NETWORKS:
+                if not any(part in name for part in given.only) or time.monotonic() - began > given.budget:
+                    continue
+                row = measure(name, precision, given.compare, given.seconds, given.small, given.device)
+                row = replace(row, commit=facts["commit"])
+                taken.append(row)
+                rows[row.key] = row
+                print(render([row]).splitlines()[-1], flush=True)
+                if given.output is not None:
+                    every = list(rows.values())
+                    write(given.output, "training", facts, f"{heading}\n\n{render(every)}\n", every)
+    print(f"\n{heading}\n\n{render(taken)}")
+    gains = [row.gain for row in taken]
+    if gains:
+        print(f"\ngeometric mean of best peer / fxfuse: {statistics.geometric_mean(gains):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""A graph's forward and backward as two graphs of torch's operators.
+
+AOTAutograd traces both together, torch's partitioner decides what the forward keeps for the backward and what that
+computes again. What is traced is a function of tensors alone: a graph's other arguments are constants of it. Buffers
+that the graph changes in place (batch normalisation counts into them) are values: the forward returns what they become,
+and puts that into them at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch._decomp import get_decompositions
+from torch.fx.immutable_collections import immutable_dict
+from torch.utils import _pytree as pytree
+
+from fxfuse.program.values import Refused
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The two graphs, and what their arguments and results are."""
+
+    forward: fx.GraphModule
+    """Takes the tensors; gives `results` tensors, then those to keep that are neither given nor results."""
+    backward: fx.GraphModule
+    """Takes those that are `kept`, then the gradients of results; gives those of the tensors, or None for some."""
+    results: int
+    differentiable: tuple[int, ...]
+    """Which results have gradients."""
+    kept: tuple[tuple[str, int], ...]
+    """What the backward takes: ("given", number of a tensor), ("result", number), or ("more", number after those)."""
+    layouts: tuple[tuple[int, ...], ...]
+    """Strides of the results that have gradients, for which the backward was traced."""
+    changed: frozenset[int]
+    """The buffers, by number, into which the forward writes."""
+    draws: bool
+    """Whether the forward draws random numbers."""
+    reference: Traced
+    """The graph itself: of the tensors the results, as torch computes them, and others."""
+
+
+def joint_of(
+    root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
+    tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor], strides: Sequence[Sequence[int]],
+) -> Joint:  # fmt: skip
+    """Traces a graph.
+
+    Args:
+        paths: of all tensors of modules that it reads: `attributes` are what they are.
+        given: the values of its placeholders and of its nodes of attributes.
+        tensors: those among them, each once.
+        strides: of the tensors that it returns, as torch has them: in a graph that changes nothing in place they
+            may be others.
+
+    Raises Refused if AOTAutograd cannot do that, or if the graph does to what it is given what no pair of graphs does.
+    """
+    traced = Traced(root, graph, paths, given, tensors, attributes)
+    try:
+        with torch.enable_grad():
+            joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=_decompositions())
+    except Refused:
+        raise
+    except Exception as error:  # whatever tracing a stranger's model raises
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
+    return _parted(joint, traced, strides)
+
+
+class Traced:
+    """A graph as a function of tensors alone, which is what AOTAutograd traces; notes what its results are."""
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
+        tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._root, self._graph, self._paths, self._given = root, graph, paths, given
+        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self._attributes = attributes
+        parameters = [id(tensor) for tensor in attributes if isinstance(tensor, nn.Parameter)]
+        self.buffers = [self._numbers[key] for key in dict.fromkeys(map(id, attributes)) if key not in parameters]
+        """Which it may change."""
+        self.places: list[tuple[str, int]] = []
+        """Of each tensor that is returned: ("given", number) or ("result", number)."""
+        self.structure: Any = None
+        self.constants: list[Any] = []
+        self.differentiable: tuple[int, ...] = ()
+        self.results = 0
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results, and then what becomes of buffers, which stay what they are."""
+        own = list(tensors)
+        for number in self.buffers:
+            own[number] = own[number].clone()
+
+        def instead(value: Any) -> Any:
+            return own[self._numbers[id(value)]] if isinstance(value, torch.Tensor) else value
+
+        values = {node: instead(value) for node, value in self._given.items()}
+        attributes = dict(zip(self._paths, map(instead, self._attributes), strict=True))
+        result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
+        leaves, self.structure = pytree.tree_flatten(_mutable(result))
+        of_given = {id(tensor): number for number, tensor in enumerate(own)}
+        results: dict[int, tuple[int, torch.Tensor]] = {}
+        self.places, self.constants = [], []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                if not isinstance(leaf, _PLAIN):
+                    raise Refused(f"it returns a {type(leaf).__name__}")
+                self.places.append(("constant", len(self.constants)))
+                self.constants.append(leaf)
+            elif id(leaf) in of_given:
+                self.places.append(("given", of_given[id(leaf)]))
+            else:
+                number, _ = results.setdefault(id(leaf), (len(results), leaf))
+                self.places.append(("result", number))
+        tensors_of_result = [tensor for _, tensor in results.values()]
+        there = Counter(map(id, [*own, *tensors_of_result, *(tensor._base for tensor in tensors_of_result)]))
+        tensors_of_result = [
+            torch.ops.aten._unsafe_view(tensor, tensor.shape)  # a view of what nobody else has is none
+            if tensor._base is not None and there[id(tensor._base)] == 1
+            else tensor
+            for tensor in tensors_of_result
+        ]
+        self.results = len(results)
+        self.differentiable = tuple(n for n, tensor in enumerate(tensors_of_result) if tensor.requires_grad)
+        if any(own[number].requires_grad for number in self.buffers):
+            raise Refused("it changes a buffer to something that has gradients")
+        return (*tensors_of_result, *(own[number] for number in self.buffers))
+
+    def output(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+        """What the graph returns."""
+        sources = {"given": given, "result": results, "constant": self.constants}
+        return pytree.tree_unflatten([sources[kind][number] for kind, number in self.places], self.structure)
+
+
+def _mutable(result: Any) -> Any:
+    """A graph's result with lists and dictionaries as its code makes them."""
+    match result:
+        case tuple() if hasattr(result, "_fields"):
+            return type(result)(*map(_mutable, result))
+        case list() | tuple():
+            return (list if isinstance(result, list) else tuple)(map(_mutable, result))
+        case dict() if type(result) in (dict, immutable_dict):
+            return {key: _mutable(value) for key, value in result.items()}
+    return result
+
+
+_PLAIN: Final = bool | int | float | complex | str | None | torch.dtype | torch.device | torch.Size
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph whose attributes and modules' tensors are others in their places."""
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], attributes: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(root, graph=graph)
+        self._values, self._attributes = values, attributes
+
+    def run_graph(self) -> Any:
+        return self.run(initial_env=dict(self._values), enable_io_processing=False)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, prefix = self.fetch_attr(target), f"{target}."
+        own = {path[len(prefix) :]: value for path, value in self._attributes.items() if path.startswith(prefix)}
+        return torch.func.functional_call(module, own, args, kwargs)
+
+
+def _parted(joint: fx.GraphModule, traced: Traced, strides: Sequence[Sequence[int]]) -> Joint:
+    """The joint graph in two."""
+    given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
+    _simplify(joint.graph, [given[number] for number in traced.buffers])
+    count = traced.results + len(traced.buffers)
+    forward, backward = _partition()(joint, None, num_fwd_outputs=count)
+    primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    (end,) = (node for node in forward.graph.nodes if node.op == "output")
+    outputs = list(end.args[0])
+    results, becoming, saved = outputs[: traced.results], outputs[traced.results : count], outputs[count:]
+    if not all(isinstance(node, fx.Node) for node in outputs):
+        raise Refused("it keeps something for its backward that is no tensor")
+    if len({*results, *primals}) < len(results) + len(primals):
+        raise Refused("two of its results are one, or one is what it was given")
+    changed = {
+        primals[number]: node for number, node in zip(traced.buffers, becoming, strict=True) if node != primals[number]
+    }
+    decided = _decided_by(changed)
+    if any(node in decided for node in (*results, *saved)):
+        raise Refused("a buffer that it changes decides what it computes")
+    more = [node for node in dict.fromkeys(saved) if node not in results and node not in primals]
+    with forward.graph.inserting_before(end):
+        for buffer, node in changed.items():
+            forward.graph.call_function(torch.ops.aten.copy_.default, (buffer, node))
+        wanted = dict(zip((place for place in traced.places if place[0] != "constant"), strides, strict=True))
+        returned = [_lying(forward.graph, node, wanted["result", at]) for at, node in enumerate(results)]
+    more += [node for node in dict.fromkeys(saved) if node in results and node not in returned]
+    results = returned
+    end.args = ((*results, *more),)
+    sources = {"given": primals, "result": results, "more": more}
+    by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
+    taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in taken if node.name.startswith("tangents_")]
+    kept = taken[: len(taken) - len(tangents)]
+    if len(tangents) != len(traced.differentiable) or taken[len(kept) :] != tangents:
+        raise Refused("torch's AOTAutograd has gradients for other results than have them")
+    if any(node.name not in by_name for node in kept):
+        raise Refused("its backward takes what its forward does not give")
+    for half in (forward, backward):
+        half.recompile()
+    return Joint(
+        forward, backward, traced.results, traced.differentiable, tuple(by_name[node.name] for node in kept),
+        tuple(tuple(node.meta["val"].stride()) for node in tangents),
+        frozenset(primals.index(node) for node in changed), any(map(_draws, forward.graph.nodes)), traced,
+    )  # fmt: skip
+
+
+def _lying(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+    """A result as it is to lie."""
+    value = node.meta["val"]
+    differing = [size for size, own, other in zip(value.shape, value.stride(), strides, strict=True) if own != other]
+    if not differing:
+        return node
+    shape = list(value.shape)
+    if max(differing) <= 1 or value.numel() == 0:  # the elements do
+        lying = graph.call_function(torch.ops.aten.as_strided.default, (node, shape, list(strides)))
+    else:
+        options = {"dtype": value.dtype, "device": value.device}
+        lying = graph.call_function(torch.ops.aten.empty_strided.default, (shape, list(strides)), options)
+        graph.call_function(torch.ops.aten.copy_.default, (lying, node))
+    lying.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    return lying
+
+
+def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
+    """Without what was there for the trace alone: copies of buffers that were to be changed in place, which nothing is
+    in this graph, and views of what nobody else has."""
+    for node in list(graph.nodes):
+        copies = node.target is torch.ops.aten.clone.default and node.args[0] in buffers and not node.kwargs
+        views = node.target is torch.ops.aten._unsafe_view.default and _size(node) == _size(node.args[0])
+        if copies or views:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _size(node: Any) -> Any:
+    return tuple(node.meta["val"].shape)
+
+
+def _decided_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What depends on the values of these nodes. In training, a batch normalisation's results do not depend on what
+    it counts into."""
+    found: set[fx.Node] = set()
+    left = [(node, user) for node in nodes for user in node.users]
+    while left:
+        before, node = left.pop()
+        counts = getattr(node.target, "overloadpacket", None) in _COUNTING and before in node.args[3:5]
+        if node not in found and not counts:
+            found.add(node)
+            left += [(node, user) for user in node.users]
+    return found
+
+
+_COUNTING: Final = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
+    if hasattr(torch.ops.aten, name)
+)
+"""Batch normalisation in training mode: arguments 3 and 4 are what it counts into."""
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+# ------------------------------------------------------------------------------------------- torch's parts
+
+
+def _traced_with_gradients() -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import aot_export_joint_simple  # takes a second to import
+
+    return aot_export_joint_simple
+
+
+def _partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
+
+
+_TAKEN_APART: Final = (
+    "elu_backward", "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
+    "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "sigmoid_backward", "silu_backward",
+    "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_dropout_backward", "select_backward", "slice_backward",
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
+    "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
+)  # fmt: skip
+"""Operators that are expressions of others: torch's own decompositions of them."""
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    known = [getattr(torch.ops.aten, name) for name in _TAKEN_APART if hasattr(torch.ops.aten, name)]
+    return dict(get_decompositions(known))

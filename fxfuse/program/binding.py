@@ -1,0 +1,128 @@
+"""What a call gives a graph: its arguments in the graph's order, and the tensors of the model that the graph reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from fxfuse.program.record import is_variable
+from fxfuse.program.values import Refused
+
+
+class Bound(NamedTuple):
+    """One call's."""
+
+    arguments: Sequence[Any]
+    """In the order of the graph's."""
+    attributes: list[torch.Tensor]
+    """In the order of `Binding.paths`."""
+    tensors: list[torch.Tensor]
+    """The arguments that are tensors, and all attributes."""
+    constants: tuple[Any, ...]
+    """What else a graph depends on: types of arguments, and those that are no tensors, to be compared."""
+
+
+class Binding:
+    """Which arguments and attributes a graph takes."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        """Raises Refused if an attribute is no tensor of a module."""
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._nodes = [node for node in placeholders if not is_variable(node)]
+        self._nothing = {node: None for node in placeholders if is_variable(node)}
+        """Further arguments, of which nobody asks anything and calls that can be bound have none."""
+        self._positional = next((at for at, node in enumerate(placeholders) if is_variable(node)), len(placeholders))
+        self._arguments: dict[tuple[type, ...], _Arguments] = {}
+        self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
+        self._reads = [node for node in graph.nodes if node.op == "get_attr"]
+        self.modules: list[nn.Module] = []
+        """That the graph calls."""
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
+            if node.op == "call_module":
+                module = root.get_submodule(str(node.target))
+                self.modules.append(module)
+                for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                    path = f"{node.target}.{name}"
+                    self._attributes.setdefault(path, _table_of(root, path))
+        self.paths = tuple(self._attributes)
+        """Of the attributes that it reads, those of modules that it calls among them."""
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+        """A call's. None where an argument is missing or unknown, or an attribute gone."""
+        bound = args
+        if kwargs or len(args) != len(self._nodes) or len(args) > self._positional:
+            found = self._in_order(args, kwargs)
+            if found is None:
+                return None
+            bound = found
+        try:
+            attributes = [table[name] for table, name in self._attributes.values()]
+        except KeyError:  # which the graph's code has words for
+            return None
+        kinds = tuple(map(type, bound))
+        arguments = self._arguments.get(kinds)
+        if arguments is None:
+            arguments = self._arguments[kinds] = _Arguments(kinds)
+        return Bound(bound, attributes, [*arguments.tensors(bound), *attributes], arguments.constants(bound))
+
+    def values(self, bound: Bound) -> dict[fx.Node, Any]:
+        """What the graph's placeholders and its nodes of attributes are in a call."""
+        given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound.arguments, strict=True)), **self._nothing}
+        attributes = dict(zip(self.paths, bound.attributes, strict=True))
+        given.update((node, attributes[str(node.target)]) for node in self._reads)
+        return given
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        missing = self._nodes[len(args) :]
+        if len(args) > self._positional or not kwargs.keys() <= {str(node.target) for node in missing}:
+            return None
+        bound = list(args)
+        for node in missing:
+            if node.target not in kwargs and not node.args:
+                return None
+            bound.append(kwargs[str(node.target)] if node.target in kwargs else node.args[0])
+        return tuple(bound)
+
+
+class _Arguments:
+    """Which of a call's arguments are tensors, where each is of a certain type."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self._kinds = kinds
+        self._tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, torch.Tensor)]
+        self._others = [place for place, kind in enumerate(kinds) if not issubclass(kind, torch.Tensor)]
+
+    def tensors(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [arguments[place] for place in self._tensors] if self._others else list(arguments)
+
+    def constants(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The types first, so that values are compared with those of their type."""
+        return self._kinds, *[_constant(arguments[place]) for place in self._others]
+
+
+def _constant(argument: Any) -> Any:
+    """A value to compare: 0.0 and -0.0 are two numbers."""
+    return argument.hex().encode() if type(argument) is float else argument
+
+
+def _table_of(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """The dictionary in which an attribute of a module is, and its name there."""
+    *parents, name = path.split(".")
+    module = root.get_submodule(".".join(parents))
+    for table in (module._parameters, module._buffers, vars(module)):
+        if isinstance(table.get(name), torch.Tensor):
+            return table, name
+    raise Refused(f"'{path}' is no tensor of a module")
+
+
+_CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
+
+
+def are_constant(constants: tuple[Any, ...]) -> bool:
+    """Whether values can be compared, and hold no tensors."""
+    return all(value is None or isinstance(value, _CONSTANTS) for value in constants[1:])

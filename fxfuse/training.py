@@ -1,0 +1,280 @@
+"""Calls that need gradients: a graph's forward and its backward, each fused like any other graph.
+
+The second call in a row of one kind (shapes, dtypes, which tensors want gradients, autocast) is traced (joint.py). The
+two graphs run without gradients, so that they become programs; one autograd.Function stands for both. Gradients of
+gradients come from the graph itself, as torch computes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxfuse import functional, plans
+from fxfuse.guard import Guard
+from fxfuse.joint import Joint, joint_of
+from fxfuse.locks import free_in_children
+from fxfuse.program import MOST_KEPT, PATIENCE, are_plain, described, switches
+from fxfuse.program.binding import Binding, Bound
+from fxfuse.program.leaves import Leaves
+from fxfuse.program.record import check_graph
+from fxfuse.program.values import PLAIN, Refused, device_of
+from fxfuse.state import RandomState
+
+logger = logging.getLogger("fxfuse")
+
+
+class Step:
+    """What runs one kind of call, and its backward."""
+
+    def __init__(self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound) -> None:
+        self.forward, self.backward = fused(joint.forward), fused(joint.backward)
+        self.joint = joint
+        self._run = tuple(map(_prepared_by_first_call, (self.forward, self.backward)))
+        self._constants, self._settings = bound.constants, _settings(bound.tensors)
+        self._guard = Guard(bound.tensors)
+        self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
+        self.first = _first(bound.tensors)
+        """Of the call's tensors, those that are no earlier one."""
+
+    def is_for(self, bound: Bound) -> bool:
+        """Whether the call is of this kind."""
+        return (
+            self._constants == bound.constants
+            and self._guard.holds(bound.tensors, self._addresses)
+            and _first(bound.tensors) == self.first
+            and _settings(bound.tensors) == self._settings
+        )
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the graph makes of them."""
+        given = [tensors[at] for at in self.first]
+        return self.joint.reference.output(given, _Function.apply(self, *given))
+
+    def run_forward(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with _without_autocast():
+            return self._run[0](*given)  # type: ignore[no-any-return]
+
+    def run_backward(self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[Any]:
+        alike = [
+            gradient if gradient.stride() == strides else _lying(gradient, strides)
+            for gradient, strides in zip(gradients, self.joint.layouts, strict=True)
+        ]
+        with _without_autocast():
+            return self._run[1](*kept, *alike)  # type: ignore[no-any-return]
+
+
+def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each tensor stands first."""
+    found: dict[int, int] = {}
+    for at, tensor in enumerate(tensors):
+        found.setdefault(id(tensor), at)
+    return list(found.values())
+
+
+class _Function(torch.autograd.Function):
+    """The two graphs, for torch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        joint = step.joint
+        ctx.step, ctx.random = step, RandomState() if joint.draws else None
+        ctx.autocast = _autocast()
+        found = step.run_forward(given)
+        results, more = tuple(found[: joint.results]), found[joint.results :]
+        ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
+        ctx.buffers = {number: given[number] for number in joint.changed}
+        same = [each for number, each in enumerate(given) if number not in joint.changed]
+        ctx.counts = len(same), len(results)
+        ctx.save_for_backward(*same, *results, *more)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        step, joint = ctx.step, ctx.step.joint
+        first, second = ctx.counts
+        saved = ctx.saved_tensors
+        same = iter(saved[:first])
+        count = first + len(ctx.buffers)
+        given = [ctx.buffers[number] if number in ctx.buffers else next(same) for number in range(count)]
+        wanted = [gradients[at] for at in joint.differentiable]
+        if torch.is_grad_enabled():
+            return None, *_derivable(ctx, given, wanted)
+        sources = {"given": given, "result": saved[first : first + second], "more": saved[first + second :]}
+        return None, *step.run_backward([sources[kind][number] for kind, number in joint.kept], wanted)
+
+
+def _derivable(ctx: Any, given: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Gradients that have gradients themselves: by torch, from the graph as it was before it was traced."""
+    joint = ctx.step.joint
+    now = RandomState()
+    try:
+        if ctx.random is not None:
+            ctx.random.restore()
+        with _as_in(ctx.autocast):
+            results = joint.reference(*given)
+    finally:
+        now.restore()
+    wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+    found = torch.autograd.grad(
+        [results[at] for at in joint.differentiable], [given[number] for number in wanted], list(gradients),
+        create_graph=True, allow_unused=True,
+    )  # fmt: skip
+    by_number = dict(zip(wanted, found, strict=True))
+    return (by_number.get(number) for number in range(len(given)))
+
+
+def _prepared_by_first_call(graph: nn.Module) -> Callable[..., Any]:
+    """`graph`, whose first call computes with torch and compiles all kernels that it would have needed."""
+    ready = False
+
+    def run(*args: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return graph(*args)
+        ready = True
+        with plans.preparing():
+            return graph(*args)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ what it depends on
+
+
+def _settings(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    device = device_of(tensors)
+    assert device is not None, "others have no step"
+    return switches(device), _autocast()
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The types of devices for which torch.autocast does something, and in which dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    found = [(kind, functional.current_autocast(kind)) for kind in ("cpu", "cuda")]
+    return tuple((kind, dtype) for kind, dtype in found if dtype is not None)
+
+
+@contextlib.contextmanager
+def _as_in(autocast: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """The graphs cast what is to be cast themselves."""
+    now = _autocast()
+    if not now:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for kind, _ in now:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+# ------------------------------------------------------------------------------------------------- a graph's
+
+
+class Steps:
+    """Those of one graph."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[[fx.GraphModule], nn.Module]) -> None:
+        """
+        Args:
+            graph: as it was captured, of torch's operations.
+            fused: makes a module of a graph module, with its regions fused.
+        """
+        self.reason: str | None = None
+        """Why there are none."""
+        self.steps: list[Step] = []
+        self._root, self._graph, self._fused = root, graph, fused
+        self._seen: Any = None
+        self._strides: list[tuple[int, ...]] = []
+        """Of what the call before returned."""
+        self._misses = 0
+        self._lock = free_in_children(threading.RLock())
+        try:
+            check_graph(root, graph)
+            self._binding = Binding(root, graph)
+            self._leaves = Leaves(self._binding.modules)
+        except Refused as refused:
+            self.reason = str(refused)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nobody else's, as programs."""
+        return _nothing, ()
+
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """forward(*args, **kwargs), by a step if it needs gradients and there is one for such a call."""
+        if self.reason is not None or functional._observed(profiled=False) or _is_intercepted():
+            return forward(*args, **kwargs)
+        bound = self._binding.of(args, kwargs)
+        if bound is None or not functional._needs_gradient(bound.tensors) or not self._leaves.are_as_before():
+            return forward(*args, **kwargs)
+        step = next((step for step in self.steps if step.is_for(bound)), None) or self._made(bound)
+        if step is not None:
+            return step(bound.tensors)
+        result = forward(*args, **kwargs)
+        self._strides = [leaf.stride() for leaf in pytree.tree_leaves(result) if _is_strided(leaf)]
+        return result
+
+    def _made(self, bound: Bound) -> Step | None:
+        """A step for a kind of calls, if the one before was of it."""
+        tensors = bound.tensors
+        if not PLAIN.issuperset(map(type, tensors)) or not are_plain(tensors, bound.constants):
+            return None
+        if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
+            return None
+        self._misses += 1
+        if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
+            return None
+        before, seen = self._seen, (list(map(described, tensors)), bound.constants, _settings(tensors))
+        self._seen = None if before == seen else seen
+        if before != seen:
+            return None
+        with self._lock:
+            try:
+                given = [tensors[at] for at in _first(tensors)]
+                values = self._binding.values(bound)
+                paths, attributes = self._binding.paths, bound.attributes
+                joint = joint_of(self._root, self._graph, paths, values, given, attributes, self._strides)
+                step = Step(joint, self._fused, bound)
+            except Refused as refused:
+                self.reason = str(refused)
+                logger.info("fxfuse: gradients come from torch: %s", self.reason)
+                return None
+            except Exception as error:
+                self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+                logger.warning("fxfuse: gradients come from torch", exc_info=error)
+                return None
+            self._misses = 0
+            self.steps = [step, *self.steps][:MOST_KEPT]
+            return step
+
+
+def _is_intercepted() -> bool:
+    """Whether anything but autocast wants to see or change the operators that are called."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
+def _nothing() -> None:
+    return None
