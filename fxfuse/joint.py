@@ -48,7 +48,7 @@ class Joint:
 
 def joint_of(
     root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
-    tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor], strides: Sequence[Sequence[int]],
+    tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor],
 ) -> Joint:  # fmt: skip
     """Traces a graph.
 
@@ -56,8 +56,6 @@ def joint_of(
         paths: of all tensors of modules that it reads: `attributes` are what they are.
         given: the values of its placeholders and of its nodes of attributes.
         tensors: those among them, each once.
-        strides: of the tensors that it returns, as torch has them: in a graph that changes nothing in place they
-            may be others.
 
     Raises Refused if AOTAutograd cannot do that, or if the graph does to what it is given what no pair of graphs does.
     """
@@ -70,7 +68,7 @@ def joint_of(
     except Exception as error:  # whatever tracing a stranger's model raises
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
-    return _parted(joint, traced, strides)
+    return _parted(joint, traced)
 
 
 class Traced:
@@ -168,12 +166,25 @@ class _Interpreter(fx.Interpreter):
         return self.run(initial_env=dict(self._values), enable_io_processing=False)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, prefix = self.fetch_attr(target), f"{target}."
+        module, prefix = _twin(self.fetch_attr(target)), f"{target}."
         own = {path[len(prefix) :]: value for path, value in self._attributes.items() if path.startswith(prefix)}
         return torch.func.functional_call(module, own, args, kwargs)
 
 
-def _parted(joint: fx.GraphModule, traced: Traced, strides: Sequence[Sequence[int]]) -> Joint:
+def _twin(module: nn.Module) -> nn.Module:
+    """A module like it with tables of its own: other threads go on calling this one while others' tensors are put into
+    that."""
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _twin(child) for name, child in module._modules.items()
+    }
+    return twin
+
+
+def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
     """The joint graph in two."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     _simplify(joint.graph, [given[number] for number in traced.buffers])
@@ -197,10 +208,6 @@ def _parted(joint: fx.GraphModule, traced: Traced, strides: Sequence[Sequence[in
     with forward.graph.inserting_before(end):
         for buffer, node in changed.items():
             forward.graph.call_function(torch.ops.aten.copy_.default, (buffer, node))
-        wanted = dict(zip((place for place in traced.places if place[0] != "constant"), strides, strict=True))
-        returned = [_lying(forward.graph, node, wanted["result", at]) for at, node in enumerate(results)]
-    more += [node for node in dict.fromkeys(saved) if node in results and node not in returned]
-    results = returned
     end.args = ((*results, *more),)
     sources = {"given": primals, "result": results, "more": more}
     by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
@@ -218,23 +225,6 @@ def _parted(joint: fx.GraphModule, traced: Traced, strides: Sequence[Sequence[in
         tuple(tuple(node.meta["val"].stride()) for node in tangents),
         frozenset(primals.index(node) for node in changed), any(map(_draws, forward.graph.nodes)), traced,
     )  # fmt: skip
-
-
-def _lying(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
-    """A result as it is to lie."""
-    value = node.meta["val"]
-    differing = [size for size, own, other in zip(value.shape, value.stride(), strides, strict=True) if own != other]
-    if not differing:
-        return node
-    shape = list(value.shape)
-    if max(differing) <= 1 or value.numel() == 0:  # the elements do
-        lying = graph.call_function(torch.ops.aten.as_strided.default, (node, shape, list(strides)))
-    else:
-        options = {"dtype": value.dtype, "device": value.device}
-        lying = graph.call_function(torch.ops.aten.empty_strided.default, (shape, list(strides)), options)
-        graph.call_function(torch.ops.aten.copy_.default, (lying, node))
-    lying.meta["val"] = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
-    return lying
 
 
 def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
@@ -297,7 +287,7 @@ _TAKEN_APART: Final = (
     "elu_backward", "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
     "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "sigmoid_backward", "silu_backward",
     "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward",
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
     "native_group_norm", "native_group_norm_backward", "native_dropout_backward", "select_backward", "slice_backward",
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
     "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
@@ -308,4 +298,30 @@ _TAKEN_APART: Final = (
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     known = [getattr(torch.ops.aten, name) for name in _TAKEN_APART if hasattr(torch.ops.aten, name)]
-    return dict(get_decompositions(known))
+    return {
+        **get_decompositions(known),
+        torch.ops.aten.native_layer_norm.default: _native_layer_norm,
+        torch.ops.aten.var_mean.correction: _var_mean,
+    }
+
+
+def _native_layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """torch's own, on a CPU, rounds what it keeps for the backward to 16 bits if x has so many."""
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    exact = x if x.dtype == torch.float64 else x.float()
+    variance, mean = torch.var(exact, dims, correction=0, keepdim=True), exact.mean(dims, keepdim=True)
+    scale = torch.rsqrt(variance + eps)
+    made = (exact - mean) * scale
+    made = made if weight is None else made * weight
+    made = made if bias is None else made + bias
+    return made.to(x.dtype), mean, scale
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two reductions of which each is one that kernels know."""
+    dims = list(range(x.dim())) if dim is None else dim
+    return torch.var(x, dims, correction=correction, keepdim=keepdim), torch.mean(x, dims, keepdim=keepdim)

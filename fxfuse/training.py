@@ -12,7 +12,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -32,10 +32,28 @@ from fxfuse.state import RandomState
 logger = logging.getLogger("fxfuse")
 
 
+Returned: TypeAlias = list[tuple[tuple[int, ...], int] | None]
+"""Of a graph's results the strides and which memory it is; None for one that is no tensor."""
+GIVEN: Final = -1
+"""Memory that the graph was given."""
+
+
 class Step:
     """What runs one kind of call, and its backward."""
 
-    def __init__(self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound) -> None:
+    def __init__(
+        self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned
+    ) -> None:
+        """
+        Args:
+            returned: by the graph itself, in a call of this kind. Raises Refused if its results share memory.
+        """
+        places = joint.reference.places
+        pairs = zip(places, returned, strict=True)
+        own = {result: item for (kind, result), item in pairs if kind == "result" and item is not None}
+        if len({memory for _, memory in own.values()} - {GIVEN}) < len(own):
+            raise Refused("its results share memory with each other, or with what it was given")
+        self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
         self.joint = joint
         self._run = tuple(map(_prepared_by_first_call, (self.forward, self.backward)))
@@ -59,20 +77,26 @@ class Step:
         given = [tensors[at] for at in self.first]
         return self.joint.reference.output(given, _Function.apply(self, *given))
 
-    def run_forward(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
+        """Results, and what is to be kept beside them."""
         with _without_autocast():
-            return self._run[0](*given)  # type: ignore[no-any-return]
+            found = self._run[0](*given)
+        results = (_lying(result, strides) for result, strides in zip(found, self._strides, strict=False))
+        return tuple(results), found[self.joint.results :]
 
     def run_backward(self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[Any]:
-        alike = [
-            gradient if gradient.stride() == strides else _lying(gradient, strides)
-            for gradient, strides in zip(gradients, self.joint.layouts, strict=True)
-        ]
+        alike = [_lying(*each) for each in zip(gradients, self.joint.layouts, strict=True)]
         with _without_autocast():
             return self._run[1](*kept, *alike)  # type: ignore[no-any-return]
 
 
 def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these strides: in a graph that changes nothing in place, they may have become others."""
+    before = tensor.stride()
+    if before == strides:
+        return tensor
+    if all(size <= 1 or one == other for size, one, other in zip(tensor.shape, before, strides, strict=True)):
+        return tensor.as_strided(tensor.shape, strides)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -92,8 +116,7 @@ class _Function(torch.autograd.Function):
         joint = step.joint
         ctx.step, ctx.random = step, RandomState() if joint.draws else None
         ctx.autocast = _autocast()
-        found = step.run_forward(given)
-        results, more = tuple(found[: joint.results]), found[joint.results :]
+        results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
         ctx.buffers = {number: given[number] for number in joint.changed}
         same = [each for number, each in enumerate(given) if number not in joint.changed]
@@ -204,8 +227,8 @@ class Steps:
         self.steps: list[Step] = []
         self._root, self._graph, self._fused = root, graph, fused
         self._seen: Any = None
-        self._strides: list[tuple[int, ...]] = []
-        """Of what the call before returned."""
+        self._returned: Returned = []
+        """By the call before."""
         self._misses = 0
         self._lock = free_in_children(threading.RLock())
         try:
@@ -230,13 +253,15 @@ class Steps:
         if step is not None:
             return step(bound.tensors)
         result = forward(*args, **kwargs)
-        self._strides = [leaf.stride() for leaf in pytree.tree_leaves(result) if _is_strided(leaf)]
+        self._returned = _returned(result, bound.tensors)
         return result
 
     def _made(self, bound: Bound) -> Step | None:
         """A step for a kind of calls, if the one before was of it."""
         tensors = bound.tensors
         if not PLAIN.issuperset(map(type, tensors)) or not are_plain(tensors, bound.constants):
+            return None
+        if not all(map(torch.numel, tensors)):  # of which torch's operators and its traces have different shapes
             return None
         if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
             return None
@@ -251,9 +276,9 @@ class Steps:
             try:
                 given = [tensors[at] for at in _first(tensors)]
                 values = self._binding.values(bound)
-                paths, attributes = self._binding.paths, bound.attributes
-                joint = joint_of(self._root, self._graph, paths, values, given, attributes, self._strides)
-                step = Step(joint, self._fused, bound)
+                paths = self._binding.paths
+                joint = joint_of(self._root, self._graph, paths, values, given, bound.attributes)
+                step = Step(joint, self._fused, bound, self._returned)
             except Refused as refused:
                 self.reason = str(refused)
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)
@@ -272,8 +297,20 @@ def _is_intercepted() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
+def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:
+    numbers: dict[int, int] = {each.untyped_storage()._cdata: GIVEN for each in tensors if _is_strided(each)}
+    found: Returned = []
+    for leaf in pytree.tree_leaves(result):
+        if _is_strided(leaf):
+            number = numbers.setdefault(leaf.untyped_storage()._cdata, len(numbers))
+            found.append((leaf.stride(), number))
+        else:
+            found.append(None)
+    return found
+
+
 def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return type(leaf) in PLAIN and leaf.layout is torch.strided
 
 
 def _nothing() -> None:
