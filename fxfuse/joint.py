@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from fxfuse.program.values import Refused
 
+_aten: Final = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -121,7 +123,7 @@ class Traced:
         tensors_of_result = [tensor for _, tensor in results.values()]
         there = Counter(map(id, [*own, *tensors_of_result, *(tensor._base for tensor in tensors_of_result)]))
         tensors_of_result = [
-            torch.ops.aten._unsafe_view(tensor, tensor.shape)  # a view of what nobody else has is none
+            _aten._unsafe_view(tensor, tensor.shape)  # a view of what nobody else has is none
             if tensor._base is not None and there[id(tensor._base)] == 1
             else tensor
             for tensor in tensors_of_result
@@ -207,7 +209,7 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
     more = [node for node in dict.fromkeys(saved) if node not in results and node not in primals]
     with forward.graph.inserting_before(end):
         for buffer, node in changed.items():
-            forward.graph.call_function(torch.ops.aten.copy_.default, (buffer, node))
+            forward.graph.call_function(_aten.copy_.default, (buffer, node))
     end.args = ((*results, *more),)
     sources = {"given": primals, "result": results, "more": more}
     by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
@@ -229,13 +231,25 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
 
 def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Without what was there for the trace alone: copies of buffers that were to be changed in place, which nothing is
-    in this graph, and views of what nobody else has."""
+    in this graph, views of what nobody else has, other names; and numbers as numbers, not as tensors."""
     for node in list(graph.nodes):
-        copies = node.target is torch.ops.aten.clone.default and node.args[0] in buffers and not node.kwargs
-        views = node.target is torch.ops.aten._unsafe_view.default and _size(node) == _size(node.args[0])
-        if copies or views:
+        copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
+        views = node.target is _aten._unsafe_view.default and _size(node) == _size(node.args[0])
+        if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        if node.target is _aten.where.self:
+            _, first, second = node.args
+            if _is_number(first, second):
+                node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
+            elif _is_number(second, first):
+                node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _is_number(node: fx.Node, beside: fx.Node) -> bool:
+    """Whether a tensor is a number, of the other's type."""
+    is_one = node.target is _aten.scalar_tensor.default and beside.target is not _aten.scalar_tensor.default
+    return is_one and node.meta["val"].dtype == beside.meta["val"].dtype
 
 
 def _size(node: Any) -> Any:
@@ -257,9 +271,9 @@ def _decided_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 _COUNTING: Final = tuple(
-    getattr(torch.ops.aten, name)
+    getattr(_aten, name)
     for name in ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
-    if hasattr(torch.ops.aten, name)
+    if hasattr(_aten, name)
 )
 """Batch normalisation in training mode: arguments 3 and 4 are what it counts into."""
 
@@ -297,11 +311,13 @@ _TAKEN_APART: Final = (
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    known = [getattr(torch.ops.aten, name) for name in _TAKEN_APART if hasattr(torch.ops.aten, name)]
+    known = [getattr(_aten, name) for name in _TAKEN_APART if hasattr(_aten, name)]
     return {
         **get_decompositions(known),
-        torch.ops.aten.native_layer_norm.default: _native_layer_norm,
-        torch.ops.aten.var_mean.correction: _var_mean,
+        _aten.native_layer_norm.default: _native_layer_norm,
+        _aten.var_mean.correction: _var_mean,
+        _aten._native_batch_norm_legit_functional.default: _batch_norm,
+        _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
 
 
@@ -320,8 +336,69 @@ def _native_layer_norm(
 
 
 def _var_mean(
-    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: int | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two reductions of which each is one that kernels know."""
     dims = list(range(x.dim())) if dim is None else dim
-    return torch.var(x, dims, correction=correction, keepdim=keepdim), torch.mean(x, dims, keepdim=keepdim)
+    return torch.var(x, list(dims), correction=correction, keepdim=keepdim), torch.mean(x, list(dims), keepdim=keepdim)
+
+
+def _batch_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
+    running_variance: torch.Tensor, training: bool, momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """With a batch's own statistics, of which the first part is that of each image: as many rows as keep a GPU busy.
+
+    The variance is that of the images' means and the mean of the images' variances, so that nothing cancels.
+    """
+    if not training:
+        return NotImplemented
+    exact, along = x if x.dtype == torch.float64 else x.float(), list(range(2, x.dim()))
+    means = exact.mean(along, keepdim=True) if along else exact
+    spread = (exact - means).square().mean(along) if along else None
+    means = means.view(x.shape[:2])
+    mean = means.mean(0)
+    variance = (means - mean).square().mean(0)
+    variance = variance if spread is None else variance + spread.mean(0)
+    scale = torch.rsqrt(variance + eps)
+    made = (exact - _by_channel(mean, x)) * _by_channel(scale, x)
+    made = made if weight is None else made * _by_channel(weight, x)
+    made = made if bias is None else made + _by_channel(bias, x)
+    count = x.numel() // x.shape[1]
+    unbiased = variance * (count / max(count - 1, 1))
+    counted = [
+        before * (1 - momentum) + now * momentum for before, now in ((running_mean, mean), (running_variance, unbiased))
+    ]
+    return made.to(x.dtype), mean, scale, *counted
+
+
+def _batch_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None, mean: torch.Tensor | None, scale: torch.Tensor | None, training: bool,
+    eps: float, wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    if not training or mean is None or scale is None:
+        return _torchs_batch_norm_backward()(
+            gradient, x, weight, running_mean, running_variance, mean, scale, training, eps, wanted
+        )
+    of_result = gradient if x.dtype == torch.float64 else gradient.float()
+    along, count = list(range(2, x.dim())), x.numel() // x.shape[1]
+    deviation = (x.to(of_result.dtype) - _by_channel(mean, x)) * _by_channel(scale, x)
+    sums = [
+        (each.sum(along) if along else each).sum(0) for each in (of_result, of_result * deviation)
+    ]  # of each image first, as above
+    of_bias, of_weight = sums
+    factor = scale if weight is None else scale * weight
+    left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
+    dtype = x.dtype if weight is None else weight.dtype
+    return (left * _by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
+
+
+def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.view([1, -1, *([1] * (x.dim() - 2))])
+
+
+@functools.cache
+def _torchs_batch_norm_backward() -> Callable[..., Any]:
+    overload = _aten.native_batch_norm_backward.default
+    return get_decompositions([overload])[overload]

@@ -768,7 +768,7 @@ BRANCHES = {
     "torch reads it first": (lambda r: (r.cumsum(0), F.softmax(r, -1).cumsum(0)), 2),
     "read elsewhere": (lambda r: ((r.flip(0) * 2).cumsum(0), r.cumsum(0)), 2),
     "overwritten": (lambda r: (lambda s: (s.cumsum(0), r.mul_(2).cumsum(0)))(F.softmax(r, -1)), 2),
-    "alike": (lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.sin() * 2, r.sin().flip(0) * 2), 2),
+    "alike": (lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.sin() * 2, r.sin().flip(0) * 2), 1),
     "alike, of other sizes": (
         lambda r: (lambda x, y: (x.cumsum(0), y.cumsum(0)))(r.flip(1).clone(), r[1:, :3, :8].flip(1).clone()), 1,
     ),

@@ -51,9 +51,9 @@ MOST_RESULTS: Final = 4
 """Of one kernel, whose threads have registers for all of them."""
 MOST_READS_OF_A_ROW: Final = 4
 """Elements of a row with a sum that one element of a result may need: they are computed for each, the sum is not."""
-READ_AGAIN: Final = 1.5
-"""How often the elements of a result may be read, in the mean, that is computed where it is read; on a CPU once, which
-has no instructions to spare while it waits for memory."""
+MOST_TIMES: Final = 3
+"""How often the elements of a result may be read, in the mean, that is computed where it is read, if that moves no more
+bytes than to put it into memory does; on a CPU once, which has no instructions to spare while it waits for memory."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
 """What a launch computes that has several results: what a large GPU writes in the time of a launch."""
 COUNT_BYTES: Final = 8
@@ -514,7 +514,7 @@ class _Plan:
             and self._is_whole(number)
             and (slot not in self._leaving if following is None else self._is_whole(following))
             and all(map(self._is_loops, readers))
-            and (loops.only_moves or self._is_read_once(loops.output, readers))
+            and (loops.only_moves or self._is_read_once(loops, readers))
         )
 
     def _overwritten_by(self, number: int) -> int | None:
@@ -547,12 +547,17 @@ class _Plan:
         others = made - {step.loops.output.slot}
         return not any(slot in self._leaving or slot in self._readers for slot in others)
 
-    def _is_read_once(self, value: Value, readers: Sequence[int]) -> bool:
+    def _is_read_once(self, producer: Loops, readers: Sequence[int]) -> bool:
         """Whether one place reads it, or few elements are read again; of a row, which then is in caches, all may be."""
+        value = producer.output
         loops = [loops for loops in (self._steps[number].loops for number in readers) if loops is not None]
         if len(loops) == 1 and (loops[0].reductions or sum(read.slot is value.slot for read in loops[0].reads) == 1):
             return True
-        return sum(times_read(one, value) for one in loops) <= (READ_AGAIN if self._suits is None else 1)
+        times = sum(times_read(one, value) for one in loops)
+        if times <= 1 or self._suits is not None:
+            return times <= 1
+        of_result, of_sources = _span(value)[1], _bytes_read(producer)
+        return times <= MOST_TIMES and times * of_sources <= of_sources + (1 + times) * of_result
 
     def _with(
         self, loops: Loops, producer: Loops, number: int, since: Mapping[Slot, int], gone: Set[int] = frozenset(),
@@ -652,6 +657,15 @@ def _questions(loops: Loops) -> list[Any]:
 def _sources(loops: Loops) -> set[Slot]:
     """The memory that they read, indices included."""
     return {read.slot for read in loops.reads} | {element.memory for element in _elements(loops)}
+
+
+def _bytes_read(loops: Loops) -> int:
+    """How many bytes they read of memory, if caches keep what is read again."""
+    elements = math.prod(loops.output.shape)
+    by_slot: dict[Slot, int] = {}
+    for read in loops.reads:
+        by_slot[read.slot] = by_slot.get(read.slot, 0) + elements * read.dtype.itemsize
+    return sum(min(slot.nbytes, nbytes) for slot, nbytes in by_slot.items())
 
 
 def _elements(loops: Loops) -> list[Element]:
