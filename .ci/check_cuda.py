@@ -93,7 +93,10 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
         ):
             stride = k if layout == "nk" else n
             problem = gemm_problem.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
-            yield from gemm.candidates(replace(problem, hopper=True, shared_memory=HOPPER_SHARED))[:first]
+            problem = replace(problem, hopper=True, shared_memory=HOPPER_SHARED)
+            yield from gemm.candidates(problem)[:first]
+            if precision in ("tf32x3", "tf32") and layout == "kn" and m > 16:
+                yield from gemm.candidates(replace(problem, x_layout="km", x_stride=m))[:first]
 
 
 def gated(precision: Precision) -> tuple[Kernel, ...]:

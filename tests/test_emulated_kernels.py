@@ -293,26 +293,30 @@ def test_depthwise_convolution_by_tensor_cores_keeps_infinities_and_nan_in_their
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "precision", "layout"),
+    ("m", "n", "k", "precision", "layout", "of_x"),
     [
-        (5, 7, 40, "tf32x3", "nk"), (70, 36, 130, "tf32x3", "kn"),
-        (5, 7, 40, "bf16", "kn"), (70, 36, 130, "bf16", "nk"),
-        (70, 36, 130, "tf32", "nk"), (5, 7, 40, "fp16", "nk"),
-        (70, 36, 130, "fp16x3", "nk"), (70, 36, 130, "fp16x3", "kn"),
+        (5, 7, 40, "tf32x3", "nk", "mk"), (70, 36, 130, "tf32x3", "kn", "mk"),
+        (5, 7, 40, "bf16", "kn", "mk"), (70, 36, 130, "bf16", "nk", "mk"),
+        (70, 36, 130, "tf32", "nk", "mk"), (5, 7, 40, "fp16", "nk", "mk"),
+        (70, 36, 130, "fp16x3", "nk", "mk"), (70, 36, 130, "fp16x3", "kn", "mk"),
+        (5, 7, 40, "tf32x3", "kn", "km"), (70, 36, 130, "tf32x3", "kn", "km"), (136, 36, 130, "tf32x3", "kn", "km"),
+        (70, 36, 130, "tf32", "kn", "km"), (5, 7, 40, "tf32", "kn", "km"),
     ],
 )  # fmt: skip
-def test_matrix_product(m, n, k, precision, layout):
+def test_matrix_product(m, n, k, precision, layout, of_x):
     dtype = PRECISIONS.get(precision, torch.float32)
     x, bias = integers(m, k, dtype=dtype), integers(n, dtype=dtype)
+    own = x if of_x == "mk" else x.T.contiguous()
     weight = integers(n, k, dtype=dtype) if layout == "nk" else integers(k, n, dtype=dtype)
-    problem = gemm_problem.Problem(m, n, k, precision, layout, k, weight.stride(0), n, 16, 16, multiprocessors=2)
+    strides = own.stride(0), weight.stride(0), n
+    problem = gemm_problem.Problem(m, n, k, precision, layout, *strides, 16, 16, multiprocessors=2, x_layout=of_x)
     matrix = weight.double() if layout == "nk" else weight.double().T
     want = F.relu(F.linear(x.double(), matrix, bias.double())).to(dtype)
     kernels = gemm.candidates(problem)
     shared = [kernel for kernel in kernels if kernel.workspace]
     for kernel in dict.fromkeys((kernels[0], kernels[-1], *shared[:1])):
         out = torch.full((m, n), 99, dtype=dtype)
-        launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),), tf32=precision == "tf32")
+        launch(kernel, EPILOGUE, (own, weight, out), (Operand(bias, (0, 0, 1)),), tf32=precision == "tf32")
         assert torch.equal(out, want), kernel.name
 
 
@@ -445,30 +449,36 @@ def test_products_with_two_weights_by_warpgroups(output, precision, tile, monkey
 
 
 SPLITTING = [
-    pytest.param(tile, splits, layout, marks=pytest.mark.slow if splits == 3 and layout == "kn" else ())
+    pytest.param(tile, splits, layout, x_layout, marks=pytest.mark.slow if splits == 3 and layout == "kn" else ())
     for tile in gemm.WGMMA_TF32X3_TILES
-    for splits, layout in ((1, "nk"), (3, "nk"), (1, "kn"), (3, "kn"))
+    for splits, layout, x_layout in (
+        (1, "nk", "mk"), (3, "nk", "mk"), (1, "kn", "mk"), (3, "kn", "mk"), (1, "kn", "km"), (3, "kn", "km"),
+    )
     if layout == "nk" or tile.n != 96
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tile", "splits", "layout"), SPLITTING, ids=lambda value: getattr(value, "n", value))
-def test_float32_product_by_warpgroups(tile, splits, layout):
+@pytest.mark.parametrize(
+    ("tile", "splits", "layout", "x_layout"), SPLITTING, ids=lambda value: getattr(value, "n", value)
+)
+def test_float32_product_by_warpgroups(tile, splits, layout, x_layout):
     """Of numbers with more bits than TF32 has, in x or in the weight, and of infinities and NaN."""
 
     def run(epilogue, x, weight):
         out = torch.full((m, n), 99.0)
         weight = weight if layout == "nk" else weight.T.contiguous()
+        x = x if x_layout == "mk" else x.T.contiguous()
         return launch(kernel, epilogue, (x, weight, out), (Operand(bias, (0, 0, 1)),)), out
 
     # part of a tile; several tiles with parts at the ends, fewer tiles of K than stages and more
     for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 3 * 32), (tile.m + 6, tile.n + 12, 11 * 32 + 8)):
         if k < 32 * splits:
             continue
+        m = m if x_layout == "mk" else -(-m // 4) * 4  # every read has 16 bytes
         x, bias, weight = integers(m, k), integers(n), integers(n, k)
-        stride = k if layout == "nk" else n
+        strides = k if x_layout == "mk" else m, k if layout == "nk" else n, n
         problem = gemm_problem.Problem(
-            m, n, k, "tf32x3", layout, k, stride, n, multiprocessors=132, shared_memory=228 << 10
+            m, n, k, "tf32x3", layout, *strides, multiprocessors=132, shared_memory=228 << 10, x_layout=x_layout
         )
         kernel = gemm._kernel(tile, problem, splits)
         for of_x, of_weight in ((4099, 1), (1, 4099))[0 if k > 96 else 1 :]:  # 13 bits

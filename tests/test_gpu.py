@@ -135,6 +135,19 @@ def test_matmul_with_weight_k_by_n(m, n, k, dtype):
     check(Net(lambda s, x: (x @ s.w.t()).relu(), w=torch.randn(n, k)), gpu_tensor(m, k, dtype=dtype), dtype)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(7, 33, 129), (128, 128, 64), (68, 1000, 40), (9, 3, 2), (260, 48, 3000)])
+def test_a_left_side_that_lies_by_columns_is_not_copied(m, n, k, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
+    model = Net(lambda s, x: torch.mm(x.t(), s.w).relu(), w=torch.randn(k, n)).cuda()
+    check(model, gpu_tensor(k, m))
+    fast, x = fxfuse.optimize(model, strict=True), gpu_tensor(k, m)
+    with torch.no_grad():
+        fast(x)
+        assert len(kernels_launched(lambda: fast(x))) == 1
+
+
 @pytest.mark.parametrize(("beta", "alpha"), [(0, 1), (0, 2.5), (0.5, 1), (-1, 0.5)])
 def test_addmm_scales_product_and_bias(beta, alpha):
     model = Net(
@@ -730,6 +743,19 @@ def test_warpgroups_in_float32_turn_weights_over(tile, only_by_warpgroups):
             lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=gpu_tensor(depth, features), v=gpu_tensor(features)
         )
         assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, gpu_tensor(rows, depth))
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    "tile", [gemm.WGMMA_TF32X3_TILES[0], gemm.WGMMA_TF32X3_TILES[-1]], ids=lambda tile: f"{tile.n}"
+)
+def test_warpgroups_in_float32_read_columns_of_x(tile, only_by_warpgroups):
+    only_by_warpgroups(tile)
+    for rows, features, depth in ((1000, 200, 136), (40000, 520, 648), (768, 768, 8192)):
+        model = Net(
+            lambda s, x: F.relu(torch.mm(x.t(), s.w) + s.v), w=gpu_tensor(depth, features), v=gpu_tensor(features)
+        )
+        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, gpu_tensor(depth, rows))
 
 
 @NEEDS_HOPPER

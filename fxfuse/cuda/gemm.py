@@ -120,7 +120,7 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
-    if problem.windows is not None or problem.weight_layout != "nk":
+    if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk"):
         return []
     if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
         return []
@@ -338,6 +338,8 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False  # GPUs that are no data centre's have 99 KB for a block
     if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
         return False
+    if problem.x_layout == "km" and tile.m * problem.element_bytes < SWIZZLED_BYTES:
+        return False
     if tile.splits_weight and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
         return False  # a warpgroup copies whole rows of the weight, and turns over whole columns
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
@@ -351,6 +353,7 @@ def _fits(tile: Tile, problem: Problem) -> bool:
     # TileCopy's offsets within a tile have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
     x_rows = min(tile.m, problem.m)
+    x_rows = x_rows if problem.x_layout == "mk" else problem.tile_k
     x_reach = x_rows * problem.x_stride if problem.windows is None else problem.windows.reach(x_rows)
     if max(x_reach, weight_rows * problem.weight_stride) * problem.element_bytes >= 2**32:
         return False
@@ -380,6 +383,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
+    elif problem.x_layout == "km":
+        rows = "MatrixColumns"
     if problem.weights == 2:
         family = f"gated {family}"
     struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
@@ -416,7 +421,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
-    """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows or WindowRows::Host in windows.cuh."""
+    """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows, MatrixColumns or WindowRows::Host in windows.cuh."""
     rows: tuple[int, ...] = (problem.x_stride,)
     if problem.windows is not None:
         of = problem.windows
@@ -442,7 +447,8 @@ def _accesses(problem: Problem) -> tuple[int, int]:
     """Bytes per read of x and of the weight."""
     access_x = problem.x_alignment
     if problem.windows is None:
-        access_x = _access(problem, problem.x_alignment, problem.m, problem.k, problem.x_stride)
+        x_rows, x_cols = (problem.m, problem.k) if problem.x_layout == "mk" else (problem.k, problem.m)
+        access_x = _access(problem, problem.x_alignment, x_rows, x_cols, problem.x_stride)
     weight_rows, weight_cols = problem.n, problem.k
     if problem.weight_layout == "kn":
         weight_rows, weight_cols = weight_cols, weight_rows

@@ -8,6 +8,7 @@ from typing import Literal
 from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nk", "kn"]
+XLayout = Literal["mk", "km"]
 
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
@@ -73,6 +74,8 @@ class Problem:
     """Whether the device has the instructions that only Hopper has."""
     weights: int = 1
     """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
+    x_layout: XLayout = "mk"
+    """"mk": rows of K elements. "km": rows of M elements, of float32, beside a weight in "kn": a weight's gradient."""
 
     @property
     def most_shared(self) -> int:

@@ -97,6 +97,18 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
     return _copied(meta, contiguous_strides(meta.shape)), features
 
 
+def _x_matrix(
+    problem: Problem, multiplied: Precision, layout: gemm_problem.Layout
+) -> tuple[Input, gemm_problem.XLayout, int]:
+    """x, its layout ("mk": K contiguous, "km": M contiguous) and the distance between its rows."""
+    meta = problem.x
+    turned = len(meta.shape) == 2 and meta.strides[0] == 1 and meta.strides[1] >= meta.shape[0] > 1 < meta.shape[1]
+    if turned and multiplied in ("tf32x3", "tf32") and layout == "kn" and problem.kind != "gated_linear":
+        return Input(meta), "km", meta.strides[1]
+    rows, stride = _rows(meta)
+    return rows, "mk", stride
+
+
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
     """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
     layouts: tuple[gemm_problem.Layout, gemm_problem.Layout] = ("nk", "kn")
@@ -140,8 +152,8 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
     if len(matrix.shape) != 2 or not problem.x.shape:
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
     features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape
-    x, x_stride = _rows(problem.x)
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
+    x, x_layout, x_stride = _x_matrix(problem, multiplied, layout)
     shape = tuple(acc.shape)
     device = torch.cuda.get_device_properties(problem.x.device)
 
@@ -163,6 +175,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
             shared_memory_per_block=_shared_per_block(device),
             hopper=_is_hopper(device),
             weights=2 if problem.kind == "gated_linear" else 1,
+            x_layout=x_layout,
         )
         return gemm.candidates(described)
 

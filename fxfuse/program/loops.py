@@ -368,7 +368,8 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     also = [Store(store.output, with_operands(store.expression, places)) for store in loops.also]
     if kept is not None:
         also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
-    return simplified(body.loops(loops.output, with_operands(loops.expression, places), also, loops.into))
+    whole = simplified(body.loops(loops.output, with_operands(loops.expression, places), also, loops.into))
+    return Loops(whole.output, whole.expression, tuple(map(_numbered, whole.leaves)), whole.also, whole.into)
 
 
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
@@ -614,6 +615,17 @@ def row_variable(height: int, size: int) -> Variable:
 
 def _height(leaves: Iterable[Leaf]) -> int:
     return max((1 + _height(leaf.leaves) for leaf in leaves if isinstance(leaf, Reduced)), default=0)
+
+
+def _numbered(leaf: Leaf) -> Leaf:
+    """The leaf whose rows' variables have the least numbers that they may have, so that equal rows are equal."""
+    if not isinstance(leaf, Reduced):
+        return leaf
+    inner = tuple(map(_numbered, leaf.leaves))
+    over = row_variable(_height(inner), leaf.over.size)
+    if over != leaf.over:
+        inner = tuple(substituted(one, {leaf.over.name: variable(over.name, over.size)}) for one in inner)
+    return Reduced(leaf.op, over, leaf.expression, inner)
 
 
 def _renamed(leaf: Leaf, by: int) -> Leaf:

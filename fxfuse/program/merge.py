@@ -665,7 +665,8 @@ def _bytes_read(loops: Loops) -> int:
     by_slot: dict[Slot, int] = {}
     for read in loops.reads:
         by_slot[read.slot] = by_slot.get(read.slot, 0) + elements * read.dtype.itemsize
-    return sum(min(slot.nbytes, nbytes) for slot, nbytes in by_slot.items())
+    sizes = {read.slot: math.prod(read.slot.shape) * read.dtype.itemsize for read in loops.reads}
+    return sum(min(max(slot.nbytes, sizes[slot]), nbytes) for slot, nbytes in by_slot.items())
 
 
 def _elements(loops: Loops) -> list[Element]:

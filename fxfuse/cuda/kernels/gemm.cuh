@@ -1,8 +1,9 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
 //
-// x is (M, K), K contiguous. The weight is (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous
-// (Major::kMN: matmul, addmm). out is (M, N), N contiguous. Rows may be padded: each matrix has a stride. Convolutions
-// on channels_last gather the rows of x: see windows.cuh.
+// x is (M, K), K contiguous, or in float32 (K, M), M contiguous (MatrixColumns: the gradient of a weight). The weight is
+// (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous (Major::kMN: matmul, addmm). out is (M, N), N
+// contiguous. Rows may be padded: each matrix has a stride. Convolutions on channels_last gather the rows of x: see
+// windows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,8 @@ namespace fxfuse {
 
 // Rows of x that lie a constant distance apart.
 struct MatrixRows {
+    static constexpr Major kMajor = Major::kK;
+
     int64_t stride;  // in elements
 
     template <class Element>
@@ -35,6 +38,19 @@ struct MatrixRows {
     __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int k,
                                          uint32_t thread) const {
         return Copy(x + row * stride + first, stride, extent, k, thread);
+    }
+};
+
+// The same where x lies as (K, M): what is a constant distance apart are indices of K.
+struct MatrixColumns : MatrixRows {
+    static constexpr Major kMajor = Major::kMN;
+    using Host = MatrixColumns;
+    static MatrixColumns make(const Host& rows, int) { return rows; }
+
+    template <class Copy, class Element>
+    __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int k,
+                                         uint32_t thread) const {
+        return Copy(x + first * stride + row, stride, extent, k, thread);
     }
 };
 
@@ -87,7 +103,7 @@ struct Gemm {
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
-    using TileX = OperandTile<Element, Major::kK, kTileM>;
+    using TileX = OperandTile<Element, Rows::kMajor, kTileM>;
     using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
     using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
     using CopyW = TileCopy<TileW, kThreads, Config::kAccessW>;

@@ -193,7 +193,7 @@ struct Tf32x3Consumer {
     static constexpr bool kHasBlocks = Shape::kSums == Sums::kBlockwise;
     static constexpr int kParts = kHasBlocks ? 3 : 1;  // of a tile's sum: truncated less often
     static_assert(Shape::kSums == Sums::kPromoted || kHasBlocks);
-    static_assert(Shape::kMmasM == 1 && TileX::kRowBytes == 128 && Ring::SplitTile::kRowBytes == 128);
+    static_assert(Shape::kMmasM == 1 && Ring::SplitTile::kRowBytes == 128);
 
     Ring use;
     Fragments<TileX, Side::kA> read_x;

@@ -3,7 +3,7 @@
 // A tile is kExtent indices of the output (m or n) by 128 bytes' worth of K, a piece of a row-major matrix of one of
 // two orders (in CUTLASS's terms):
 //   K-major    a row of the matrix is one m or n, K is contiguous     (x, and w as (N, K))
-//   MN-major   a row of the matrix is one k, m or n is contiguous     (w as (K, N))
+//   MN-major   a row of the matrix is one k, m or n is contiguous     (w as (K, N), x as (K, M))
 // Within a row of a tile, 16-byte chunks are permuted by XOR with the row number, so that both the writes of cp.async
 // (along rows) and the reads of fragments (across rows) touch every bank once.
 #pragma once
@@ -184,9 +184,11 @@ public:
 };
 
 // ldmatrix cannot transpose 4-byte elements.
-template <class Tile>
-class Fragments<Tile, Side::kB, Major::kMN, 4> {
+template <class Tile, Side kSide>
+class Fragments<Tile, kSide, Major::kMN, 4> {
     static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
+    // Where in raw the second 8 m or n are, and the second half of K.
+    static constexpr int kNext = kSide == Side::kA ? 1 : 2, kHalf = kSide == Side::kA ? 2 : 1;
     uint32_t offset_;
 
 public:
@@ -198,8 +200,8 @@ public:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint32_t address = ((shared + offset_) ^ ((index * 2 + i) * 2 * kChunkBytes)) + step * kStepBytes;
-            raw[i * 2] = ptx::load_shared_4(address);
-            raw[i * 2 + 1] = ptx::load_shared_4(address + 4 * Tile::kRowBytes);
+            raw[i * kNext] = ptx::load_shared_4(address);
+            raw[i * kNext + kHalf] = ptx::load_shared_4(address + 4 * Tile::kRowBytes);
         }
     }
 };

@@ -15,6 +15,8 @@ namespace fxfuse {
 
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
 struct WindowRows {
+    static constexpr Major kMajor = Major::kK;
+
     // Told nothing, ptxas spills in a 64x64 tile of halves rather than pass 96 registers; told this, in large ones of
     // floats.
     template <class Element>
