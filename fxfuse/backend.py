@@ -90,6 +90,9 @@ def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **opt
     return checkpoint(body, *args, use_reentrant=False, **options)
 
 
+recomputed.is_checkpoint = True  # type: ignore[attr-defined]  # for training.py
+
+
 def prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
     """`fused`, whose first call computes with torch and compiles all kernels that it would have needed."""
     ready = False

@@ -9,6 +9,7 @@ and puts that into them at its end.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch._decomp import get_decompositions
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
+from fxfuse.locks import free_in_children
 from fxfuse.program.values import Refused
 
 _aten: Final = torch.ops.aten
@@ -63,7 +65,7 @@ def joint_of(
     """
     traced = Traced(root, graph, paths, given, tensors, attributes)
     try:
-        with torch.enable_grad():
+        with _TRACING, torch.enable_grad():
             joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=_decompositions())
     except Refused:
         raise
@@ -71,6 +73,10 @@ def joint_of(
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
     return _parted(joint, traced)
+
+
+_TRACING: Final = free_in_children(threading.RLock())
+"""AOTAutograd has state that threads share."""
 
 
 class Traced:
@@ -316,6 +322,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         **get_decompositions(known),
         _aten.native_layer_norm.default: _native_layer_norm,
         _aten.var_mean.correction: _var_mean,
+        _aten.native_dropout.default: _native_dropout,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
@@ -333,6 +340,13 @@ def _native_layer_norm(
     made = made if weight is None else made * weight
     made = made if bias is None else made + bias
     return made.to(x.dtype), mean, scale
+
+
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Of everything draws nothing, in eager."""
+    if p != 1 or not train:
+        return NotImplemented
+    return x * 0, torch.zeros_like(x, dtype=torch.bool)
 
 
 def _var_mean(

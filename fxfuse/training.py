@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import functional, plans
+from fxfuse.errors import FxfuseError
 from fxfuse.guard import Guard
 from fxfuse.joint import Joint, joint_of
 from fxfuse.locks import free_in_children
@@ -118,30 +119,37 @@ class _Function(torch.autograd.Function):
         ctx.autocast = _autocast()
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
-        ctx.buffers = {number: given[number] for number in joint.changed}
-        same = [each for number, each in enumerate(given) if number not in joint.changed]
-        ctx.counts = len(same), len(results)
-        ctx.save_for_backward(*same, *results, *more)
+        ctx.given, ctx.versions = given, [each._version for each in given]
+        # the backward's alone: what it does not need may be changed in the meantime
+        sources = {"given": given, "result": results, "more": more}
+        ctx.save_for_backward(*(sources[kind][number] for kind, number in joint.kept))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        step, joint = ctx.step, ctx.step.joint
-        first, second = ctx.counts
-        saved = ctx.saved_tensors
-        same = iter(saved[:first])
-        count = first + len(ctx.buffers)
-        given = [ctx.buffers[number] if number in ctx.buffers else next(same) for number in range(count)]
-        wanted = [gradients[at] for at in joint.differentiable]
+        step, kept = ctx.step, ctx.saved_tensors
+        wanted = [gradients[at] for at in step.joint.differentiable]
         if torch.is_grad_enabled():
-            return None, *_derivable(ctx, given, wanted)
-        sources = {"given": given, "result": saved[first : first + second], "more": saved[first + second :]}
-        return None, *step.run_backward([sources[kind][number] for kind, number in joint.kept], wanted)
+            return None, *_derivable(ctx, wanted)
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, wanted)):  # many at once, under vmap
+            return None, *step.joint.backward(*kept, *wanted)
+        return None, *step.run_backward(kept, wanted)
 
 
-def _derivable(ctx: Any, given: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Gradients that have gradients themselves: by torch, from the graph as it was before it was traced."""
-    joint = ctx.step.joint
+def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Gradients that have gradients themselves: by torch, from the graph as it was before it was traced.
+
+    Raises FxfuseError if what the graph was given has been changed in place since, but for buffers that it changed.
+    """
+    given, joint = ctx.given, ctx.step.joint
+    if any(
+        each._version != before and number not in joint.changed
+        for number, (each, before) in enumerate(zip(given, ctx.versions, strict=True))
+    ):
+        raise FxfuseError(
+            "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "
+            "a backward with create_graph=True, which computes the forward again; change it afterwards, or a copy of it"
+        )
     now = RandomState()
     try:
         if ctx.random is not None:
@@ -232,7 +240,11 @@ class Steps:
         self._misses = 0
         self._lock = free_in_children(threading.RLock())
         try:
+            if _top_hooks is None:
+                raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
             check_graph(root, graph)
+            if any(getattr(node.target, "is_checkpoint", False) for node in graph.nodes):
+                raise Refused("a part of it is a checkpoint, which keeps less than a step would")
             self._binding = Binding(root, graph)
             self._leaves = Leaves(self._binding.modules)
         except Refused as refused:
@@ -293,8 +305,21 @@ class Steps:
 
 
 def _is_intercepted() -> bool:
-    """Whether anything but autocast wants to see or change the operators that are called."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
+    """Whether anything but autocast wants to see or change the operators that are called, or what they keep."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _hooks_are_set()
+    )
+
+
+def _hooks_are_set() -> bool:
+    """Whether torch.autograd.graph.saved_tensors_hooks are: those of a checkpoint need the same tensors to be kept when
+    it runs the forward again, and there may be a step by then."""
+    return _top_hooks is not None and _top_hooks(True) is not None
+
+
+_top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:

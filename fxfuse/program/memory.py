@@ -115,7 +115,7 @@ def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
     """Fewer: each has what lies in those that begin after its end, too, as long as no more is needed at once."""
     left, joined = list(arenas), []
     total = _at_once(left, others)
-    peak = max(SMALL, *total)
+    peak = max([SMALL, *total])
     while left:
         arena = left.pop(0)
         for other in list(left):
