@@ -198,6 +198,9 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
     _simplify(joint.graph, [given[number] for number in traced.buffers])
     count = traced.results + len(traced.buffers)
     forward, backward = _partition()(joint, None, num_fwd_outputs=count)
+    left = sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes]))
+    if sum(map(_draws, joint.graph.nodes)) > left:
+        raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
     outputs = list(end.args[0])
@@ -244,12 +247,19 @@ def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
+            node.target = _aten.bernoulli_.float  # in the order of memory, as dropout draws in eager
         if node.target is _aten.where.self:
             _, first, second = node.args
             if _is_number(first, second):
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether it is memory that one node fills."""
+    return node.target is _aten.empty_like.default and len(node.users) == 1
 
 
 def _is_number(node: fx.Node, beside: fx.Node) -> bool:

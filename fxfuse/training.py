@@ -270,7 +270,8 @@ class Steps:
 
     def _made(self, bound: Bound) -> Step | None:
         """A step for a kind of calls, if the one before was of it."""
-        tensors = bound.tensors
+        tensors, before = bound.tensors, self._seen
+        self._seen = None
         if not PLAIN.issuperset(map(type, tensors)) or not are_plain(tensors, bound.constants):
             return None
         if not all(map(torch.numel, tensors)):  # of which torch's operators and its traces have different shapes
@@ -280,9 +281,9 @@ class Steps:
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
             return None
-        before, seen = self._seen, (list(map(described, tensors)), bound.constants, _settings(tensors))
-        self._seen = None if before == seen else seen
+        seen = list(map(described, tensors)), bound.constants, _settings(tensors)
         if before != seen:
+            self._seen = seen
             return None
         with self._lock:
             try:
