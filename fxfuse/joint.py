@@ -22,7 +22,7 @@ from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
 from fxfuse.locks import free_in_children
-from fxfuse.program.values import Refused
+from fxfuse.program.values import Refused, device_of
 
 _aten: Final = torch.ops.aten
 
@@ -66,7 +66,9 @@ def joint_of(
     traced = Traced(root, graph, paths, given, tensors, attributes)
     try:
         with _TRACING, torch.enable_grad():
-            joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=_decompositions())
+            device = device_of(tensors)
+            taken_apart = _decompositions("cpu" if device is None else device.type)
+            joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=taken_apart)
     except Refused:
         raise
     except Exception as error:  # whatever tracing a stranger's model raises
@@ -197,9 +199,9 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     _simplify(joint.graph, [given[number] for number in traced.buffers])
     count = traced.results + len(traced.buffers)
+    draws = sum(map(_draws, joint.graph.nodes))
     forward, backward = _partition()(joint, None, num_fwd_outputs=count)
-    left = sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes]))
-    if sum(map(_draws, joint.graph.nodes)) > left:
+    if draws > sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -316,23 +318,29 @@ def _partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
 _TAKEN_APART: Final = (
     "elu_backward", "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
     "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "sigmoid_backward", "silu_backward",
-    "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward",
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
-    "native_group_norm", "native_group_norm_backward", "native_dropout_backward", "select_backward", "slice_backward",
-    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
-    "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
+    "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward", "native_dropout_backward",
+    "select_backward", "slice_backward", "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
+    "binary_cross_entropy_backward", "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
 )  # fmt: skip
 """Operators that are expressions of others: torch's own decompositions of them."""
+_ROWS: Final = (
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "native_group_norm",
+    "native_group_norm_backward",
+)  # fmt: skip
+"""The same with sums of rows."""
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    known = [getattr(_aten, name) for name in _TAKEN_APART if hasattr(_aten, name)]
-    return {
-        **get_decompositions(known),
+def _decompositions(device: str) -> dict[Any, Callable[..., Any]]:
+    """By operator. On a CPU torch's own kernels for rows are faster than several of ours or of its."""
+    names = _TAKEN_APART if device == "cpu" else (*_TAKEN_APART, *_ROWS)
+    taken_apart = get_decompositions([getattr(_aten, name) for name in names if hasattr(_aten, name)])
+    known = {**taken_apart, _aten.native_dropout.default: _native_dropout}
+    if device == "cpu":
+        return known
+    return known | {
         _aten.native_layer_norm.default: _native_layer_norm,
         _aten.var_mean.correction: _var_mean,
-        _aten.native_dropout.default: _native_dropout,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }

@@ -42,3 +42,14 @@ def test_text_is_the_same_by_all_ways_to_write_it(capsys, monkeypatch):
     table = [line for line in capsys.readouterr().out.splitlines() if ": generate " in line or ": loop " in line]
     assert len(table) == 4
     assert all(line.rstrip().endswith("100%") for line in table), table
+
+
+@pytest.mark.parametrize("options", [[], ["--gpt2", "--small", "--length", "16", "--batch", "2"]], ids=["", "gpt2"])
+def test_training_follows_eager(options, capsys, monkeypatch, tmp_path):
+    path = tmp_path / "losses.png"
+    monkeypatch.setattr(sys, "argv", ["train", "--steps", "20", "--output", str(path), *options])
+    runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    apart = float(printed.partition("the losses of a step are ")[2].split()[0])
+    assert apart < 1e-4, printed
+    assert path.read_bytes().startswith(b"\x89PNG")

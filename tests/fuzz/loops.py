@@ -226,7 +226,7 @@ _CONSPICUOUS = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch
 }  # fmt: skip
 
 
-_OF_TENSORS = ("maximum", "minimum")
+_OF_TENSORS = ("maximum", "minimum", "clamp_min", "clamp_max")
 """Rows whose functions in torch take no numbers; a window beyond an image's border is one."""
 
 
