@@ -174,7 +174,7 @@ def _prepared_by_first_call(graph: nn.Module) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         nonlocal ready
         if ready:
-            return graph(*args)
+            return graph.forward(*args)  # it has no hooks
         ready = True
         with plans.preparing():
             return graph(*args)

@@ -176,7 +176,8 @@ class Programs:
         self._seen: tuple[list[Any], tuple[Any, ...]] | None = None
         self._tries = self._misses = 0
         self._lock = free_in_children(threading.RLock())
-        self._is_fused = any(node.target in KINDS for node in graph.nodes)
+        self._pays = any(node.target in KINDS or isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes)
+        """Whether a program is worth while even if torch runs all of it: an operator's own function is quicker."""
         try:
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
@@ -222,7 +223,7 @@ class Programs:
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
         merges = any(tensor.device.type in MERGING for tensor in tensors)
-        if not self._is_fused and not merges:
+        if not self._pays and not merges:
             self.reason = "nothing is fused"
             return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not are_plain(tensors, constants) or _is_captured(tensors):
@@ -258,7 +259,7 @@ class Programs:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)
             return result
-        if not program.launches and not self._is_fused and not any(tensor.is_cuda for tensor in tensors):
+        if not program.launches and not self._pays and not any(tensor.is_cuda for tensor in tensors):
             self.reason = "torch runs all of it"  # of which the graph's own code knows as much
             return result
         self._misses = 0
