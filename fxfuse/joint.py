@@ -9,9 +9,10 @@ and puts that into them at its end.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ class Joint:
     """Which results have gradients."""
     kept: tuple[tuple[str, int], ...]
     """What the backward takes: ("given", number of a tensor), ("result", number), or ("more", number after those)."""
+    depends: tuple[frozenset[int], ...]
+    """By tensor, on which of those gradients its own depends."""
     layouts: tuple[tuple[int, ...], ...]
     """Strides of the results that have gradients, for which the backward was traced."""
     changed: frozenset[int]
@@ -91,9 +94,10 @@ class Traced:
         self._root, self._graph, self._paths, self._given = root, graph, paths, given
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self._attributes = attributes
-        parameters = [id(tensor) for tensor in attributes if isinstance(tensor, nn.Parameter)]
-        self.buffers = [self._numbers[key] for key in dict.fromkeys(map(id, attributes)) if key not in parameters]
-        """Which it may change."""
+        self.buffers = [
+            n for n, tensor in enumerate(tensors) if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
+        ]
+        """Which it may change: what has no gradients. Dynamo gives a graph a model's buffers as arguments."""
         self.places: list[tuple[str, int]] = []
         """Of each tensor that is returned: ("given", number) or ("result", number)."""
         self.structure: Any = None
@@ -222,6 +226,7 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
     end.args = ((*results, *more),)
+    _make_views_again(forward, backward, {*primals, *results})
     sources = {"given": primals, "result": results, "more": more}
     by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
     taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
@@ -235,9 +240,50 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
         half.recompile()
     return Joint(
         forward, backward, traced.results, traced.differentiable, tuple(by_name[node.name] for node in kept),
-        tuple(tuple(node.meta["val"].stride()) for node in tangents),
+        _dependences(backward, tangents), tuple(tuple(node.meta["val"].stride()) for node in tangents),
         frozenset(primals.index(node) for node in changed), any(map(_draws, forward.graph.nodes)), traced,
     )  # fmt: skip
+
+
+def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
+    """Lets the backward take what the forward was given, or gives, instead of views of it: autograd then sees if that
+    is changed in the meantime."""
+    own = {node.name: node for node in forward.graph.nodes}
+    taken = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    for name, placeholder in list(taken.items()):
+        if name not in own:
+            continue
+        views: list[fx.Node] = []
+        node: Any = own[name]
+        while node not in known and _is_view(node):
+            views.append(node)
+            node = node.args[0]
+        if not views or node not in known:
+            continue
+        with backward.graph.inserting_before(placeholder):
+            if node.name not in taken:
+                taken[node.name] = backward.graph.create_node("placeholder", node.name, name=node.name)
+                taken[node.name].meta = dict(node.meta)
+        made = taken[node.name]
+        after = [one for one in backward.graph.nodes if one.op == "placeholder"][-1]
+        for view in reversed(views):
+            with backward.graph.inserting_after(after):
+                before: Any = view.args[0]
+                base = made
+                made = after = backward.graph.node_copy(view, lambda one: base if one is before else one)  # noqa: B023
+        placeholder.replace_all_uses_with(made)
+        backward.graph.erase_node(placeholder)
+        del taken[name]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Of its first argument alone."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
+        return False
+    first = node.target._schema.arguments[0].alias_info
+    return first is not None and not first.is_write and isinstance(node.args[0], fx.Node)
 
 
 def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
@@ -294,6 +340,16 @@ _COUNTING: Final = tuple(
     if hasattr(_aten, name)
 )
 """Batch normalisation in training mode: arguments 3 and 4 are what it counts into."""
+
+
+def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple[frozenset[int], ...]:
+    """Of each result of the backward, on which gradients it depends."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in backward.graph.nodes:
+        of_inputs = [found[one] for one in node.all_input_nodes]
+        found[node] = frozenset([tangents.index(node)] if node in tangents else ()).union(*of_inputs)
+    (end,) = (node for node in backward.graph.nodes if node.op == "output")
+    return tuple(found[one] if isinstance(one, fx.Node) else frozenset() for one in end.args[0])
 
 
 def _draws(node: fx.Node) -> bool:

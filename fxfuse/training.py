@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -49,20 +50,20 @@ class Step:
         Args:
             returned: by the graph itself, in a call of this kind. Raises Refused if its results share memory.
         """
+        self.joint, self.first = joint, _first(bound.tensors)
         places = joint.reference.places
         pairs = zip(places, returned, strict=True)
         own = {result: item for (kind, result), item in pairs if kind == "result" and item is not None}
         if len({memory for _, memory in own.values()} - {GIVEN}) < len(own):
             raise Refused("its results share memory with each other, or with what it was given")
+        if not self._changes_alone(bound.tensors):
+            raise Refused("what it changes shares memory with something else that it was given")
         self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
-        self.joint = joint
         self._run = tuple(map(_prepared_by_first_call, (self.forward, self.backward)))
         self._constants, self._settings = bound.constants, _settings(bound.tensors)
         self._guard = Guard(bound.tensors)
         self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
-        self.first = _first(bound.tensors)
-        """Of the call's tensors, those that are no earlier one."""
 
     def is_for(self, bound: Bound) -> bool:
         """Whether the call is of this kind."""
@@ -71,7 +72,15 @@ class Step:
             and self._guard.holds(bound.tensors, self._addresses)
             and _first(bound.tensors) == self.first
             and _settings(bound.tensors) == self._settings
+            and self._changes_alone(bound.tensors)
         )
+
+    def _changes_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether what the forward writes into is no part of anything else that it was given."""
+        if not self.joint.changed:
+            return True
+        memory = Counter(tensors[at].untyped_storage()._cdata for at in self.first)
+        return all(memory[tensors[self.first[n]].untyped_storage()._cdata] == 1 for n in self.joint.changed)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the graph makes of them."""
@@ -117,9 +126,11 @@ class _Function(torch.autograd.Function):
         joint = step.joint
         ctx.step, ctx.random = step, RandomState() if joint.draws else None
         ctx.autocast = _autocast()
+        ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
         ctx.given, ctx.versions = given, [each._version for each in given]
+        ctx.kinds = [(results[at].shape, results[at].dtype, results[at].device) for at in joint.differentiable]
         # the backward's alone: what it does not need may be changed in the meantime
         sources = {"given": given, "result": results, "more": more}
         ctx.save_for_backward(*(sources[kind][number] for kind, number in joint.kept))
@@ -128,12 +139,30 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         step, kept = ctx.step, ctx.saved_tensors
-        wanted = [gradients[at] for at in step.joint.differentiable]
+        given = [gradients[at] for at in step.joint.differentiable]
+        wanted = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(given, ctx.kinds, strict=True)
+        ]
         if torch.is_grad_enabled():
             return None, *_derivable(ctx, wanted)
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, wanted)):  # many at once, under vmap
-            return None, *step.joint.backward(*kept, *wanted)
-        return None, *step.run_backward(kept, wanted)
+        if any(map(_is_batched, wanted)):
+            found = step.joint.backward(*kept, *wanted)
+        else:
+            found = step.run_backward(kept, wanted)
+        defined = {number for number, gradient in enumerate(given) if gradient is not None}
+        if len(defined) < len(given):
+            found = [
+                None if defined.isdisjoint(depends) else each
+                for each, depends in zip(found, step.joint.depends, strict=True)
+            ]
+        return None, *found
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it is many at once, under vmap (torch.func's, and is_grads_batched's)."""
+    of = torch._C._functorch
+    return bool(of.is_functorch_wrapped_tensor(tensor) or of.is_legacy_batchedtensor(tensor))
 
 
 def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
@@ -230,22 +259,26 @@ class Steps:
             graph: as it was captured, of torch's operations.
             fused: makes a module of a graph module, with its regions fused.
         """
+        self._root, self._graph, self._fused = root, graph, fused
+        self._lock = free_in_children(threading.RLock())
+        self._begin()
+
+    def _begin(self) -> None:
+        """As if there had been no call: the modules that the graph calls are what they are now."""
         self.reason: str | None = None
         """Why there are none."""
         self.steps: list[Step] = []
-        self._root, self._graph, self._fused = root, graph, fused
         self._seen: Any = None
         self._returned: Returned = []
         """By the call before."""
         self._misses = 0
-        self._lock = free_in_children(threading.RLock())
         try:
             if _top_hooks is None:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
-            check_graph(root, graph)
-            if any(getattr(node.target, "is_checkpoint", False) for node in graph.nodes):
+            check_graph(self._root, self._graph)
+            if any(getattr(node.target, "is_checkpoint", False) for node in self._graph.nodes):
                 raise Refused("a part of it is a checkpoint, which keeps less than a step would")
-            self._binding = Binding(root, graph)
+            self._binding = Binding(self._root, self._graph)
             self._leaves = Leaves(self._binding.modules)
         except Refused as refused:
             self.reason = str(refused)
@@ -259,8 +292,11 @@ class Steps:
         if self.reason is not None or functional._observed(profiled=False) or _is_intercepted():
             return forward(*args, **kwargs)
         bound = self._binding.of(args, kwargs)
-        if bound is None or not functional._needs_gradient(bound.tensors) or not self._leaves.are_as_before():
+        if bound is None or not functional._needs_gradient(bound.tensors):
             return forward(*args, **kwargs)
+        if not self._leaves.are_as_before():  # a dropout has another probability, say
+            self._begin()
+            return self.call(forward, args, kwargs)
         step = next((step for step in self.steps if step.is_for(bound)), None) or self._made(bound)
         if step is not None:
             return step(bound.tensors)

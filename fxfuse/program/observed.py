@@ -144,6 +144,8 @@ def function_of(overload: Any) -> Any:
         return overload
     if any(str(argument.type) == "List[Optional[Tensor]]" for argument in overload._schema.arguments):
         return overload  # where there is no index the parsers want tensors, too
+    if any(argument.name == "reduction" for argument in overload._schema.arguments):
+        return overload  # the default of which is another one for the parsers of losses
     for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
         found = getattr(home, name, None)
         if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # and none in Python

@@ -1,0 +1,1471 @@
+"""Training: calls that need gradients run as two fused graphs, and give what eager's calls give, gradients included."""
+
+import copy
+import dataclasses
+import itertools
+import math
+import random
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import COPIES, Net, Net2, batch_norm, linear, randn
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import fxfuse
+from fxfuse.module import FusedModule, state_of
+
+FEW_ULPS = 4 * torch.finfo(torch.float32).eps
+
+
+def graphs_of(fast):
+    """The graphs that an optimised model runs: its own, those below it, and those that Dynamo captured."""
+    modules = [module for module in fast.modules() if isinstance(module, FusedModule)]
+    recaptures = [state_of(module).recapture for module in modules]
+    return [*modules, *(graph for each in recaptures if each is not None for graph in each.graphs)]
+
+
+def made(*graphs):
+    """The steps that were made of these graphs, or of an optimised model's, of which there is one at least."""
+    every = [graph for each in graphs for graph in graphs_of(each)]
+    found = [state_of(graph).steps for graph in every if state_of(graph).steps is not None]
+    steps = [step for each in found for step in each.steps]
+    assert steps, f"all gradients come from torch: {[each.reason for each in found]}"
+    return steps
+
+
+def refused(fast):
+    """Why there are no steps of it."""
+    steps = state_of(fast).steps
+    assert steps is not None and not steps.steps
+    return steps.reason
+
+
+def floats(result):
+    """The tensors of a result that may have gradients, in the order of pytree."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def weighed(result):
+    """A number of which every value of the result has another share."""
+    return sum((leaf * randn(*leaf.shape, seed=7).to(leaf.dtype)).sum() for leaf in floats(result))
+
+
+def parameters_of(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def step_of(model, *inputs):
+    """Results of a call, and the gradients of its inputs and of the model's parameters."""
+    inputs = [as_new(x) for x in inputs]
+    result = model(*inputs)
+    wanted = [each for each in (*inputs, *parameters_of(model)) if each.requires_grad]
+    gradients = torch.autograd.grad(weighed(result), wanted, allow_unused=True)
+    return [*(leaf.detach() for leaf in floats(result)), *gradients]
+
+
+def as_new(tensor):
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def calls_of(fast, *inputs, count=3):
+    """The last of several calls of one kind: a step runs it."""
+    for _ in range(count - 1):
+        step_of(fast, *inputs)
+    found = step_of(fast, *inputs)
+    made(fast)
+    return found
+
+
+def as_exact(value):
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda x: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x, value,
+    )  # fmt: skip
+
+
+def assert_errors_as_eagers(actual, expected, exact, where="", factor=2.0, noise=FEW_ULPS):
+    """Each tensor is about as near to float64's as eager's is; None stands where eager has it."""
+    assert len(actual) == len(expected) == len(exact)
+    for number, (have, want, right) in enumerate(zip(actual, expected, exact, strict=True)):
+        if want is None:
+            assert have is None, (where, number)
+            continue
+        assert have is not None, (where, number)
+        assert (have.dtype, have.shape) == (want.dtype, want.shape), (where, number)
+        ours, eagers = (float((each.double() - right).norm()) for each in (have, want))
+        scale = float(right.norm())
+        assert math.isfinite(scale), f"{where}: float64 itself gives {right}"
+        assert ours <= factor * eagers + noise * scale, f"{where}, tensor {number}: error {ours}, eager's {eagers}"
+
+
+# ------------------------------------------------------------------------------------------ values and gradients
+
+
+class Attention(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width=16, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
+
+
+class Tied(nn.Module):
+    """A language model whose head's weight is that of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.fc = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.norm(x + F.silu(self.fc(x))))
+
+
+def tokens(seed, shape=(3, 5), most=11):
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wanting(*shape):
+    """A function from a seed to an input that has gradients."""
+    return lambda seed: (randn(*shape, seed=seed).requires_grad_(),)
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12, momentum=0.3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
+    )  # fmt: skip
+
+
+MODELS = {
+    # what makes the model; its inputs from a seed
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 5)), wanting(6, 8)),
+    "transformer block": (Attention, wanting(2, 5, 16)),
+    "convolutions": (convolutional, wanting(4, 3, 10, 10)),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1)),
+        wanting(2, 3, 7, 6),
+    ),
+    "tied embedding": (Tied, lambda seed: (tokens(seed),)),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 2, 1), nn.Tanh()),
+        wanting(3, 4, 9),
+    ),
+    "batch norm of rows": (
+        lambda: nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)),
+        wanting(10, 8),
+    ),
+    "batch norm of series": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, bias=False), nn.BatchNorm1d(6), nn.SiLU()), wanting(3, 4, 9),
+    ),
+    "batch norm without parameters": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 3, 3)), wanting(3, 4, 6, 5),
+    ),
+    "batch norm without statistics": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False), nn.Conv2d(4, 3, 3)), wanting(3, 4, 6, 5),
+    ),
+    "frozen batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), batch_norm(), nn.ReLU(), nn.Conv2d(8, 4, 3)), wanting(2, 3, 8, 9),
+    ),
+    "depthwise": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, padding=1), nn.Hardswish(), nn.Conv2d(4, 6, 1)),
+        wanting(2, 4, 6, 7),
+    ),
+    "cross entropy": (
+        lambda: Net2(lambda m, x, y: F.cross_entropy(m.fc(x), y, label_smoothing=0.1), fc=linear(6)),
+        lambda seed: (randn(7, 8, seed=seed).requires_grad_(), tokens(seed, (7,), 6)),
+    ),
+    "nll of log_softmax": (
+        lambda: Net2(lambda m, x, y: F.nll_loss(F.log_softmax(m.fc(x), -1), y, reduction="sum"), fc=linear(6)),
+        lambda seed: (randn(7, 8, seed=seed).requires_grad_(), tokens(seed, (7,), 6)),
+    ),
+    "a part by Dynamo": (
+        lambda: Net(lambda m, x: [F.gelu(each) for each in m.fc(x).chunk(3, -1)], fc=linear(12)), wanting(5, 8),
+    ),
+    "softmax": (lambda: Net(lambda m, x: F.softmax(m.fc(x), -1) * x, fc=linear()), wanting(4, 3, 8)),
+    "gated": (lambda: Net(lambda m, x: F.silu(m.a(x)) * m.b(x), a=linear(16), b=linear(16)), wanting(5, 8)),
+}  # fmt: skip
+
+
+def follow(model, *others):
+    """Gives the others the model's parameters, in place."""
+    with torch.no_grad():
+        for other in others:
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                theirs.copy_(mine)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_gradients_and_buffers_are_as_near_to_float64_as_eagers(name):
+    make, inputs_of = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    fast, exact = fxfuse.optimize(copy.deepcopy(model)), copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+    for call in range(5):
+        inputs = inputs_of(call)
+        found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+        assert_errors_as_eagers(*found, where=f"{name}, call {call}")
+        assert [each.stride() for each in found[0] if each is not None] == [
+            each.stride() for each in found[1] if each is not None
+        ]
+        buffers = [dict(each.named_buffers()) for each in (fast, model, exact)]
+        assert buffers[0].keys() >= buffers[1].keys()
+        for key, want in buffers[1].items():
+            assert_errors_as_eagers([buffers[0][key]], [want], [buffers[2][key].double()], where=f"call {call}: {key}")
+        weighed(model(*inputs)).backward()
+        fast(*inputs), exact(*as_exact(inputs))  # what they count goes on, too
+        optimizer.step()
+        follow(model, fast, exact)
+    assert len(made(fast)) == 1
+
+
+# ----------------------------------------------------------------------------------------------- conventions
+
+NAN, INF = math.nan, math.inf
+KINKS = {
+    # function, inputs at which its derivative is a matter of convention
+    "relu": (F.relu, [0.0, -0.0, NAN, 1.0, -1.0, INF, -INF]),
+    "relu6": (F.relu6, [0.0, -0.0, 6.0, 3.0, 7.0, -1.0]),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.5, 1.0), [-0.5, 1.0, 0.25, 2.0, -2.0]),
+    "clamp": (lambda x: x.clamp(-1, 2), [-1.0, 2.0, NAN, 0.0, 3.0, -3.0, INF, -INF]),
+    "clamp min": (lambda x: x.clamp(min=0.5), [0.5, NAN, 1.0, 0.0]),
+    "abs": (torch.abs, [0.0, -0.0, NAN, 1.5, -1.5]),
+    "sign times": (lambda x: torch.sign(x) * x, [0.0, -0.0, NAN, 1.5, -1.5]),
+    "hardswish": (F.hardswish, [-3.0, 3.0, 0.0, 4.0, -4.0]),
+    "hardsigmoid": (F.hardsigmoid, [-3.0, 3.0, 0.0, 4.0, -4.0]),
+    "hardshrink": (F.hardshrink, [-0.5, 0.5, 0.0, 0.75, -0.75]),
+    "softshrink": (F.softshrink, [-0.5, 0.5, 0.0, 0.75, -0.75]),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.25), [0.0, -0.0, NAN, 1.0, -1.0]),
+    "elu": (lambda x: F.elu(x, 0.5), [0.0, -0.0, 1.0]),
+    "threshold": (lambda x: F.threshold(x, 0.5, 20.0), [0.5, NAN, 1.0, 0.0]),
+    "maximum of itself": (lambda x: torch.maximum(x, x), [0.0, -0.0, NAN, 1.5]),
+    "maximum with a number": (lambda x: torch.maximum(x, torch.zeros_like(x)), [0.0, -0.0, NAN, 1.0, -1.0]),
+    "minimum of negations": (lambda x: torch.minimum(x, -x), [0.0, -0.0, NAN, 1.0, -1.0]),
+    "amax": (lambda x: x.amax(-1), [1.0, 1.0, 0.0, 1.0]),
+    "max of a dimension": (lambda x: x.max(-1).values, [1.0, 1.0, 0.0, 1.0]),
+    "max of all": (lambda x: x.max(), [1.0, 1.0, 0.0, 1.0]),
+    "max pool": (lambda x: F.max_pool1d(x, 2), [1.0, 1.0, 0.0, 0.0]),
+    "sqrt": (torch.sqrt, [0.0, 1.0, 4.0]),
+    "norm": (lambda x: x.norm(dim=-1), [0.0, 0.0]),
+    "pow of 0": (lambda x: x**0, [0.0, NAN, 1.0]),
+    "where": (lambda x: torch.where(x > 0, x.sqrt(), x * 0), [0.0, 1.0, 4.0]),
+}
+
+
+def gradient_of(call, x, seed=3):
+    x = x.detach().clone().requires_grad_()
+    result = call(x)
+    incoming = torch.ones_like(result) if seed is None else randn(*result.shape, seed=seed)
+    return torch.autograd.grad(result, x, incoming)[0]
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_derivatives_at_kinks_are_eagers(name):
+    function, points = KINKS[name]
+    model = Net(lambda m, x: function(x))
+    fast = fxfuse.optimize(model)
+    for repeats in (1, 11):  # of which the first is shorter than a vector register
+        x = torch.tensor([points] * repeats)
+        for _ in range(3):
+            torch.testing.assert_close(gradient_of(fast, x), gradient_of(model, x), rtol=0, atol=0, equal_nan=True)
+    assert len(made(fast)) == 2
+
+
+@pytest.mark.parametrize("function", [F.relu6, F.hardtanh, F.elu, F.hardswish, F.hardshrink, F.softshrink, F.selu])
+def test_derivatives_at_nan_are_one_of_eagers(function):
+    """Eager's loops over vectors and over what is left of them give different ones."""
+    x = torch.full((33,), NAN)
+    model = Net(lambda m, x: function(x))
+    fast = fxfuse.optimize(model)
+    for _ in range(3):
+        found, allowed = (set(map(str, gradient_of(call, x, seed=None).tolist())) for call in (fast, model))
+    made(fast)
+    assert found <= allowed
+
+
+TIES = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp by tensors": lambda x, y: x.clamp(min=y),
+    "clamp between tensors": lambda x, y: x.clamp(y, y),
+    "max": torch.max,
+    "where greater": lambda x, y: torch.where(x > y, x, y),
+    "fmax": torch.fmax,
+    "fmin": torch.fmin,
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_derivatives_at_ties_are_eagers(name):
+    model = Net2(lambda m, x, y: TIES[name](x, y))
+    fast = fxfuse.optimize(model)
+    x, y = torch.tensor([[0.0, 1.0, 2.0, NAN, 1.0, -0.0]] * 7), torch.tensor([[0.0, 1.0, 1.0, 1.0, NAN, 0.0]] * 7)
+    for _ in range(3):
+        inputs = x.clone().requires_grad_(), y.clone().requires_grad_()
+        found = [torch.autograd.grad(call(*inputs), inputs, randn(7, 6, seed=3)) for call in (fast, model)]
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+    made(fast)
+
+
+# ----------------------------------------------------------------------------------------- what people train with
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 5))
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 5))
+
+
+def triple(model):
+    """An optimised copy, the model, and a copy in float64."""
+    return fxfuse.optimize(copy.deepcopy(model)), model, copy.deepcopy(model).double()
+
+
+def warm(fast, *inputs):
+    """A model that has a step for such calls."""
+    calls_of(fast, *inputs)
+    return fast
+
+
+def backward(result):
+    weighed(result).backward()
+
+
+def all_gradients(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_training_as_eagers(train, make=mlp, *, inputs=None, rows=6, **options):
+    """What `train` returns, a list of tensors, of an optimised model with steps is as exact as eager's."""
+    inputs = (randn(rows, 8).requires_grad_(),) if inputs is None else inputs
+    fast, model, exact = triple(make())
+    warm(fast, *inputs)
+    for _ in range(3):  # what calls count, they count in all
+        step_of(model, *inputs), step_of(exact, *as_exact(inputs))
+    found = [
+        [each if each is None else each.detach() for each in train(call, *map(as_new, given))]
+        for call, given in ((fast, inputs), (model, inputs), (exact, as_exact(inputs)))
+    ]
+    made(fast)
+    assert_errors_as_eagers(*found, **options)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "batch norm of series", "softmax"])
+def test_autocast(name):
+    make, inputs_of = MODELS[name]
+    torch.manual_seed(0)
+    fast, model, exact = triple(make())
+    for call in range(4):
+        inputs = inputs_of(call)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [step_of(fast, *inputs), step_of(model, *inputs)]
+        assert_errors_as_eagers(*found, step_of(exact, *as_exact(inputs)), noise=2**-7, where=f"call {call}")
+    made(fast)
+
+
+def test_autocast_left_before_the_backward():
+    fast, model, exact = triple(mlp())
+    for call in range(4):
+        gradients = []
+        for each, dtype in ((fast, torch.float32), (model, torch.float32), (exact, torch.float64)):
+            x = randn(6, 8, seed=call).to(dtype).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact):
+                result = each(x)
+            gradients.append(torch.autograd.grad(weighed(result), [x, *each.parameters()]))
+        assert_errors_as_eagers(*gradients, noise=2**-7)
+    made(fast)
+    for _ in range(3):  # without autocast they are of another kind
+        x = randn(6, 8).requires_grad_()
+        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+        assert_errors_as_eagers(*found)
+    assert len(made(fast)) == 2
+
+
+def accumulate(model, x):
+    for number in range(1, 5):
+        backward(model(x * number))
+    return [x.grad, *all_gradients(model)]
+
+
+def backward_twice(model, x):
+    result = model(x)
+    weighed(result).backward(retain_graph=True)
+    backward(result)
+    return [x.grad, *all_gradients(model)]
+
+
+def two_calls_before_their_backwards(model, x):
+    first, second = model(x), model(x.detach() * 2)
+    backward(second), backward(first)
+    return [x.grad, *all_gradients(model)]
+
+
+def one_result_in_another_call(model, x):
+    result = model(x)
+    again = model(torch.cat([result, result[:, :3]], -1))
+    backward(again)
+    return [result, again, x.grad, *all_gradients(model)]
+
+
+def hooks_on_tensors(model, x):
+    seen = []
+    x.register_hook(lambda gradient: seen.append(gradient.clone()))
+    first = next(model.parameters())
+    handle = first.register_hook(lambda gradient: gradient * 2)
+    result = model(x)
+    result.register_hook(lambda gradient: gradient * 3)
+    backward(result)
+    handle.remove()
+    return [*seen, x.grad, *all_gradients(model)]
+
+
+def step_in_the_backward(model, x):
+    handles = []
+    for parameter in model.parameters():
+
+        def update(parameter):
+            with torch.no_grad():
+                parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+        handles.append(parameter.register_post_accumulate_grad_hook(update))
+    for _ in range(3):
+        backward(model(x))
+    for handle in handles:
+        handle.remove()
+    return [x.grad, *model.parameters()]
+
+
+def full_backward_hooks(model, x):
+    seen = []
+    handles = [
+        model.register_full_backward_hook(lambda module, of_input, of_output: seen.extend([*of_input, *of_output])),
+        model.register_full_backward_pre_hook(lambda module, of_output: tuple(each * 2 for each in of_output)),
+    ]
+    for _ in range(3):
+        backward(model(x))
+    for handle in handles:
+        handle.remove()
+    return [*seen, x.grad, *all_gradients(model)]
+
+
+def forward_hooks(model, x):
+    handles = [
+        model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        model.register_forward_hook(lambda module, args, result: result + 1),
+    ]
+    for _ in range(3):
+        backward(model(x))
+    for handle in handles:
+        handle.remove()
+    return [x.grad, *all_gradients(model)]
+
+
+def transposed_gradient(model, x):
+    result = model(x)
+    (result.t() * randn(*result.t().shape).to(x.dtype)).sum().backward()
+    return [x.grad, *all_gradients(model)]
+
+
+def expanded_gradient(model, x):
+    model(x).sum().backward()
+    return [x.grad, *all_gradients(model)]
+
+
+def strided_gradient(model, x):
+    result = model(x)
+    incoming = randn(result.shape[0], 2 * result.shape[1]).to(x.dtype)[:, ::2]
+    result.backward(incoming)
+    return [x.grad, *all_gradients(model)]
+
+
+def a_part_of_the_result(model, x):
+    backward(model(x)[1:3, :2])
+    return [x.grad, *all_gradients(model)]
+
+
+def result_changed_afterwards(model, x):
+    result = model(x)
+    result.mul_(2).relu_()
+    backward(result)
+    return [result, x.grad, *all_gradients(model)]
+
+
+def biases_changed_before_the_backward(model, x):
+    result = model(x)
+    with torch.no_grad():
+        model[2].bias.mul_(2)
+    backward(result)
+    return [x.grad, *all_gradients(model)]
+
+
+def weight_that_nobody_needs_changed(model, x):
+    result = model(x.detach())
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # only the gradient of x, which nobody wants, is made of it
+    backward(result)
+    return all_gradients(model)
+
+
+def input_that_is_a_view(model, x):
+    for _ in range(3):
+        backward(model((x * 2).t().contiguous().t()))
+    return [x.grad, *all_gradients(model)]
+
+
+def saved_on_cpu(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        result = model(x)
+    backward(result)
+    return [x.grad, *all_gradients(model)]
+
+
+def saved_otherwise(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(force=True), torch.from_numpy):
+        for _ in range(3):
+            result = model(x)
+    backward(result)
+    return [x.grad, *all_gradients(model)]
+
+
+def checkpointed(model, x, use_reentrant=False):
+    for _ in range(3):
+        backward(checkpoint(model, x, use_reentrant=use_reentrant))
+    return [x.grad, *all_gradients(model)]
+
+
+def checkpointed_by_reentering(model, x):
+    return checkpointed(model, x, use_reentrant=True)
+
+
+def gradient_penalty(model, x):
+    torch.manual_seed(1)
+    result = model(x)
+    (gradient,) = torch.autograd.grad(weighed(result), x, create_graph=True)
+    (weighed(result) + (gradient.norm(dim=-1) - 1).square().mean()).backward()
+    return [result, gradient, x.grad, *all_gradients(model)]
+
+
+def penalty_of_parameters(model, x):
+    gradients = torch.autograd.grad(weighed(model(x)), list(model.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in gradients).backward()
+    return [*gradients, x.grad, *all_gradients(model)]
+
+
+def hessian_times_vector(model, x):
+    return list(torch.autograd.functional.hvp(lambda x: weighed(torch.tanh(model(x))), x, randn(*x.shape).to(x.dtype)))
+
+
+def gradient_of_functional_call(model, x):
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, x):
+        return weighed(torch.func.functional_call(model, parameters, (x,)))
+
+    found = torch.func.grad(loss)(parameters, x.detach())
+    return list(found.values())
+
+
+def gradients_of_each_sample(model, x):
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x.detach())
+    return list(found.values())
+
+
+def functional_call_with_gradients(model, x):
+    others = {name: (parameter.detach() * 0.5).requires_grad_() for name, parameter in model.named_parameters()}
+    for _ in range(3):
+        result = torch.func.functional_call(model, others, (x,))
+    return [result, *torch.autograd.grad(weighed(result), [x, *others.values()])]
+
+
+TRAININGS = [
+    accumulate, backward_twice, two_calls_before_their_backwards, one_result_in_another_call, hooks_on_tensors,
+    step_in_the_backward, full_backward_hooks, forward_hooks, transposed_gradient, expanded_gradient, strided_gradient,
+    a_part_of_the_result, result_changed_afterwards, biases_changed_before_the_backward,
+    weight_that_nobody_needs_changed, input_that_is_a_view, saved_on_cpu, saved_otherwise, checkpointed,
+    checkpointed_by_reentering, gradient_penalty, penalty_of_parameters, hessian_times_vector,
+    gradient_of_functional_call, gradients_of_each_sample, functional_call_with_gradients,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("train", TRAININGS, ids=lambda train: train.__name__)
+def test_training_gives_what_eager_gives(train):
+    assert_training_as_eagers(train)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "batch norm of rows", "group norm", "gated"])
+def test_gradients_of_gradients(name):
+    make, inputs_of = MODELS[name]
+    torch.manual_seed(0)
+    assert_training_as_eagers(gradient_penalty, make, inputs=inputs_of(0), factor=3)
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "SGD, foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+}
+
+
+def losses_of(model, optimizer, batches, target):
+    found = []
+    for x in batches:
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), target)
+            loss.backward()
+            return loss
+
+        found.append(optimizer.step(closure).detach())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_follow_eagers_losses(name):
+    fast, model, _ = triple(mlp())
+    batches, target = [randn(6, 8)] * 10, randn(6, 5, seed=99)
+    found, expected = (losses_of(each, OPTIMIZERS[name](each.parameters()), batches, target) for each in (fast, model))
+    assert len(made(fast)) == 1
+    assert expected[-1] < 0.9 * expected[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_its_model", [False, True], ids=["of the optimised", "of its model"])
+def test_averaged_models(of_its_model):
+    found = []
+    for optimise in (True, False):
+        model = mlp()
+        trained = fxfuse.optimize(model) if optimise else model
+        for seed in range(3):
+            step_of(trained, randn(6, 8, seed=seed).requires_grad_())
+        average = torch.optim.swa_utils.AveragedModel(
+            model if of_its_model else trained, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+        for seed in range(3):
+            optimizer.zero_grad()
+            backward(trained(randn(6, 8, seed=seed)))
+            optimizer.step()
+            average.update_parameters(model if of_its_model else trained)
+        found.append([*step_of(average, randn(6, 8).requires_grad_()), *average.parameters()])
+        if optimise:
+            made(trained)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_subset_wants_gradients(seed):
+    draw = random.Random(seed)
+    fast, model, exact = triple(nn.Sequential(mlp(), nn.LayerNorm(5), linear_of(5)))
+    for _ in range(5):
+        wanted = [draw.random() < 0.5 for _ in model.parameters()]
+        of_input = draw.random() < 0.5 or not any(wanted)
+        for each in (fast, model, exact):
+            for parameter, needed in zip(each.parameters(), wanted, strict=True):
+                parameter.requires_grad_(needed)
+        for call in range(3):
+            inputs = (randn(6, 8, seed=call).requires_grad_(of_input),)
+            found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+            assert_errors_as_eagers(*found, where=f"{wanted}, {of_input}")
+    assert len(made(fast)) > 2
+
+
+def linear_of(features):
+    return nn.Linear(features, 4)
+
+
+class Adapted(nn.Module):
+    """A linear layer that stays what it is, and what is learned beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 16).requires_grad_(False)
+        self.a, self.b = nn.Parameter(randn(8, 2)), nn.Parameter(randn(2, 16, seed=1))
+
+    def forward(self, x):
+        return F.gelu(self.fc(x) + (x @ self.a) @ self.b * 0.5)
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, and one layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(F.silu(self.c(F.silu(self.b(F.silu(self.a(x)))))))
+
+
+PARAMETERS = {
+    "adapter": lambda: nn.Sequential(Adapted(), nn.Linear(16, 5).requires_grad_(False)),
+    "shared": Shared,
+    "weight_norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 16)), nn.GELU(), nn.Linear(16, 5)
+    ),
+    "spectral_norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16)), nn.GELU(), nn.Linear(16, 5)
+    ),
+    "the older weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 16)), nn.GELU()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_that_are_made_of_others_shared_or_frozen(name):
+    torch.manual_seed(0)
+    model = PARAMETERS[name]()
+    fast = fxfuse.optimize(PARAMETERS[name]())
+    fast.load_state_dict(model.state_dict())
+    for call in range(5):
+        x = randn(6, 8, seed=call).requires_grad_(name != "adapter")
+        torch.testing.assert_close(step_of(fast, x), step_of(model, x), rtol=1e-5, atol=1e-5)
+        buffers = dict(fast.named_buffers())
+        for key, buffer in model.named_buffers():
+            torch.testing.assert_close(buffers[key], buffer)
+    if name in ("adapter", "shared"):
+        made(fast)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass
+class Output:
+    """A result, as libraries of models return it."""
+
+    value: torch.Tensor
+    loss: torch.Tensor
+
+
+RESULTS = {
+    "dict": (lambda y, z: {"y": y, "z": [z, None]}, lambda r: [r["y"], r["z"][0]]),
+    "tuple": (lambda y, z: (y, (z, 3, "text")), lambda r: [r[0], r[1][0]]),
+    "namedtuple": (lambda y, z: Pair(y, z), lambda r: [r.first, r.second]),
+    "list with None": (lambda y, z: [None, y, z], lambda r: r[1:]),
+    "dataclass": (lambda y, z: Output(y, z), lambda r: [r.value, r.loss]),
+    "one twice": (lambda y, z: (y, z, y), lambda r: [r[0], r[1]]),
+    "one without gradients": (lambda y, z: (y, z, (y > 0), z.detach() * 2), lambda r: [r[0], r[1]]),
+    "a size": (lambda y, z: (y, z, y.shape, y.dtype), lambda r: [r[0], r[1]]),
+}
+
+
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)], ids=["both used", "first used", "second used"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_kinds_of_results(name, used):
+    returned, taken = RESULTS[name]
+    model = Net(lambda m, x: returned(F.silu(m.a(x)), m.b(x) * x), a=linear(), b=linear())
+    fast, model, exact = triple(model)
+    for _ in range(4):
+        found = []
+        for call, dtype in ((fast, torch.float32), (model, torch.float32), (exact, torch.float64)):
+            x = randn(5, 8).to(dtype).requires_grad_()
+            result = call(x)
+            values = [taken(result)[number] for number in used]
+            gradients = torch.autograd.grad(weighed(values), [x, *call.parameters()], allow_unused=True)
+            found.append((result, [*(value.detach() for value in values), *gradients]))
+        have, want = (result for result, _ in found[:2])
+        tensors = [each for _, each in found]
+        assert type(have) is type(want)
+        leaves = [pytree.tree_leaves(each) for each in (have, want)]
+        for mine, eagers in zip(*leaves, strict=True):
+            assert type(mine) is type(eagers)
+            if isinstance(eagers, torch.Tensor):
+                assert (mine.requires_grad, mine.dtype) == (eagers.requires_grad, eagers.dtype)
+            elif not dataclasses.is_dataclass(eagers):
+                assert mine == eagers
+        # where eager has no gradients, since nobody uses a result, zeros are as good
+        shapes = [next((each.shape for each in three if each is not None), ()) for three in zip(*tensors, strict=True)]
+        tensors = [
+            [torch.zeros(shape) if each is None else each for each, shape in zip(own, shapes, strict=True)]
+            for own in tensors
+        ]
+        assert_errors_as_eagers(*tensors)
+    if name not in ("dataclass", "namedtuple"):
+        made(fast)
+    if name == "one twice":
+        assert have[0] is have[2]
+
+
+def test_a_result_that_is_an_input():
+    model = Net(lambda m, x: (x, m.fc(x).relu()), fc=linear())
+    fast, model, exact = triple(model)
+    for _ in range(4):
+        x = randn(5, 8).requires_grad_()
+        assert fast(x)[0] is x
+        found = [step_of(each, given) for each, given in ((fast, x), (model, x), (exact, *as_exact((x,))))]
+        assert_errors_as_eagers(*found)
+    made(fast)
+
+
+SHARING = {
+    "a transposed view": lambda v: (v, v.t()),
+    "a part": lambda v: (v, v[1:]),
+    "two parts": lambda v: v.chunk(2),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_results_that_share_memory_come_from_torch(name):
+    model = Net(lambda m, x: SHARING[name](F.silu(m.fc(x))), fc=linear())
+    fast, model, exact = triple(model)
+    for _ in range(4):
+        x = randn(6, 8).requires_grad_()
+        found = [step_of(each, given) for each, given in ((fast, x), (model, x), (exact, *as_exact((x,))))]
+        assert_errors_as_eagers(*found)
+        first, second = fast(x)
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert refused(fast)
+
+
+def test_a_view_of_the_input():
+    model = Net(lambda m, x: (x.view(2, 3, 8), m.fc(x).relu()), fc=linear())
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for _ in range(4):
+        x = randn(6, 8).requires_grad_()
+        torch.testing.assert_close(step_of(fast, x), step_of(model, x))
+        assert fast(x)[0].data_ptr() == x.data_ptr()
+    assert refused(fast)
+
+
+def assert_raises_as_eager(spoil, words, make=mlp):
+    """What `spoil` does of a model and an input raises the same exception, for the same reason."""
+    x = randn(6, 8).requires_grad_()
+    fast = warm(fxfuse.optimize(make()), x)
+    for each in (fast, make()):
+        with pytest.raises(RuntimeError, match=words):
+            spoil(each, as_new(x))
+    made(fast)
+
+
+def backward_of_what_is_gone(model, x):
+    result = model(x)
+    weighed(result).backward()
+    weighed(result).backward()
+
+
+def input_changed_before_the_backward(model, x):
+    given = x * 1
+    result = model(given)
+    with torch.no_grad():
+        given.mul_(2)
+    backward(result)
+
+
+FORBIDDEN = {
+    backward_of_what_is_gone: "second time",
+    input_changed_before_the_backward: "modified",
+}
+
+
+@pytest.mark.parametrize("spoil", FORBIDDEN, ids=lambda spoil: spoil.__name__)
+def test_what_eager_forbids(spoil):
+    assert_raises_as_eager(spoil, FORBIDDEN[spoil])
+
+
+def test_a_changed_result_that_the_backward_needs():
+    def change(model, x):
+        result = model(x)
+        result.add_(1)
+        backward(result)
+
+    assert_raises_as_eager(change, "modified", lambda: nn.Sequential(mlp(), nn.Sigmoid()))
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_of_models_with_steps(kind):
+    fast, model, exact = triple(mlp())
+    warm(fast, randn(6, 8).requires_grad_())
+    other = COPIES[kind](fast)
+    assert not any(mine is others for mine, others in zip(fast.parameters(), other.parameters(), strict=True))
+    for call in range(4):
+        inputs = (randn(6, 8, seed=call).requires_grad_(),)
+        expected = step_of(model, *inputs), step_of(exact, *as_exact(inputs))
+        assert_errors_as_eagers(step_of(other, *inputs), *expected)
+        assert_errors_as_eagers(step_of(fast, *inputs), *expected)
+    assert made(other)[0] is not made(fast)[0]
+
+
+def test_two_threads_train_two_copies():
+    batches, target = [randn(6, 8, seed=seed) for seed in range(20)], randn(6, 5, seed=99)
+    make = OPTIMIZERS["SGD"]
+    eager = mlp()
+    expected = losses_of(eager, make(eager.parameters()), batches, target)
+    fasts, found = [fxfuse.optimize(mlp()) for _ in range(2)], {}
+
+    def train(number):
+        found[number] = losses_of(fasts[number], make(fasts[number].parameters()), batches, target)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        made(fasts[number])
+        torch.testing.assert_close(found[number], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_threads_train_one_model():
+    fast, model, exact = triple(mlp())
+    inputs = (randn(6, 8).requires_grad_(),)
+    expected, right, found = step_of(model, *inputs), step_of(exact, *as_exact(inputs)), []
+    threads = [
+        threading.Thread(target=lambda: found.extend(step_of(fast, *inputs) for _ in range(20))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    made(fast)
+    assert len(found) == 40
+    for each in found:
+        assert_errors_as_eagers(each, expected, right)
+
+
+def test_a_last_smaller_batch():
+    fast, model, exact = triple(nn.Sequential(mlp(), nn.BatchNorm1d(5)))
+    for epoch in range(4):
+        for rows in (6, 6, 6, 4):
+            inputs = (randn(rows, 8, seed=epoch).requires_grad_(),)
+            found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+            assert_errors_as_eagers(*found, where=f"{rows} rows")
+            counted = [[buffer.double() for buffer in each.buffers()] for each in (fast, model, exact)]
+            assert_errors_as_eagers(*counted, where=f"{rows} rows")
+    made(fast)
+
+
+class Switched(nn.Module):
+    """Its calls depend on the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(F.relu(self.norm(self.conv(x))).mean((-1, -2)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_order_of_modes(seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    fast, model, exact = triple(Switched())
+    stepped = 0
+    for call in range(60):
+        training, with_gradients = draw.random() < 0.7, draw.random() < 0.7
+        inputs = (randn(draw.choice([2, 4]), 3, 6, 7, seed=call).requires_grad_(draw.random() < 0.7),)
+        found = []
+        for each, given in ((fast, inputs), (model, inputs), (exact, as_exact(inputs))):
+            each.train(training)
+            if with_gradients:
+                found.append(step_of(each, *given))
+            else:
+                with torch.no_grad():
+                    found.append([each(*given)])
+        assert_errors_as_eagers(*found, where=f"call {call}: {training}, {with_gradients}")
+        counted = [[buffer.double() for buffer in each.buffers()] for each in (fast, model, exact)]
+        assert_errors_as_eagers(*counted, where=f"call {call}")
+        steps = state_of(fast).steps
+        stepped += bool(steps is not None and steps.steps)
+    assert stepped
+
+
+# ------------------------------------------------------------------------------------------ what changes meanwhile
+
+
+def assert_errors_of_calls(fast, model, exact, *inputs, **options):
+    found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+    assert_errors_as_eagers(*found, **options)
+    counted = [[buffer.double() for buffer in each.buffers()] for each in (fast, model, exact)]
+    assert_errors_as_eagers(*counted, **options)
+
+
+def replace_parameters(model):
+    dtype = model[0].weight.dtype
+    model[0].weight = nn.Parameter(randn(32, 8, seed=5).to(dtype))
+    model[2].weight.data = randn(5, 32, seed=6).to(dtype)
+
+
+def load_a_state(model):
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+def hook_a_layer(model):
+    model[0].register_forward_hook(lambda module, args, result: result * 2)
+
+
+def hook_a_layers_gradient(model):
+    model[0].register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
+
+
+def replace_a_layer(model):
+    setattr(model, "1", nn.Tanh())
+
+
+def freeze_a_layer(model):
+    model[0].requires_grad_(False)
+
+
+def other_statistics(model):
+    model[3].momentum, model[3].eps = 0.7, 0.1
+
+
+def evaluate_a_layer(model):
+    model[3].eval()
+
+
+CHANGES = [
+    replace_parameters, load_a_state, hook_a_layer, hook_a_layers_gradient, replace_a_layer, freeze_a_layer,
+    other_statistics, evaluate_a_layer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_of_a_model_with_steps(change):
+    models = triple(nn.Sequential(*mlp(), nn.BatchNorm1d(5)))
+    for call in range(3):
+        assert_errors_of_calls(*models, randn(6, 8, seed=call).requires_grad_())
+    made(models[0])
+    for each in models:
+        change(each)
+    for call in range(4):
+        assert_errors_of_calls(*models, randn(6, 8, seed=call).requires_grad_(), where=f"call {call}")
+
+
+def test_another_chance_of_dropout():
+    fast, model, _ = triple(with_dropout())
+    x = randn(6, 8).requires_grad_()
+    warm(fast, x)
+    for each in (fast, model):
+        each[2].p = 0.9
+    for _ in range(4):
+        found = []
+        for each in (fast, model):
+            torch.manual_seed(3)
+            found.append(step_of(each, x))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    made(fast)
+
+
+@pytest.mark.parametrize("name", ["transformer block", "batch norm of series"])
+def test_models_in_bfloat16(name):
+    make, inputs_of = MODELS[name]
+    torch.manual_seed(0)
+    models = triple(make().bfloat16())
+    for call in range(4):
+        inputs = [x.detach().bfloat16().requires_grad_() for x in inputs_of(call)]
+        assert_errors_of_calls(*models, *inputs, where=f"call {call}", noise=2**-7)
+    made(models[0])
+
+
+def test_another_dtype_and_back():
+    fast, model, exact = triple(mlp())
+    x = randn(6, 8).requires_grad_()
+    warm(fast, x)
+    fast.double()
+    for _ in range(3):
+        torch.testing.assert_close(step_of(fast, *as_exact((x,))), step_of(exact, *as_exact((x,))))
+    fast.float()
+    for _ in range(3):
+        assert_errors_of_calls(fast, model, exact, x)
+    assert len(made(fast)) == 2
+
+
+def test_one_tensor_twice_is_another_kind():
+    models = triple(Net2(lambda m, x, y: F.silu(m.fc(x)) * y, fc=linear()))
+    for same in (True, True, True, False, False, False, True, False):
+        found = []
+        for call in models:
+            x = randn(6, 8).to(call.fc.weight.dtype).requires_grad_()
+            y = x if same else (x.detach() * 2).requires_grad_()
+            result = call(x, y)
+            found.append(torch.autograd.grad(weighed(result), [x, call.fc.weight] if same else [x, y, call.fc.weight]))
+        assert_errors_as_eagers(*found)
+    assert len(made(models[0])) == 2
+
+
+def test_numbers_are_constants_of_a_step():
+    models = triple(Net2(lambda m, x, scale: F.silu(m.fc(x) * scale) + scale, fc=linear()))
+    for scale in (0.5, 0.5, 0.5, 2, 2, 2, True, 0.5):
+        found = []
+        for call in models:
+            x = randn(6, 8).to(call.fc.weight.dtype).requires_grad_()
+            result = call(x, scale)
+            found.append([result.detach(), *torch.autograd.grad(weighed(result), [x, *call.parameters()])])
+        assert_errors_as_eagers(*found, where=f"{scale}")
+    assert len(made(models[0])) == 2
+
+
+class Counting(nn.Module):
+    """Keeps a running mean of its results, which may be part of them."""
+
+    def __init__(self, uses_it):
+        super().__init__()
+        self.fc, self.uses_it = linear(), uses_it
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        y = F.silu(self.fc(x))
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y + self.mean if self.uses_it else y * 2
+
+
+@pytest.mark.parametrize("uses_it", [False, True], ids=["beside", "within"])
+def test_buffers_that_a_model_counts_into(uses_it):
+    models = triple(Counting(uses_it))
+    for call in range(5):
+        assert_errors_of_calls(*models, randn(6, 8, seed=call).requires_grad_(), where=f"call {call}")
+    if uses_it:
+        assert "buffer" in refused(models[0])
+    else:
+        made(models[0])
+
+
+def test_channels_last():
+    torch.manual_seed(0)
+    fast, model, exact = triple(convolutional().to(memory_format=torch.channels_last))
+    for call in range(4):
+        found = []
+        x = randn(4, 3, 10, 10, seed=call).to(memory_format=torch.channels_last)
+        for each, given in ((fast, x), (model, x), (exact, x.double())):
+            given = given.detach().requires_grad_()
+            found.append(torch.autograd.grad(weighed(each(given)), [given, *each.parameters()]))
+        assert_errors_as_eagers(*found)
+        assert [mine.stride() for mine in found[0]] == [eagers.stride() for eagers in found[1]]
+    made(fast)
+
+
+def test_results_without_gradients_have_none():
+    model = Net(lambda m, x: (F.silu(m.fc(x)).detach(), m.fc(x) > 0), fc=linear())
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for _ in range(4):
+        x = randn(5, 8).requires_grad_()
+        found, expected = fast(x), model(x)
+        torch.testing.assert_close(found, expected)
+        assert not any(each.requires_grad for each in found)
+    made(fast)
+
+
+# ---------------------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.fixture
+def new_graphs():
+    """Call it for the graphs that Dynamo has given the backend since the test began."""
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    yield lambda: [graph for graph in fxfuse.compiled_graphs() if graph not in before]
+    torch.compiler.reset()
+
+
+def broken(m, x):
+    y = F.silu(m.a(x))
+    torch._dynamo.graph_break()
+    return m.b(y) * 2
+
+
+def block_of(m, x):
+    return x + m.b(F.silu(m.a(x)))
+
+
+COMPILED = {
+    # what makes the model, inputs, how many graphs have steps
+    "mlp": (*MODELS["mlp"], 1),
+    "transformer block": (*MODELS["transformer block"], 1),
+    "convolutions": (*MODELS["convolutions"], 0),  # Dynamo's graphs change buffers that they are given
+    "tied embedding": (*MODELS["tied embedding"], 1),
+    "graph break": (lambda: Net(broken, a=linear(16), b=nn.Linear(16, 4)), wanting(5, 8), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_dynamo_compiles_trains(name, new_graphs):
+    make, inputs_of, graphs = COMPILED[name]
+    torch.manual_seed(0)
+    model = make()
+    exact, fast = copy.deepcopy(model).double(), torch.compile(copy.deepcopy(model), backend="fxfuse")
+    for call in range(4):
+        inputs = inputs_of(call)
+        found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+        assert_errors_as_eagers(*found, where=f"call {call}")
+        counted = [[buffer.double() for buffer in each.buffers()] for each in (fast, model, exact)]
+        assert_errors_as_eagers(*counted, where=f"call {call}")
+    stepping = [graph for graph in new_graphs() if state_of(graph).steps is not None and state_of(graph).steps.steps]
+    assert len(stepping) >= graphs
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["by hooks", "by reentering"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["optimised", "compiled"])
+def test_a_model_with_a_checkpoint_inside_trains(use_reentrant, compiled, new_graphs):
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+
+    def forward(m, x):
+        return torch.tanh(m.c(checkpoint(m.block, m.d(x), use_reentrant=use_reentrant)))
+
+    fast, model, exact = triple(Net(forward, block=block, c=linear(), d=linear()))
+    if compiled:
+        fast = torch.compile(copy.deepcopy(model), backend="fxfuse")
+    for call in range(5):
+        inputs, found = (randn(5, 8, seed=call).requires_grad_(),), []
+        for each, (x,) in ((fast, inputs), (model, inputs), (exact, as_exact(inputs))):
+            each.zero_grad()
+            x = as_new(x)
+            backward(each(x))  # torch.autograd.grad does not reenter
+            found.append([x.grad, *all_gradients(each)])
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    regions = [region for graph in (new_graphs() if compiled else [fast]) for region in fxfuse.explain(graph).regions]
+    assert regions, "nothing of it is fused"
+
+
+def test_a_model_under_a_checkpoint_from_its_first_call_on():
+    fast, model, exact = triple(mlp())
+    for call in range(4):
+        found = []
+        for each, dtype in ((fast, torch.float32), (model, torch.float32), (exact, torch.float64)):
+            each.zero_grad()
+            x = randn(6, 8, seed=call).to(dtype).requires_grad_()
+            backward(checkpoint(each, x, use_reentrant=False))
+            found.append([x.grad, *all_gradients(each)])
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    calls_of(fast, x.detach().float().requires_grad_())  # elsewhere it has steps
+
+
+# -------------------------------------------------------------------------------------------- finite differences
+
+POSITIVE = (0.3, 2.5)
+POINTWISE = {
+    # function, an interval without kinks in which it is asked
+    "sin": (torch.sin, None), "exp": (torch.exp, None), "expm1": (torch.expm1, None), "erf": (torch.erf, None),
+    "gelu": (F.gelu, None), "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), None), "silu": (F.silu, None),
+    "mish": (F.mish, None), "softplus": (F.softplus, None), "softplus 2": (lambda x: F.softplus(x, 2, 3), POSITIVE),
+    "tanh": (torch.tanh, None), "sigmoid": (torch.sigmoid, None), "elu": (F.elu, (-2.0, -0.1)),
+    "selu": (F.selu, (-2.0, -0.1)), "celu": (lambda x: F.celu(x, 0.7), (-2.0, -0.1)),
+    "logsigmoid": (F.logsigmoid, None), "softsign": (F.softsign, POSITIVE),
+    "tanhshrink": (F.tanhshrink, None), "rsqrt": (torch.rsqrt, POSITIVE),
+    "log": (torch.log, POSITIVE), "log1p": (torch.log1p, POSITIVE), "log2": (torch.log2, POSITIVE),
+    "sqrt": (torch.sqrt, POSITIVE), "pow 3": (lambda x: x**3, None), "pow 1.5": (lambda x: x**1.5, POSITIVE),
+    "number to the power": (lambda x: 1.5**x, None), "reciprocal": (torch.reciprocal, POSITIVE),
+    "cos": (torch.cos, None), "atan": (torch.atan, None), "hardswish": (F.hardswish, (-2.5, -0.5)),
+    "hardsigmoid": (F.hardsigmoid, (-2.5, -0.5)), "leaky_relu": (F.leaky_relu, (-2.5, -0.5)),
+    "clamp": (lambda x: x.clamp(0.2, 3), POSITIVE), "abs": (torch.abs, (-2.5, -0.5)), "square": (torch.square, None),
+    "log of softmax": (lambda x: F.log_softmax(x, -1), None), "softmax": (lambda x: F.softmax(x, 0), None),
+    "mean": (lambda x: x.mean(-1), None), "var": (lambda x: x.var(-1), None), "std": (lambda x: x.std(0), None),
+    "sum": (lambda x: x.sum((0, 1)), None), "logsumexp": (lambda x: x.logsumexp(-1), None),
+    "cumsum": (lambda x: x.cumsum(-1), None), "prod": (lambda x: x.prod(-1), POSITIVE),
+    "normalize": (lambda x: F.normalize(x, dim=-1), POSITIVE), "norm": (lambda x: x.norm(dim=-1), POSITIVE),
+    "flip and roll": (lambda x: x.flip(0).roll(1, -1) * x, None), "tril": (lambda x: x.tril() * x, None),
+}  # fmt: skip
+
+MORE = {
+    # function; shapes of its inputs
+    "mul": (lambda x, y: x * y, [(3, 4), (4,)]),
+    "div": (lambda x, y: x / y.exp(), [(3, 4), (3, 1)]),
+    "lerp": (lambda x, y, z: torch.lerp(x, y, z), [(3, 4), (3, 4), (3, 4)]),
+    "lerp by a number": (lambda x, y: torch.lerp(x, y, 0.3), [(3, 4), (4,)]),
+    "addcmul": (lambda x, y, z: torch.addcmul(x, y, z, value=0.5), [(3, 4), (3, 4), (4,)]),
+    "addcdiv": (lambda x, y, z: torch.addcdiv(x, y, z.exp(), value=0.5), [(3, 4), (3, 4), (4,)]),
+    "where": (lambda x, y: torch.where(x > y, x * 2, y * 3), [(3, 4), (3, 4)]),
+    "pow": (lambda x, y: x.exp() ** y, [(3, 4), (3, 4)]),
+    "atan2": (torch.atan2, [(3, 4), (3, 4)]),
+    "hypot": (torch.hypot, [(3, 4), (3, 4)]),
+    "prelu": (F.prelu, [(3, 4), (4,)]),
+    "glu": (lambda x: F.glu(x, -1), [(3, 4)]),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (4,), w, b), [(3, 4), (4,), (4,)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (4,), w), [(3, 4), (4,)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(2, 4, 3), (4,), (4,)]),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), [(3, 4, 2), (4,), (4,)],
+    ),
+    "instance_norm": (lambda x: F.instance_norm(x), [(2, 3, 4)]),
+    "linear": (lambda x, w, b: F.silu(F.linear(x, w, b)), [(3, 4), (5, 4), (5,)]),
+    "matmul": (lambda x, y: torch.tanh(x @ y), [(2, 3, 4), (2, 4, 3)]),
+    "einsum": (lambda x, y: torch.einsum("bij,kj->bki", x, y), [(2, 3, 4), (5, 4)]),
+    "conv2d": (lambda x, w, b: torch.tanh(F.conv2d(x, w, b, padding=1)), [(1, 2, 4, 4), (3, 2, 3, 3), (3,)]),
+    "conv1d": (lambda x, w: F.silu(F.conv1d(x, w, stride=2)), [(2, 3, 7), (4, 3, 3)]),
+    "conv_transpose2d": (lambda x, w: torch.tanh(F.conv_transpose2d(x, w)), [(1, 2, 3, 3), (2, 2, 2, 2)]),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x * x, 2), [(1, 2, 4, 4)]),
+    "interpolate": (lambda x: F.interpolate(x * x, scale_factor=2.0, mode="bilinear"), [(1, 2, 3, 3)]),
+    "pad": (lambda x: F.pad(x * x, (1, 2)), [(3, 4)]),
+    "attention": (F.scaled_dot_product_attention, [(1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)]),
+    "huber_loss": (lambda x, y: F.huber_loss(x, y, delta=0.7), [(3, 4), (3, 4)]),
+    "kl_div": (lambda x, y: F.kl_div(F.log_softmax(x, -1), F.softmax(y, -1), reduction="sum"), [(3, 4), (3, 4)]),
+    "cat and chunk": (lambda x, y: torch.cat([x.sin(), y], -1).chunk(2, -1)[1] * 2, [(3, 4), (3, 4)]),
+    "index": (lambda x: x[[0, 2, 2]] * x[1], [(3, 4)]),
+    "gather": (lambda x: x.gather(-1, torch.tensor([[0, 0], [3, 1], [2, 2]])) ** 2, [(3, 4)]),
+    "in place": (lambda x, y: (x * y).add_(y).sigmoid_() * x, [(3, 4), (4,)]),
+}  # fmt: skip
+
+
+class NetOf3(Net):
+    """With three inputs."""
+
+    def forward(self, x, y, z):
+        return self._forward(self, x, y, z)
+
+
+def assert_gradients_are_differences(function, inputs):
+    """In float64, those of a step."""
+    kind = {1: Net, 2: Net2, 3: NetOf3}[len(inputs)]
+    fast = warm(fxfuse.optimize(kind(lambda m, *inputs: function(*inputs))), *inputs)
+    assert torch.autograd.gradcheck(fast, inputs, atol=1e-7, rtol=1e-6)
+    assert len(made(fast)) == 1, "those calls were of other kinds"
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_gradients_of_pointwise_functions_are_differences(name):
+    function, interval = POINTWISE[name]
+    low, high = interval or (-2.0, 2.0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3, 4, generator=generator, dtype=torch.float64) * (high - low) + low
+    assert_gradients_are_differences(function, (x.requires_grad_(),))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_gradients_of_functions_of_many_tensors_are_differences(name):
+    function, shapes = MORE[name]
+    inputs = tuple(randn(*shape, seed=seed).double().requires_grad_() for seed, shape in enumerate(shapes))
+    assert_gradients_are_differences(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["gelu", "softplus", "softmax", "var", "rsqrt"])
+def test_second_derivatives_are_differences(name):
+    function, interval = POINTWISE[name]
+    low, high = interval or (-2.0, 2.0)
+    x = torch.rand(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * (high - low) + low
+    fast = warm(fxfuse.optimize(Net(lambda m, x: function(x))), x.requires_grad_())
+    assert torch.autograd.gradgradcheck(fast, (x,), atol=1e-7, rtol=1e-6)
+    assert len(made(fast)) == 1
+
+
+# --------------------------------------------------------------------------------------------------- dropout
+
+DROPPING = {
+    "dropout": (with_dropout, (6, 8)),
+    "in place": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5, inplace=True), nn.Tanh()), (6, 8)),
+    "twice": (lambda: nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 16), nn.SiLU(), nn.Dropout(0.5)), (6, 8)),
+    "dropout2d": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout2d(0.5)), (2, 3, 6, 6)),
+    "alpha dropout": (lambda: nn.Sequential(nn.Linear(8, 16), nn.SELU(), nn.AlphaDropout(0.2)), (6, 8)),
+    "rand_like": (lambda: Net(lambda m, x: m.fc(x) * torch.rand_like(x), fc=linear()), (6, 8)),
+    "all": (lambda: Net(lambda m, x: F.dropout(m.fc(x), 1.0) + x * torch.rand_like(x), fc=linear()), (6, 8)),
+    "attention": (
+        lambda: Net(lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, x, dropout_p=0.3), fc=linear()), (2, 5, 8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_draws_what_eager_draws(name):
+    make, shape = DROPPING[name]
+    torch.manual_seed(0)
+    fast, model, _ = triple(make())
+    results = []
+    for call in range(5):
+        x, found = randn(*shape, seed=1).requires_grad_(), []
+        for each in (fast, model):
+            torch.manual_seed(call)
+            first = step_of(each, x)
+            found.append([*first, *step_of(each, x), torch.get_rng_state()])
+        torch.testing.assert_close(found[0][:-1], found[1][:-1], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[0][-1], found[1][-1]), "the generator is elsewhere afterwards"
+        results += [found[0][0], found[0][len(found[0]) // 2]]
+    made(fast)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
+
+
+def test_gradients_of_gradients_with_dropout():
+    fast, model, _ = triple(with_dropout())
+    x = randn(6, 8).requires_grad_()
+    warm(fast, x)
+    found = [gradient_penalty(each, as_new(x)) for each in (fast, model)]
+    made(fast)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- several processes, many steps
+
+
+def train_beside_another(rank, folder):
+    """One of two processes: gradients under DistributedDataParallel, of an optimised model and of the model itself."""
+    torch.set_num_threads(1)
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        found, eager = [], mlp()
+        fast = fxfuse.optimize(copy.deepcopy(eager))
+        for model in (fast, eager, copy.deepcopy(eager).double()):
+            parallel, gradients = nn.parallel.DistributedDataParallel(model), []
+            for step in range(4):
+                model.zero_grad()
+                x = randn(6, 8, seed=10 * rank + step).to(next(model.parameters()).dtype)
+                weighed(parallel(x)).backward()
+                gradients += [gradient.clone() for gradient in all_gradients(model)]
+            found.append(gradients)
+        torch.save((found, len(made(fast))), f"{folder}/{rank}")
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel(tmp_path):
+    torch.multiprocessing.spawn(train_beside_another, (str(tmp_path),), nprocs=2)
+    (first, steps), (second, _) = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert steps
+    torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)  # all processes have the mean
+    assert_errors_as_eagers(*first)
+    alone = mlp()
+    weighed(alone(randn(6, 8, seed=0))).backward()
+    assert not torch.allclose(first[0][0], alone[0].weight.grad), "nothing was exchanged"
+
+
+def test_many_steps_follow_eagers_losses():
+    torch.manual_seed(0)
+    features, weights = randn(64, 8), randn(8, 3, seed=1)
+    classes = (torch.tanh(features @ weights)).argmax(-1)
+    curves = []
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3))
+    for each in (fxfuse.optimize(copy.deepcopy(model)), model):
+        optimizer, losses = torch.optim.SGD(each.parameters(), lr=0.1), []
+        for step in range(50):
+            rows = slice(16 * (step % 4), 16 * (step % 4) + 16)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(each(features[rows]), classes[rows])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses))
+        if each is not model:
+            made(each)
+    assert curves[1][-4:].mean() < 0.5 * curves[1][:4].mean()
+    torch.testing.assert_close(*curves, rtol=1e-4, atol=0)
