@@ -883,9 +883,17 @@ def input_changed_before_the_backward(model, x):
     backward(result)
 
 
+def weight_changed_before_the_backward(model, x):
+    result = model(x)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    backward(result)
+
+
 FORBIDDEN = {
     backward_of_what_is_gone: "second time",
     input_changed_before_the_backward: "modified",
+    weight_changed_before_the_backward: "modified",
 }
 
 
@@ -1291,6 +1299,10 @@ POINTWISE = {
 
 MORE = {
     # function; shapes of its inputs
+    "mse_loss": (F.mse_loss, [(3, 4), (3, 4)]),
+    "binary_cross_entropy_with_logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), [(3, 4), (3, 4)],
+    ),
     "mul": (lambda x, y: x * y, [(3, 4), (4,)]),
     "div": (lambda x, y: x / y.exp(), [(3, 4), (3, 1)]),
     "lerp": (lambda x, y, z: torch.lerp(x, y, z), [(3, 4), (3, 4), (3, 4)]),
