@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import COPIES, Net, Net2, batch_norm, linear, randn
+from test_loops import GPUS, where
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
+from fxfuse import joint
 from fxfuse.module import FusedModule, state_of
 
 FEW_ULPS = 4 * torch.finfo(torch.float32).eps
@@ -1212,7 +1214,7 @@ COMPILED = {
     # what makes the model, inputs, how many graphs have steps
     "mlp": (*MODELS["mlp"], 1),
     "transformer block": (*MODELS["transformer block"], 1),
-    "convolutions": (*MODELS["convolutions"], 0),  # Dynamo's graphs change buffers that they are given
+    "convolutions": (*MODELS["convolutions"], 1),  # Dynamo's graphs change buffers that they are given
     "tied embedding": (*MODELS["tied embedding"], 1),
     "graph break": (lambda: Net(broken, a=linear(16), b=nn.Linear(16, 4)), wanting(5, 8), 2),
 }  # fmt: skip
@@ -1481,3 +1483,70 @@ def test_many_steps_follow_eagers_losses():
             made(each)
     assert curves[1][-4:].mean() < 0.5 * curves[1][:4].mean()
     torch.testing.assert_close(*curves, rtol=1e-4, atol=0)
+
+
+# --------------------------------------------------------------------------------------- as it is on a GPU
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request, monkeypatch):
+    """A GPU, or a CPU that takes operators apart as for one, whose programs run on the emulated GPU."""
+    apart = joint._decompositions
+    monkeypatch.setattr(joint, "_decompositions", lambda device: apart("cuda"))
+    return where(request.param, monkeypatch)
+
+
+def affine_norms():
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4, affine=False),
+        nn.GroupNorm(2, 4), nn.Flatten(), nn.LayerNorm(144), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.GELU(),
+    )  # fmt: skip
+
+
+NORMS = {
+    "norms": (affine_norms, lambda seed: (randn(5, 4, 8, 8, seed=seed) * 3 + 1,)),
+    "far from zero": (lambda: nn.BatchNorm2d(3), lambda seed: (randn(4, 3, 6, 7, seed=seed) + 30,)),
+    "batch norm of series": MODELS["batch norm of series"],
+    "transformer block": MODELS["transformer block"],
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_rows_of_a_gpu(name, channels_last, gpu):
+    make, inputs_of = NORMS[name]
+    torch.manual_seed(0)
+    fast, model, exact = triple(make().to(gpu))
+    for call in range(4):
+        inputs = [x.detach().to(gpu) for x in inputs_of(call)]
+        if channels_last and inputs[0].dim() == 4:
+            inputs[0] = inputs[0].to(memory_format=torch.channels_last)
+        inputs[0].requires_grad_()
+        found = [step_of(fast, *inputs), step_of(model, *inputs), step_of(exact, *as_exact(inputs))]
+        assert_errors_as_eagers(*found, where=f"call {call}", factor=4.0)
+        counted = [[buffer.double() for buffer in each.buffers()] for each in (fast, model, exact)]
+        assert_errors_as_eagers(*counted, where=f"call {call}", factor=4.0)
+    made(fast)
+
+
+def test_what_nobody_uses_has_no_gradient():
+    torch.manual_seed(0)
+    fast, model, _ = triple(Net(lambda m, x: (m.a(x), m.b(x).tanh()), a=linear(), b=linear()))
+    for call in range(4):
+        x = randn(5, 8, seed=call)
+        for each in (fast, model):
+            each.zero_grad()
+            backward(each(x)[0])
+        assert fast.b.weight.grad is None is model.b.weight.grad
+        torch.testing.assert_close(fast.a.weight.grad, model.a.weight.grad)
+    made(fast)
+
+
+def test_many_gradients_at_once(recwarn):
+    fast, model, _ = triple(mlp())
+    warm(fast, randn(6, 8).requires_grad_())
+    x = randn(6, 8).requires_grad_()
+    every = torch.randn(7, *model(x).shape)
+    found = [torch.autograd.grad(each(x), x, every, is_grads_batched=True)[0] for each in (fast, model)]
+    torch.testing.assert_close(*found)
+    assert not [each for each in recwarn if issubclass(each.category, fxfuse.FxfuseWarning)]
