@@ -22,6 +22,7 @@ from torch._decomp import get_decompositions
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
+from fxfuse.layout import is_overlapping
 from fxfuse.locks import free_in_children
 from fxfuse.program.values import Refused, device_of
 
@@ -91,15 +92,16 @@ class Traced:
         self, root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
         tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        self._root, self._graph, self._paths, self._given = root, graph, paths, given
-        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self._attributes = attributes
-        self.buffers = [
-            n for n, tensor in enumerate(tensors) if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
-        ]
-        """Which it may change: what has no gradients. Dynamo gives a graph a model's buffers as arguments."""
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self._root, self._graph = root, graph
+        # by number: no call's tensors are kept alive
+        self._constants = {node: value for node, value in given.items() if not isinstance(value, torch.Tensor)}
+        self._given = {node: numbers[id(value)] for node, value in given.items() if node not in self._constants}
+        self._attributes = {path: numbers[id(tensor)] for path, tensor in zip(paths, attributes, strict=True)}
+        self.buffers = [number for number, tensor in enumerate(tensors) if _may_change(tensor)]
+        """Which the graph may change in place. Dynamo gives it a model's buffers as arguments."""
         self.places: list[tuple[str, int]] = []
-        """Of each tensor that is returned: ("given", number) or ("result", number)."""
+        """Of each leaf of what is returned: ("given", number), ("result", number) or ("constant", number)."""
         self.structure: Any = None
         self.constants: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
@@ -110,46 +112,51 @@ class Traced:
         own = list(tensors)
         for number in self.buffers:
             own[number] = own[number].clone()
-
-        def instead(value: Any) -> Any:
-            return own[self._numbers[id(value)]] if isinstance(value, torch.Tensor) else value
-
-        values = {node: instead(value) for node, value in self._given.items()}
-        attributes = dict(zip(self._paths, map(instead, self._attributes), strict=True))
+        values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
+        attributes = {path: own[number] for path, number in self._attributes.items()}
         result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
-        leaves, self.structure = pytree.tree_flatten(_mutable(result))
+        leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}
-        results: dict[int, tuple[int, torch.Tensor]] = {}
-        self.places, self.constants = [], []
+        by_identity: dict[int, tuple[int, torch.Tensor]] = {}
+        places: list[tuple[str, int]] = []
+        constants: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 if not isinstance(leaf, _PLAIN):
                     raise Refused(f"it returns a {type(leaf).__name__}")
-                self.places.append(("constant", len(self.constants)))
-                self.constants.append(leaf)
+                places.append(("constant", len(constants)))
+                constants.append(leaf)
             elif id(leaf) in of_given:
-                self.places.append(("given", of_given[id(leaf)]))
+                places.append(("given", of_given[id(leaf)]))
             else:
-                number, _ = results.setdefault(id(leaf), (len(results), leaf))
-                self.places.append(("result", number))
-        tensors_of_result = [tensor for _, tensor in results.values()]
-        there = Counter(map(id, [*own, *tensors_of_result, *(tensor._base for tensor in tensors_of_result)]))
-        tensors_of_result = [
+                number, _ = by_identity.setdefault(id(leaf), (len(by_identity), leaf))
+                places.append(("result", number))
+        results = [tensor for _, tensor in by_identity.values()]
+        there = Counter(map(id, [*own, *results, *(tensor._base for tensor in results)]))
+        results = [
             _aten._unsafe_view(tensor, tensor.shape)  # a view of what nobody else has is none
             if tensor._base is not None and there[id(tensor._base)] == 1
             else tensor
-            for tensor in tensors_of_result
+            for tensor in results
         ]
-        self.results = len(results)
-        self.differentiable = tuple(n for n, tensor in enumerate(tensors_of_result) if tensor.requires_grad)
         if any(own[number].requires_grad for number in self.buffers):
             raise Refused("it changes a buffer to something that has gradients")
-        return (*tensors_of_result, *(own[number] for number in self.buffers))
+        self.places, self.structure, self.constants, self.results = places, structure, constants, len(results)
+        self.differentiable = tuple(number for number, tensor in enumerate(results) if tensor.requires_grad)
+        return (*results, *(own[number] for number in self.buffers))
 
     def output(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
         """What the graph returns."""
         sources = {"given": given, "result": results, "constant": self.constants}
         return pytree.tree_unflatten([sources[kind][number] for kind, number in self.places], self.structure)
+
+
+def _may_change(tensor: torch.Tensor) -> bool:
+    """Whether the graph may: what has no gradients, and of which a copy has the same strides."""
+    if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        return False
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span + 1 == tensor.numel() and not is_overlapping(tensor.shape, tensor.stride())
 
 
 def _mutable(result: Any) -> Any:
@@ -221,15 +228,16 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
     decided = _decided_by(changed)
     if any(node in decided for node in (*results, *saved)):
         raise Refused("a buffer that it changes decides what it computes")
-    more = [node for node in dict.fromkeys(saved) if node not in results and node not in primals]
     with forward.graph.inserting_before(end):
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
-    end.args = ((*results, *more),)
     _make_views_again(forward, backward, {*primals, *results})
+    taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    names = {node.name for node in taken}
+    more = [node for node in forward.graph.nodes if node.name in names and node not in (*results, *primals)]
+    end.args = ((*results, *more),)
     sources = {"given": primals, "result": results, "more": more}
     by_name = {node.name: (kind, at) for kind, nodes in sources.items() for at, node in enumerate(nodes)}
-    taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in taken if node.name.startswith("tangents_")]
     kept = taken[: len(taken) - len(tangents)]
     if len(tangents) != len(traced.differentiable) or taken[len(kept) :] != tangents:
