@@ -6,9 +6,11 @@ import collections
 import contextlib
 import enum
 import functools
+import importlib
 import pickle
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse.errors import FxfuseError
+from fxfuse.locks import free_in_children
 
 _MISSING: Final = object()
 _LITERALS: Final = (bool, int, float, str, torch.dtype, torch.device)
@@ -31,16 +34,20 @@ class RandomState:
     """The states of Python's, numpy's and torch's global generators."""
 
     def __init__(self) -> None:
+        numpys = _numpy_random()
         self._python = random.getstate()
-        self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._torch = [(generator, generator.get_state()) for generator in _generators()]
+        self._numpy: Any = None if numpys is None else numpys.get_state()
+        with _STATES:
+            self._torch = [(generator, generator.get_state()) for generator in _generators()]
 
     def restore(self) -> None:
         random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._torch:
-            generator.set_state(state)
+        numpys = _numpy_random()
+        if self._numpy is not None and numpys is not None:
+            numpys.set_state(self._numpy)
+        with _STATES:
+            for generator, state in self._torch:
+                generator.set_state(state)
 
     def is_present(self) -> bool:
         """Whether nobody has drawn since."""
@@ -50,6 +57,16 @@ class RandomState:
         with torch._C.DisableTorchFunction():  # of a trace under way
             states = zip(self._torch, now._torch, strict=False)  # a GPU may have been met for the first time
             return all(before.equal(after) for (_, before), (_, after) in states)
+
+
+_STATES: Final = free_in_children(threading.RLock())
+"""torch locks a generator and may then run Python (a collection of garbage), while another thread waits for the
+generator with Python's lock in its hands."""
+
+
+def _numpy_random() -> Any:
+    """numpy.random, whole, also while another thread imports it; None if nobody has imported numpy."""
+    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
 def _generators() -> list[torch.Generator]:
@@ -138,8 +155,9 @@ def draws_without_readers(call: Callable[[], Any]) -> list[Callable[[], Any]] | 
 def seed(number: int) -> None:
     """Sets all global generators."""
     random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
+    numpys = _numpy_random()
+    if numpys is not None:
+        numpys.seed(number)
     torch.manual_seed(number)
 
 
@@ -216,8 +234,8 @@ def _is_generator(value: Any) -> bool:
     """Whether it is a generator of random numbers, of torch, Python or numpy."""
     if isinstance(value, random.Random | torch.Generator):
         return True
-    numpy: Any = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+    numpys = _numpy_random()
+    return numpys is not None and isinstance(value, numpys.Generator | numpys.RandomState)
 
 
 def _numpys_state(generator: Any) -> Any:
