@@ -8,6 +8,7 @@ is moved to a neighbour, up or down at random, in forward and in backward, in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,11 @@ _OTHERWISE: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     # the input's sign for zeros where torch goes element by element (the end of a tensor, a GPU, AOTAutograd), none in
     # vectors
     torch.ops.aten.softshrink.default: lambda x: torch.where(x == 0, torch.full_like(x, -0.0), x),
+    # eager's sixth is that of float32 in float64, too
     torch.ops.aten.hardsigmoid_backward.default: lambda x: x * (2 - 6 * float(torch.tensor(6.0).reciprocal())),
-}  # eager's sixth is that of float32 in float64, too
+    # of infinity NaN in vectors of float32 and bfloat16, infinity in float16 and element by element
+    torch.ops.aten.gelu.default: lambda x: torch.where(x.isposinf(), torch.full_like(x, math.nan), x),
+}
 """What torch computes now in one way, now in another: the other, of the one."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
