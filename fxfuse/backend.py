@@ -63,7 +63,7 @@ def compile_graph(
         raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
     fused = fused_graph(gm, Settings(**given), Replays(lends=True) if cuda_graphs else False)
     _graphs.add(fused)
-    return prepared_by_first_call(fused)
+    return plans.prepared_by_first_call(fused)
 
 
 def compiled_graphs() -> tuple[FusedModule, ...]:
@@ -91,21 +91,6 @@ def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **opt
 
 
 recomputed.is_checkpoint = True  # type: ignore[attr-defined]  # for training.py
-
-
-def prepared_by_first_call(fused: FusedModule) -> Callable[..., Any]:
-    """`fused`, whose first call computes with torch and compiles all kernels that it would have needed."""
-    ready = False
-
-    def run(*args: Any) -> Any:
-        nonlocal ready
-        if ready:
-            return fused(*args)
-        ready = True
-        with plans.preparing():
-            return fused(*args)
-
-    return run
 
 
 # ------------------------------------------------------------------------------------------- registration

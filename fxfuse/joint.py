@@ -22,8 +22,9 @@ from torch._decomp import get_decompositions
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
-from fxfuse.layout import is_overlapping
+from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
+from fxfuse.problem import TensorMeta
 from fxfuse.program.values import Refused, device_of
 
 _aten: Final = torch.ops.aten
@@ -44,8 +45,8 @@ class Joint:
     """What the backward takes: ("given", number of a tensor), ("result", number), or ("more", number after those)."""
     depends: tuple[frozenset[int], ...]
     """By tensor, on which of those gradients its own depends."""
-    layouts: tuple[tuple[int, ...], ...]
-    """Strides of the results that have gradients, for which the backward was traced."""
+    gradients: tuple[TensorMeta, ...]
+    """Those of results, as the backward was traced for them."""
     changed: frozenset[int]
     """The buffers, by number, into which the forward writes."""
     draws: bool
@@ -55,19 +56,19 @@ class Joint:
 
 
 def joint_of(
-    root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
-    tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor],
+    root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], attributes: Mapping[str, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
 ) -> Joint:  # fmt: skip
     """Traces a graph.
 
     Args:
-        paths: of all tensors of modules that it reads: `attributes` are what they are.
-        given: the values of its placeholders and of its nodes of attributes.
-        tensors: those among them, each once.
+        values: of its placeholders and of its nodes of attributes.
+        attributes: by path, all tensors of modules that it reads.
+        tensors: those among both, each once.
 
     Raises Refused if AOTAutograd cannot do that, or if the graph does to what it is given what no pair of graphs does.
     """
-    traced = Traced(root, graph, paths, given, tensors, attributes)
+    traced = Traced(root, graph, values, attributes, tensors)
     try:
         with _TRACING, torch.enable_grad():
             device = device_of(tensors)
@@ -89,15 +90,15 @@ class Traced:
     """A graph as a function of tensors alone, which is what AOTAutograd traces; notes what its results are."""
 
     def __init__(
-        self, root: nn.Module, graph: fx.Graph, paths: Sequence[str], given: Mapping[fx.Node, Any],
-        tensors: Sequence[torch.Tensor], attributes: Sequence[torch.Tensor],
+        self, root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
+        attributes: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self._root, self._graph = root, graph
         # by number: no call's tensors are kept alive
-        self._constants = {node: value for node, value in given.items() if not isinstance(value, torch.Tensor)}
-        self._given = {node: numbers[id(value)] for node, value in given.items() if node not in self._constants}
-        self._attributes = {path: numbers[id(tensor)] for path, tensor in zip(paths, attributes, strict=True)}
+        self._constants = {node: value for node, value in values.items() if not isinstance(value, torch.Tensor)}
+        self._given = {node: numbers[id(value)] for node, value in values.items() if node not in self._constants}
+        self._attributes = {path: numbers[id(tensor)] for path, tensor in attributes.items()}
         self.buffers = [number for number, tensor in enumerate(tensors) if _may_change(tensor)]
         """Which the graph may change in place. Dynamo gives it a model's buffers as arguments."""
         self.places: list[tuple[str, int]] = []
@@ -155,8 +156,7 @@ def _may_change(tensor: torch.Tensor) -> bool:
     """Whether the graph may: what has no gradients, and of which a copy has the same strides."""
     if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return False
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span + 1 == tensor.numel() and not is_overlapping(tensor.shape, tensor.stride())
+    return is_dense(tensor.shape, tensor.stride())
 
 
 def _mutable(result: Any) -> Any:
@@ -246,11 +246,19 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
         raise Refused("its backward takes what its forward does not give")
     for half in (forward, backward):
         half.recompile()
+    values = [node.meta["val"] for node in tangents]
     return Joint(
-        forward, backward, traced.results, traced.differentiable, tuple(by_name[node.name] for node in kept),
-        _dependences(backward, tangents), tuple(tuple(node.meta["val"].stride()) for node in tangents),
-        frozenset(primals.index(node) for node in changed), any(map(_draws, forward.graph.nodes)), traced,
-    )  # fmt: skip
+        forward=forward,
+        backward=backward,
+        results=traced.results,
+        differentiable=traced.differentiable,
+        kept=tuple(by_name[node.name] for node in kept),
+        depends=_dependences(backward, tangents),
+        gradients=tuple(TensorMeta.of(value, value.device) for value in values),
+        changed=frozenset(primals.index(node) for node in changed),
+        draws=any(map(_draws, forward.graph.nodes)),
+        reference=traced,
+    )
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
@@ -388,8 +396,8 @@ _TAKEN_APART: Final = (
 )  # fmt: skip
 """Operators that are expressions of others: torch's own decompositions of them."""
 _ROWS: Final = (
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward", "native_group_norm",
-    "native_group_norm_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
+    "native_group_norm", "native_group_norm_backward",
 )  # fmt: skip
 """The same with sums of rows."""
 
@@ -403,25 +411,10 @@ def _decompositions(device: str) -> dict[Any, Callable[..., Any]]:
     if device == "cpu":
         return known
     return known | {
-        _aten.native_layer_norm.default: _native_layer_norm,
         _aten.var_mean.correction: _var_mean,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
-
-
-def _native_layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """torch's own, on a CPU, rounds what it keeps for the backward to 16 bits if x has so many."""
-    dims = list(range(x.dim() - len(shape), x.dim()))
-    exact = x if x.dtype == torch.float64 else x.float()
-    variance, mean = torch.var(exact, dims, correction=0, keepdim=True), exact.mean(dims, keepdim=True)
-    scale = torch.rsqrt(variance + eps)
-    made = (exact - mean) * scale
-    made = made if weight is None else made * weight
-    made = made if bias is None else made + bias
-    return made.to(x.dtype), mean, scale
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:

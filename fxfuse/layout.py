@@ -63,6 +63,12 @@ def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie side by side in memory, in whatever order, each in a place of its own."""
+    span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return span + 1 == math.prod(shape) and not is_overlapping(shape, strides)
+
+
 def broadcast_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> Strides:
     """Strides of a tensor of `shape` seen at `target`'s shape; zero along broadcast dimensions.
 

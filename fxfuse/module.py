@@ -33,7 +33,7 @@ from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
 from fxfuse.state import Attributes, same_attributes
 from fxfuse.structure import OF_GRAPH_MODULES, Structure, changes, is_same, structure_of
-from fxfuse.training import Steps
+from fxfuse.training import Training
 
 logger = logging.getLogger("fxfuse")
 
@@ -82,7 +82,7 @@ class FusedState:
     """The model's CUDA graphs, if it was asked for any."""
     programs: Programs | None = None
     """What runs calls without gradients."""
-    steps: Steps | None = None
+    training: Training | None = None
     """What runs calls that need them, since the first of them."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
@@ -177,9 +177,9 @@ class FusedModule(fx.GraphModule):
             state.programs = Programs(state.captured.root, self._graph)
             if state.programs.reason is None:
                 type(self).forward = _programmed(type(self).forward)
-            state.steps = None
+            state.training = None
             if state.captured.graph is not None:
-                type(self).forward = _stepping(type(self).forward)
+                type(self).forward = _trained(type(self).forward)
             if state.captured.tensors:
                 type(self).forward = _for_tensors(type(self).forward, state.captured)
             if state.captured.graph is not None and not isinstance(state.captured.root, fx.GraphModule):
@@ -507,22 +507,22 @@ def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(programmed)
 
 
-def _stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, or a step of training in its place."""
+def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, or a training step in its place."""
 
     @functools.wraps(forward)
-    def stepping(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+    def trained(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         state = state_of(self)
-        steps = state.steps
-        if steps is None:
+        training = state.training
+        if training is None:
             assert state.captured.graph is not None
             fused = functools.partial(_fused_half, state.settings)
-            state.steps = steps = Steps(state.captured.root, state.captured.graph, fused)
-        return steps.call(functools.partial(forward, self), args, kwargs)
+            state.training = training = Training(state.captured.root, state.captured.graph, fused)
+        return training.call(functools.partial(forward, self), args, kwargs)
 
-    return _with_own_code(stepping)
+    return _with_own_code(trained)
 
 
 def _fused_half(settings: Settings, graph_module: fx.GraphModule) -> FusedModule:

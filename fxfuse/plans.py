@@ -471,6 +471,21 @@ def preparing() -> Iterator[Drafts]:
         drafts.close()
 
 
+def prepared_by_first_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which the first time computes with torch and compiles all kernels that it would have needed."""
+    ready = False
+
+    def run(*args: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return call(*args)
+        ready = True
+        with preparing():
+            return call(*args)
+
+    return run
+
+
 def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:
     """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
     if plan.provisional:

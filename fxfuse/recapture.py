@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxfuse import plans
 from fxfuse.hooks import hooks_of
 from fxfuse.locks import free_in_children
 from fxfuse.state import Draws, unchanged
@@ -146,7 +147,7 @@ class Recapture:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nobody else's, as programs."""
-        return _nothing, ()
+        return type(None), ()
 
     @property
     def graphs(self) -> tuple[FusedModule, ...]:
@@ -282,7 +283,7 @@ def _fused(
     gm: fx.GraphModule, example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:  # fmt: skip
     """A backend, which Dynamo keeps for ever: it must not hold the model."""
-    from fxfuse.backend import fused_graph, prepared_by_first_call
+    from fxfuse.backend import fused_graph
     from fxfuse.module import drop_source_with
 
     drop_source_with(type(gm).forward)
@@ -290,7 +291,7 @@ def _fused(
     known = graphs()
     if known is not None:
         known.add(fused)
-    prepared = prepared_by_first_call(fused)
+    prepared = plans.prepared_by_first_call(fused)
 
     def run(*inputs: Any) -> Any:
         results = prepared(*inputs)
@@ -361,10 +362,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     finite = one.isfinite() & other.isfinite()
     size, apart = (float(part.detach().double()[finite].norm()) for part in (one, one - other))
     return apart / size if size else apart
-
-
-def _nothing() -> None:
-    return None
 
 
 def _is_watched(values: Sequence[Any]) -> bool:

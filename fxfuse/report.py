@@ -236,13 +236,13 @@ def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
 
 def _training_report(path: str, module: FusedModule) -> Iterator[str]:
     """What became of calls that needed gradients."""
-    steps = state_of(module).steps
+    training = state_of(module).training
     what = f"'{path}'" if path else "the model"
-    if steps is None:
+    if training is None:
         return
-    if steps.reason is not None:
-        yield f"gradients of {what} come from torch: {steps.reason}"
-    for step in steps.steps:
+    if training.reason is not None:
+        yield f"gradients of {what} come from torch: {training.reason}"
+    for step in training.steps:
         for name, half in (("forward", step.forward), ("backward", step.backward)):
             assert isinstance(half, FusedModule)
             yield from _programs_of(f"in training, the {name} of {what}", half)

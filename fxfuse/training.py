@@ -24,8 +24,8 @@ from fxfuse.errors import FxfuseError
 from fxfuse.guard import Guard
 from fxfuse.joint import Joint, joint_of
 from fxfuse.locks import free_in_children
-from fxfuse.program import MOST_KEPT, PATIENCE, are_plain, described, switches
-from fxfuse.program.binding import Binding, Bound
+from fxfuse.program import MOST_KEPT, are_plain, described, is_captured, switches
+from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
 from fxfuse.program.values import PLAIN, Refused, device_of
@@ -40,8 +40,8 @@ GIVEN: Final = -1
 """Memory that the graph was given."""
 
 
-class Step:
-    """What runs one kind of call, and its backward."""
+class TrainingStep:
+    """Runs one kind of call that needs gradients, and its backward."""
 
     def __init__(
         self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned
@@ -50,7 +50,7 @@ class Step:
         Args:
             returned: by the graph itself, in a call of this kind. Raises Refused if its results share memory.
         """
-        self.joint, self.first = joint, _first(bound.tensors)
+        self.joint, self._distinct = joint, _first(bound.tensors)
         places = joint.reference.places
         pairs = zip(places, returned, strict=True)
         own = {result: item for (kind, result), item in pairs if kind == "result" and item is not None}
@@ -60,8 +60,12 @@ class Step:
             raise Refused("what it changes shares memory with something else that it was given")
         self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
-        self._run = tuple(map(_prepared_by_first_call, (self.forward, self.backward)))
-        self._constants, self._settings = bound.constants, _settings(bound.tensors)
+        # their forwards, since they have no hooks
+        self._run = [
+            plans.prepared_by_first_call(lambda *args, half=half: half.forward(*args))
+            for half in (self.forward, self.backward)
+        ]
+        self._constants, self._settings, self.autocast = bound.constants, _settings(bound.tensors), _autocast()
         self._guard = Guard(bound.tensors)
         self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
 
@@ -70,7 +74,7 @@ class Step:
         return (
             self._constants == bound.constants
             and self._guard.holds(bound.tensors, self._addresses)
-            and _first(bound.tensors) == self.first
+            and _first(bound.tensors) == self._distinct
             and _settings(bound.tensors) == self._settings
             and self._changes_alone(bound.tensors)
         )
@@ -79,12 +83,12 @@ class Step:
         """Whether what the forward writes into is no part of anything else that it was given."""
         if not self.joint.changed:
             return True
-        memory = Counter(tensors[at].untyped_storage()._cdata for at in self.first)
-        return all(memory[tensors[self.first[n]].untyped_storage()._cdata] == 1 for n in self.joint.changed)
+        memory = Counter(tensors[at].untyped_storage()._cdata for at in self._distinct)
+        return all(memory[tensors[self._distinct[n]].untyped_storage()._cdata] == 1 for n in self.joint.changed)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the graph makes of them."""
-        given = [tensors[at] for at in self.first]
+        given = [tensors[at] for at in self._distinct]
         return self.joint.reference.output(given, _Function.apply(self, *given))
 
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
@@ -95,7 +99,7 @@ class Step:
         return tuple(results), found[self.joint.results :]
 
     def run_backward(self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[Any]:
-        alike = [_lying(*each) for each in zip(gradients, self.joint.layouts, strict=True)]
+        alike = [_lying(gradient, meta.strides) for gradient, meta in zip(gradients, self.joint.gradients, strict=True)]
         with _without_autocast():
             return self._run[1](*kept, *alike)  # type: ignore[no-any-return]
 
@@ -122,15 +126,13 @@ class _Function(torch.autograd.Function):
     """The two graphs, for torch's autograd."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, step: TrainingStep, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         joint = step.joint
         ctx.step, ctx.random = step, RandomState() if joint.draws else None
-        ctx.autocast = _autocast()
         ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
         ctx.given, ctx.versions = given, [each._version for each in given]
-        ctx.kinds = [(results[at].shape, results[at].dtype, results[at].device) for at in joint.differentiable]
         # the backward's alone: what it does not need may be changed in the meantime
         sources = {"given": given, "result": results, "more": more}
         ctx.save_for_backward(*(sources[kind][number] for kind, number in joint.kept))
@@ -139,19 +141,17 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         step, kept = ctx.step, ctx.saved_tensors
-        given = [gradients[at] for at in step.joint.differentiable]
-        wanted = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(given, ctx.kinds, strict=True)
+        arrived = [gradients[at] for at in step.joint.differentiable]
+        whole = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
+            for gradient, meta in zip(arrived, step.joint.gradients, strict=True)
         ]
         if torch.is_grad_enabled():
-            return None, *_derivable(ctx, wanted)
-        if any(map(_is_batched, wanted)):
-            found = step.joint.backward(*kept, *wanted)
-        else:
-            found = step.run_backward(kept, wanted)
-        defined = {number for number, gradient in enumerate(given) if gradient is not None}
-        if len(defined) < len(given):
+            return None, *_derivable(ctx, whole)
+        batched = any(map(_is_batched, whole))
+        found = step.joint.backward(*kept, *whole) if batched else step.run_backward(kept, whole)
+        defined = {number for number, gradient in enumerate(arrived) if gradient is not None}
+        if len(defined) < len(arrived):
             found = [
                 None if defined.isdisjoint(depends) else each
                 for each, depends in zip(found, step.joint.depends, strict=True)
@@ -183,7 +183,7 @@ def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
     try:
         if ctx.random is not None:
             ctx.random.restore()
-        with _as_in(ctx.autocast):
+        with _autocast_as(ctx.step.autocast):
             results = joint.reference(*given)
     finally:
         now.restore()
@@ -194,21 +194,6 @@ def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
     )  # fmt: skip
     by_number = dict(zip(wanted, found, strict=True))
     return (by_number.get(number) for number in range(len(given)))
-
-
-def _prepared_by_first_call(graph: nn.Module) -> Callable[..., Any]:
-    """`graph`, whose first call computes with torch and compiles all kernels that it would have needed."""
-    ready = False
-
-    def run(*args: Any) -> Any:
-        nonlocal ready
-        if ready:
-            return graph.forward(*args)  # it has no hooks
-        ready = True
-        with plans.preparing():
-            return graph(*args)
-
-    return run
 
 
 # ------------------------------------------------------------------------------------------ what it depends on
@@ -229,29 +214,24 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 @contextlib.contextmanager
-def _as_in(autocast: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
+def _autocast_as(kinds: tuple[tuple[str, torch.dtype], ...], enabled: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for kind, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        for kind, dtype in kinds:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
     """The graphs cast what is to be cast themselves."""
     now = _autocast()
-    if not now:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for kind, _ in now:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
+    return _autocast_as(now, enabled=False) if now else contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------- a graph's
 
 
-class Steps:
-    """Those of one graph."""
+class Training:
+    """The training steps of one graph."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[[fx.GraphModule], nn.Module]) -> None:
         """
@@ -267,11 +247,10 @@ class Steps:
         """As if there had been no call: the modules that the graph calls are what they are now."""
         self.reason: str | None = None
         """Why there are none."""
-        self.steps: list[Step] = []
-        self._seen: Any = None
+        self.steps: list[TrainingStep] = []
+        self._repeats = Repeats()
         self._returned: Returned = []
-        """By the call before."""
-        self._misses = 0
+        """By the last call that was looked at."""
         try:
             if _top_hooks is None:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
@@ -285,7 +264,7 @@ class Steps:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nobody else's, as programs."""
-        return _nothing, ()
+        return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """forward(*args, **kwargs), by a step if it needs gradients and there is one for such a call."""
@@ -297,37 +276,26 @@ class Steps:
         if not self._leaves.are_as_before():  # a dropout has another probability, say
             self._begin()
             return self.call(forward, args, kwargs)
-        step = next((step for step in self.steps if step.is_for(bound)), None) or self._made(bound)
-        if step is not None:
-            return step(bound.tensors)
-        result = forward(*args, **kwargs)
-        self._returned = _returned(result, bound.tensors)
-        return result
+        step = next((step for step in self.steps if step.is_for(bound)), None)
+        if step is None and _may_have_step(bound):
+            is_second = self._repeats.look(lambda: _kind(bound))
+            if is_second:
+                step = self._made(bound)
+            elif is_second is not None:
+                result = forward(*args, **kwargs)
+                self._returned = _returned(result, bound.tensors)
+                return result
+        return forward(*args, **kwargs) if step is None else step(bound.tensors)
 
-    def _made(self, bound: Bound) -> Step | None:
-        """A step for a kind of calls, if the one before was of it."""
-        tensors, before = bound.tensors, self._seen
-        self._seen = None
-        if not PLAIN.issuperset(map(type, tensors)) or not are_plain(tensors, bound.constants):
-            return None
-        if not all(map(torch.numel, tensors)):  # of which torch's operators and its traces have different shapes
-            return None
-        if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
-            return None
-        self._misses += 1
-        if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
-            return None
-        seen = list(map(described, tensors)), bound.constants, _settings(tensors)
-        if before != seen:
-            self._seen = seen
-            return None
+    def _made(self, bound: Bound) -> TrainingStep | None:
+        """A step for calls of this kind, or a reason why there is none."""
+        tensors, binding = bound.tensors, self._binding
         with self._lock:
             try:
+                attributes = dict(zip(binding.paths, bound.attributes, strict=True))
                 given = [tensors[at] for at in _first(tensors)]
-                values = self._binding.values(bound)
-                paths = self._binding.paths
-                joint = joint_of(self._root, self._graph, paths, values, given, bound.attributes)
-                step = Step(joint, self._fused, bound, self._returned)
+                joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
+                step = TrainingStep(joint, self._fused, bound, self._returned)
             except Refused as refused:
                 self.reason = str(refused)
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)
@@ -336,9 +304,23 @@ class Steps:
                 self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
                 logger.warning("fxfuse: gradients come from torch", exc_info=error)
                 return None
-            self._misses = 0
+            self._repeats.count_anew()
             self.steps = [step, *self.steps][:MOST_KEPT]
             return step
+
+
+def _may_have_step(bound: Bound) -> bool:
+    return (
+        PLAIN.issuperset(map(type, bound.tensors))
+        and are_plain(bound.tensors, bound.constants)
+        and all(map(torch.numel, bound.tensors))  # of none torch's operators and its traces have different shapes
+        and not is_captured(bound.tensors)
+    )
+
+
+def _kind(bound: Bound) -> Any:
+    """What a step is for."""
+    return list(map(described, bound.tensors)), bound.constants, _settings(bound.tensors)
 
 
 def _is_intercepted() -> bool:
@@ -373,7 +355,3 @@ def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:
 
 def _is_strided(leaf: Any) -> bool:
     return type(leaf) in PLAIN and leaf.layout is torch.strided
-
-
-def _nothing() -> None:
-    return None

@@ -734,29 +734,19 @@ def test_every_tile_of_warpgroups_in_float32(tile, only_by_warpgroups):
 
 
 @NEEDS_HOPPER
+@pytest.mark.parametrize("x_lies", ["rows", "columns"])
 @pytest.mark.parametrize(
     "tile", [gemm.WGMMA_TF32X3_TILES[0], gemm.WGMMA_TF32X3_TILES[-1]], ids=lambda tile: f"{tile.n}"
 )
-def test_warpgroups_in_float32_turn_weights_over(tile, only_by_warpgroups):
+def test_warpgroups_in_float32_turn_weights_over(tile, x_lies, only_by_warpgroups):
     only_by_warpgroups(tile)
     for rows, features, depth in ((1000, 200, 136), (40000, 520, 648), (128, 8192, 8192)):
-        model = Net(
-            lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=gpu_tensor(depth, features), v=gpu_tensor(features)
-        )
-        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, gpu_tensor(rows, depth))
-
-
-@NEEDS_HOPPER
-@pytest.mark.parametrize(
-    "tile", [gemm.WGMMA_TF32X3_TILES[0], gemm.WGMMA_TF32X3_TILES[-1]], ids=lambda tile: f"{tile.n}"
-)
-def test_warpgroups_in_float32_read_columns_of_x(tile, only_by_warpgroups):
-    only_by_warpgroups(tile)
-    for rows, features, depth in ((1000, 200, 136), (40000, 520, 648), (128, 8192, 8192)):
-        model = Net(
-            lambda s, x: F.relu(torch.mm(x.t(), s.w) + s.v), w=gpu_tensor(depth, features), v=gpu_tensor(features)
-        )
-        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, gpu_tensor(depth, rows))
+        w, v = gpu_tensor(depth, features), gpu_tensor(features)
+        if x_lies == "rows":
+            model, x = Net(lambda s, x: F.relu(torch.addmm(s.v, x, s.w)), w=w, v=v), gpu_tensor(rows, depth)
+        else:
+            model, x = Net(lambda s, x: F.relu(torch.mm(x.t(), s.w) + s.v), w=w, v=v), gpu_tensor(depth, rows)
+        assert f"wgmma tf32x3 {tile.m}x{tile.n}x" in check(model, x)
 
 
 @NEEDS_HOPPER

@@ -141,9 +141,9 @@ def test_everything_that_belongs_to_a_model_goes_with_it(name):
         del models
         after = held()
     assert [reference() for reference in alive] == [None] * 3
-    for key in DYNAMOS if name == "captured by Dynamo" else ():
-        del before[key], after[key]
-    assert after == before
+    excepted = DYNAMOS if name == "captured by Dynamo" else ()
+    # what other tests left in caches of bounded size may go meanwhile
+    assert not {key: count - before[key] for key, count in after.items() if count > before[key] and key not in excepted}
 
 
 def test_a_graph_of_dynamos_goes_with_the_compiled_model():

@@ -16,6 +16,7 @@ from fxfuse import events, program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
 from fxfuse.program import constants, record
+from fxfuse.program.binding import PATIENCE
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import in_one_launch
 from fxfuse.program.values import Call, Launch, Slot
@@ -519,10 +520,10 @@ def test_calls_that_never_come_again_are_not_looked_at_for_ever():
     model = Net(lambda m, x: (m.fc(x) * 2 + 1).exp() * 2, fc=linear())
     fast = fxfuse.optimize(model)
     with torch.no_grad():
-        for rows in range(1, 3 * program.PATIENCE):
+        for rows in range(1, 3 * PATIENCE):
             fast(randn(rows, 8))
         assert not programs(fast)
-        for _ in range(3 * program.PATIENCE):
+        for _ in range(3 * PATIENCE):
             assert_as_eager(model, fast, randn(4, 8))
     assert len(programs(fast)) == 1
 

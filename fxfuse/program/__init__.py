@@ -32,7 +32,7 @@ from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program import attention
 from fxfuse.program.attention_by_hand import joined
-from fxfuse.program.binding import Binding, Bound, are_constant
+from fxfuse.program.binding import Binding, Bound, Repeats, are_constant
 from fxfuse.program.constants import without_constants
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
@@ -47,8 +47,6 @@ MOST_KEPT: Final = 8
 """Kinds of calls that a graph keeps a program for; the oldest goes first."""
 MOST_TRIES: Final = 4
 """Calls that are recorded in vain, since a plan was missing."""
-PATIENCE: Final = 16
-"""Calls in a row, none like the one before, after which every 16th only is looked at."""
 
 MERGING: Final = ("cuda", "cpu")
 """Types of devices for which what stands between regions is merged."""
@@ -173,8 +171,8 @@ class Programs:
         """Why there are none."""
         self.programs: list[Program] = []
         self._root, self._graph = root, graph
-        self._seen: tuple[list[Any], tuple[Any, ...]] | None = None
-        self._tries = self._misses = 0
+        self._repeats = Repeats()
+        self._tries = 0
         self._lock = free_in_children(threading.RLock())
         self._pays = any(node.target in KINDS or isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes)
         """Whether a program is worth while even if torch runs all of it: an operator's own function is quicker."""
@@ -189,7 +187,7 @@ class Programs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
-        return _nothing, ()
+        return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
@@ -226,16 +224,9 @@ class Programs:
         if not self._pays and not merges:
             self.reason = "nothing is fused"
             return forward(*args, **kwargs)
-        if functional._needs_gradient(tensors) or not are_plain(tensors, constants) or _is_captured(tensors):
+        if functional._needs_gradient(tensors) or not are_plain(tensors, constants) or is_captured(tensors):
             return forward(*args, **kwargs)
-        self._misses += 1
-        if self._misses > PATIENCE and self._misses % PATIENCE:  # other sizes or numbers at every call
-            return forward(*args, **kwargs)
-        before = self._seen
-        self._seen = None
-        seen = list(map(described, tensors)), constants
-        if before != seen:
-            self._seen = seen
+        if not self._repeats.look(lambda: (list(map(described, tensors)), constants)):
             return forward(*args, **kwargs)
         try:
             return self._recorded(bound, by_parts=merges)
@@ -262,7 +253,7 @@ class Programs:
         if not program.launches and not self._pays and not any(tensor.is_cuda for tensor in tensors):
             self.reason = "torch runs all of it"  # of which the graph's own code knows as much
             return result
-        self._misses = 0
+        self._repeats.count_anew()
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
         return result
@@ -273,13 +264,9 @@ def described(tensor: torch.Tensor) -> Any:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
+def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the call becomes a CUDA graph: no kernel can be loaded meanwhile."""
     return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
-
-
-def _nothing() -> None:
-    return None
 
 
 def prepare(source: build.Source) -> None:

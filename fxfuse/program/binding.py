@@ -1,8 +1,11 @@
-"""What a call gives a graph: its arguments in the graph's order, and the tensors of the model that the graph reads."""
+"""What a call gives a graph: its arguments in the graph's order, and the tensors of the model that the graph reads.
+
+And which calls are alike (`Repeats`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -126,3 +129,30 @@ _CONSTANTS: Final = (bool, int, bytes, str, torch.dtype)
 def are_constant(constants: tuple[Any, ...]) -> bool:
     """Whether values can be compared, and hold no tensors."""
     return all(value is None or isinstance(value, _CONSTANTS) for value in constants[1:])
+
+
+PATIENCE: Final = 16
+"""Calls in a row, none like the one before, after which every 16th only is looked at."""
+
+
+class Repeats:
+    """Which calls are of the same kind as the last one that was looked at."""
+
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._misses = 0
+
+    def look(self, kind: Callable[[], Any]) -> bool | None:
+        """Whether a call is; None if it is not looked at: the sizes or numbers of many have been others each time."""
+        self._misses += 1
+        if self._misses > PATIENCE and self._misses % PATIENCE:
+            return None
+        before, self._kind = self._kind, kind()
+        if before != self._kind:
+            return False
+        self._kind = None
+        return True
+
+    def count_anew(self) -> None:
+        """After a call that was like the one before, and from which something was made."""
+        self._misses = 0

@@ -14,7 +14,7 @@ import torch
 from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
-from fxfuse.layout import is_overlapping
+from fxfuse.layout import is_dense, is_overlapping
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
 from fxfuse.program.indices import Index, element
 from fxfuse.program.loops import (
@@ -226,11 +226,8 @@ def _is_possible(loops: Loops) -> bool:
 
 def _is_whole(value: Value) -> bool:
     """Whether a result fills its memory, so that elements can be counted as they lie."""
-    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
-    is_dense = span + 1 == math.prod(value.shape) and not is_overlapping(value.shape, value.strides)
-    return (
-        is_dense and value.offset % value.dtype.itemsize == 0 and value.slot.kind != "given" and not value.slot.is_apart
-    )
+    in_own_memory = value.slot.kind != "given" and not value.slot.is_apart
+    return in_own_memory and value.offset % value.dtype.itemsize == 0 and is_dense(value.shape, value.strides)
 
 
 def _is_computed(loops: Loops) -> bool:
