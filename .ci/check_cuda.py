@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import math
 import re
 import shutil
@@ -29,7 +30,17 @@ from tabulate import tabulate
 
 from fxfuse.build import PACKAGE
 from fxfuse.codegen import OperandKind
-from fxfuse.cuda import attention, codegen, conv2d, gemm, gemm_problem, layer_norm, loops, pointwise
+from fxfuse.cuda import (
+    attention,
+    codegen,
+    conv2d,
+    depthwise_gradient,
+    gemm,
+    gemm_problem,
+    layer_norm,
+    loops,
+    pointwise,
+)
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
 from fxfuse.cuda.kernel import Kernel
@@ -189,6 +200,18 @@ def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
             yield from attention.candidates(replace(problem, batch=batch, largest_cluster=largest))[:1]
 
 
+def filter_gradients(output: torch.dtype) -> Iterator[Kernel]:
+    """Of depthwise convolutions, with every filter and stride."""
+    strides = (96 * IMAGE * IMAGE, 1, 96 * IMAGE, 96)
+    for side, stride in itertools.product((3, 5, 7), (1, 2)):
+        yield from depthwise_gradient.candidates(
+            depthwise_gradient.Problem(
+                32, 96, (IMAGE, IMAGE), (IMAGE // stride, IMAGE // stride), (side, side), (stride, stride),
+                (side // 2, side // 2), output, strides, strides,
+            )
+        )  # fmt: skip
+
+
 def between_regions(output: torch.dtype) -> Iterator[str]:
     """What stands between library calls: windows of a rolled and padded image, a sum of chosen rows and a mask, its
     softmax, standardised weights, means of images in channels_last and their windows, columns' softmax, a product."""
@@ -260,17 +283,16 @@ def sources(arch: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for precision, output in OUTPUTS.items():
         first = 1 if precision == "fp16" else None  # its code is bfloat16's but for the instructions' names
-        kernels = [*gemms(precision, first), *passes(output), *normalisations(output), *attentions(output, arch >= 90)]
+        kernels = [*gemms(precision, first), *passes(output), *normalisations(output)]
         if precision != "fp16x3":
             kernels += convolutions(precision, first)
         for number, text in enumerate(between_regions(output)):
             found[f"loops {number} of {output}"] = text
         for kernel in gated(precision)[:first]:
             found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
+        for kernel in (*attentions(output, arch >= 90), *filter_gradients(output)):
+            found[kernel.type] = codegen.generate(Acc(), output, (), kernel)
         for kernel in kernels:
-            if kernel.header in (attention.DOTS_HEADER, attention.MMA_HEADER):
-                found[kernel.type] = codegen.generate(Acc(), output, (), kernel)
-                continue
             by_channel = kernel.header == pointwise.PLANES_HEADER
             found[kernel.type] = codegen.generate(
                 CHANNEL_EPILOGUE if by_channel else EPILOGUE, output, CHANNEL_OPERANDS if by_channel else OPERANDS,

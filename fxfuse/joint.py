@@ -414,6 +414,7 @@ def _decompositions(device: str) -> dict[Any, Callable[..., Any]]:
         _aten.var_mean.correction: _var_mean,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
+        _aten.convolution_backward.default: _convolution_backward,
     }
 
 
@@ -485,6 +486,28 @@ def _batch_norm_backward(
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return values.view([1, -1, *([1] * (x.dim() - 2))])
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], is_transposed: bool,
+    output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Of a depthwise one the three gradients by themselves: for that of filters there is a kernel
+    (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round."""
+    is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
+    if not is_depthwise or sum(wanted) == 1:
+        return NotImplemented
+    sizes = (bias_sizes, stride, padding, dilation, is_transposed, output_padding, groups)
+    of_x = of_weight = None
+    left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
+    if wanted[0] and set(stride) == set(dilation) == {1} and min(left) >= 0:
+        of_x = _aten.convolution(gradient, weight.flip(2, 3), None, [1, 1], left, [1, 1], False, [0, 0], groups)
+    elif wanted[0]:
+        of_x = _aten.convolution_backward(gradient, x, weight, *sizes, [True, False, False])[0]
+    if wanted[1]:
+        of_weight = _aten.convolution_backward(gradient, x, weight, *sizes, [False, True, False])[1]
+    return of_x, of_weight, gradient.sum([0, 2, 3]) if wanted[2] else None
 
 
 @functools.cache

@@ -1504,7 +1504,18 @@ def affine_norms():
     )  # fmt: skip
 
 
-NORMS = {
+def depthwise():
+    """With and without a stride; more padding than "same", none, a dilation, several filters a channel, even sides."""
+    return nn.Sequential(
+        nn.Conv2d(6, 6, 7, padding=3, groups=6), nn.GELU(), nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6),
+        nn.ReLU(), nn.Conv2d(6, 6, 5, padding=6, groups=6, bias=False), nn.Conv2d(6, 6, 3, groups=6),
+        nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=6), nn.Conv2d(6, 12, 3, padding=1, groups=6),
+        nn.Conv2d(12, 12, (4, 2), groups=12),
+    )  # fmt: skip
+
+
+ON_A_GPU = {
+    "depthwise": (depthwise, lambda seed: (randn(3, 6, 13, 14, seed=seed),)),
     "norms": (affine_norms, lambda seed: (randn(5, 4, 8, 8, seed=seed) * 3 + 1,)),
     "far from zero": (lambda: nn.BatchNorm2d(3), lambda seed: (randn(4, 3, 6, 7, seed=seed) + 30,)),
     "batch norm of series": MODELS["batch norm of series"],
@@ -1513,9 +1524,9 @@ NORMS = {
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", NORMS)
-def test_rows_of_a_gpu(name, channels_last, gpu):
-    make, inputs_of = NORMS[name]
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_what_a_gpu_takes_apart(name, channels_last, gpu):
+    make, inputs_of = ON_A_GPU[name]
     torch.manual_seed(0)
     fast, model, exact = triple(make().to(gpu))
     for call in range(4):

@@ -16,19 +16,14 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fxfuse import build
-from fxfuse.cuda import attention, codegen, exactness, tune
-from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
-from fxfuse.cuda.plan import MINIMUM_CAPABILITY
+from fxfuse.cuda import attention, exactness, tune
 from fxfuse.errors import FxfuseError
-from fxfuse.expression import Acc, Operand
-from fxfuse.layout import contiguous_strides, flatten
-from fxfuse.operands import plan_operands
-from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
+from fxfuse.expression import Operand
+from fxfuse.problem import Problem, Run, TensorMeta
 from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
 from fxfuse.program.observed import function_of
+from fxfuse.program.own_kernels import may_compute, problem_of, quickest
 from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
@@ -55,8 +50,7 @@ def planned(
         source: of keys or values that repeat heads, so that there are as many as of queries, those that were repeated:
             they are read instead.
     """
-    capability = torch.cuda.get_device_capability(expected.device) if expected.is_cuda else (0, 0)
-    if capability < MINIMUM_CAPABILITY or expected.dtype not in RESULT_DTYPES:
+    if not may_compute(expected):
         return None
     given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
     mask = given.get("attn_mask")
@@ -76,14 +70,7 @@ def planned(
     if not kernels:
         return None
     options = (("scale", given.get("scale")), ("enable_gqa", described.group > 1), ("repeats", repeats))
-    problem = _problem(tensors, options)
-    try:
-        candidates = [_candidate(kernel, problem, expected, capability) for kernel in kernels]
-        plan = tune.draft(problem, [*candidates, _library(problem)])()
-    except FxfuseError as error:
-        logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
-        return None
-    return None if plan.kernel == LIBRARY else lambda: plan.run(tensors[0], None, None, tensors[1:])
+    return quickest(problem_of(KIND, tensors, options), kernels, _library(options), expected, len(tensors), tensors)
 
 
 _aten: Final = torch.ops.aten
@@ -325,41 +312,10 @@ def _moving(tensor: torch.Tensor) -> attention.Strides:
     return batch, head, row
 
 
-def _problem(tensors: Sequence[torch.Tensor], options: tuple[tuple[str, Any], ...]) -> Problem:
-    """The same as what is measured once."""
-    query, *others = (TensorMeta.of(tensor, tensor.device, math.gcd(16, tensor.data_ptr())) for tensor in tensors)
-    return Problem(KIND, options, "acc", query, None, None, tuple(others))
-
-
-def _candidate(kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int]) -> tune.Candidate:
-    shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
-    operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
-    assert operands is not None, "there are none"
-
-    def compiled() -> Run:
-        text = codegen.generate(Acc(), dtype, (), kernel)
-        queue = queue_by_address(
-            problem, operands, kernel, build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
-        )
-
-        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
-            out = empty_strided(shape, strides, dtype)
-            addresses = [x.data_ptr(), *(tensor.data_ptr() for tensor in others), out.data_ptr()]
-            if kernel.workspace:
-                workspace = empty_strided((kernel.workspace,), (1,), torch.uint8)
-                addresses.append(workspace.data_ptr())
-            queue((), *addresses)
-            return out
-
-        return on_device(problem.x.device.index, run)
-
-    return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace)
-
-
-def _library(problem: Problem) -> tune.Candidate:
+def _library(options: tuple[tuple[str, Any], ...]) -> tune.Candidate:
     """torch's, which gets numbers for a mask of truth values, as programs give it (`Recorder`)."""
-    options = {name: option for name, option in problem.options if option}  # older versions know no enable_gqa
-    repeats = options.pop("repeats", False) and options.pop("enable_gqa")
+    named = {name: option for name, option in options if option}  # older versions know no enable_gqa
+    repeats = named.pop("repeats", False) and named.pop("enable_gqa")
 
     def compiled() -> Run:
         numbers: list[torch.Tensor] = []
@@ -372,7 +328,7 @@ def _library(problem: Problem) -> tune.Candidate:
                 mask = numbers
             if repeats:
                 key, value = (tensor.repeat_interleave(x.shape[1] // key.shape[1], 1) for tensor in (key, value))
-            return F.scaled_dot_product_attention(x, key, value, mask[0] if mask else None, **options)
+            return F.scaled_dot_product_attention(x, key, value, mask[0] if mask else None, **named)
 
         return run
 

@@ -21,7 +21,7 @@ from fxfuse import events, functional, plans
 from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
-from fxfuse.program import attention
+from fxfuse.program import attention, depthwise_gradient
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
 from fxfuse.program.observed import Operation, Operators, function_of, places
@@ -299,10 +299,7 @@ class Recorder:
         if self._by_parts and module is not None and module in self._leaves and _has_fast_path(module, seen):
             expected = result
             result, seen = self._observed(lambda: _lying_as(expected, _by_its_parts(call)))
-        is_attention = node.target is F.scaled_dot_product_attention and self._by_parts and self._autocast() is None
-        own = None
-        if is_attention and self.reason is None:
-            own = attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
+        own = self._by_own_kernel(node, args, kwargs, given, result)
         if own is not None:
             with events.recorded() as launched:
                 result, kernel = self._observed(own, launched)
@@ -335,6 +332,18 @@ class Recorder:
             return {node: self._called(target, is_method, (args, kwargs), symbols, result, seen, str(node))}
 
         return {node: result}, note
+
+    def _by_own_kernel(
+        self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[torch.Tensor], result: Any
+    ) -> Callable[[], Any] | None:
+        """What computes a node's result by a kernel of ours; None if torch's operator is as quick."""
+        if not self._by_parts or self._autocast() is not None or self.reason is not None:
+            return None
+        if node.target is F.scaled_dot_product_attention:
+            return attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
+        if node.target is _aten.convolution_backward.default:
+            return depthwise_gradient.planned(args, result)
+        return None
 
     def _repeated(self, node: fx.Node, given: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
         """Of one of the tensors that a node is given, what it repeats the heads of, if that is an argument's memory."""

@@ -318,6 +318,10 @@ T __ldg(const T* source) {
     return *source;
 }
 template <class T>
+T __ldcg(const T* source) {
+    return *source;
+}
+template <class T>
 void __stcg(T* destination, T value) {
     *destination = value;
 }

@@ -1,0 +1,91 @@
+"""Gradients of depthwise convolutions' filters: kernels for a problem (kernels/depthwise_gradient.cuh).
+
+Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from fxfuse.cuda.codegen import CPP_TYPES
+from fxfuse.cuda.gemm import shared_sums_bytes
+from fxfuse.cuda.kernel import Kernel
+
+HEADER: Final = "depthwise_gradient.cuh"
+_CHANNELS: Final = 32
+"""That a thread block has (kWarp)."""
+_WARPS: Final = 8
+_BLOCKS: Final = 2
+"""That a multiprocessor holds (kBlocks)."""
+_SHARES: Final = {(3, 1): (4, 3), (3, 2): (2, 3), (5, 1): (2, 5), (5, 2): (1, 5), (7, 1): (1, 4), (7, 2): (1, 4)}
+"""By kernel and stride, the rows of dy that a thread takes at a time and the rows of the filter that it has: its sums
+and the window of x that they meet lie in registers."""
+_MOST_SPLITS: Final = 2**15
+_MAX_GRID_Y: Final = 65535
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A sum over images and pixels: out[c, 0, r, s] = sum over n, p, q of dy[n, c, p, q] * x[n, c, y, z], in which
+    y = p * stride + r - padding, and so z of q and s.
+
+    Channels lie side by side in x and dy; strides are in elements, in the order of their dimensions.
+    """
+
+    images: int
+    channels: int
+    size: tuple[int, int]
+    """Height and width of x."""
+    out_size: tuple[int, int]
+    """Of dy."""
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    element: torch.dtype
+    x_strides: tuple[int, int, int, int]
+    dy_strides: tuple[int, int, int, int]
+    multiprocessors: int = 108
+
+
+def candidates(problem: Problem) -> list[Kernel]:
+    """The kernels that `problem` can be run by; none where the filter is no small square. Their tensors are dy, x, the
+    output (channels, 1, kernel, kernel), contiguous, and a workspace."""
+    (kernel, width), (stride, other) = problem.kernel, problem.stride
+    if kernel != width or stride != other or (kernel, stride) not in _SHARES:
+        return []
+    channels = problem.channels
+    if channels > 1 and (problem.x_strides[1], problem.dy_strides[1]) != (1, 1):
+        return []
+    tiles, (rows, height) = -(-channels // _CHANNELS), _SHARES[kernel, stride]
+    strips = problem.images * -(-problem.out_size[0] // rows)
+    if tiles > _MAX_GRID_Y or min(strips, channels, *problem.out_size) < 1:
+        return []
+    turns = _WARPS // -(-kernel // height)
+    splits = max(1, min(_BLOCKS * problem.multiprocessors // tiles, -(-strips // turns), _MOST_SPLITS))
+    element = CPP_TYPES[problem.element]
+    return [
+        Kernel(
+            name=f"depthwise filters' gradient {element.lower()}, {kernel}x{kernel}, stride {stride}, split {splits}",
+            header=HEADER,
+            type=f"DepthwiseGradient<{element}, {{output}}, {{epilogue}}, {kernel}, {stride}, {rows}, {height}>",
+            params=_params(problem, splits),
+            workspace=shared_sums_bytes(tiles, kernel * kernel * _CHANNELS, splits),
+        )
+    ]
+
+
+def _params(problem: Problem, splits: int) -> bytes:
+    """DepthwiseGradientProblem in depthwise_gradient.cuh."""
+    strides = (*_along(problem.x_strides), *_along(problem.dy_strides))
+    sizes = (problem.images, problem.channels, *problem.size, *problem.out_size, *problem.padding)
+    return struct.pack("<15q", *sizes, *strides, splits)
+
+
+def _along(strides: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    """Strides of image, row and column."""
+    image, _, row, col = strides
+    return image, row, col

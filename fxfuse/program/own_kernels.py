@@ -1,0 +1,83 @@
+"""A kernel of ours in the place of an operator of torch's, where it was measured to be quicker."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxfuse import build
+from fxfuse.cuda import codegen, tune
+from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
+from fxfuse.cuda.plan import MINIMUM_CAPABILITY
+from fxfuse.errors import FxfuseError
+from fxfuse.expression import Acc
+from fxfuse.layout import contiguous_strides, flatten
+from fxfuse.operands import plan_operands
+from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
+
+logger = logging.getLogger("fxfuse")
+
+
+def may_compute(expected: torch.Tensor) -> bool:
+    """Whether a result like this may be a kernel's."""
+    if not expected.is_cuda or expected.dtype not in RESULT_DTYPES:
+        return False
+    return torch.cuda.get_device_capability(expected.device) >= MINIMUM_CAPABILITY
+
+
+def quickest(
+    problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate, expected: torch.Tensor, count: int,
+    tensors: Sequence[torch.Tensor],
+) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+    """What makes `expected` of tensors by the quickest kernel. None if that is torch's, or none could be made.
+
+    Args:
+        problem: what is measured once, of tensors alike (`problem_of`).
+        library: torch's candidate.
+        count: of the tensors, how many the kernels read.
+    """
+    capability = torch.cuda.get_device_capability(expected.device)
+    try:
+        candidates = [_candidate(kernel, problem, expected, capability, count) for kernel in kernels]
+        plan = tune.draft(problem, [*candidates, library])()
+    except FxfuseError as error:
+        logger.warning("fxfuse: torch computes %s: %s", problem.label, error)
+        return None
+    return None if plan.kernel == library.name else lambda: plan.run(tensors[0], None, None, tensors[1:])
+
+
+def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[str, object], ...]) -> Problem:
+    """Tensors like these, and what else decides the result."""
+    first, *others = (TensorMeta.of(tensor, tensor.device, math.gcd(16, tensor.data_ptr())) for tensor in tensors)
+    return Problem(kind, options, "acc", first, None, None, tuple(others))
+
+
+def _candidate(
+    kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int], count: int
+) -> tune.Candidate:
+    shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
+    operands = plan_operands(shape, contiguous_strides(shape), (), frozenset(), flatten)
+    assert operands is not None, "there are none"
+
+    def compiled() -> Run:
+        text = codegen.generate(Acc(), dtype, (), kernel)
+        queue = queue_by_address(
+            problem, operands, kernel, build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
+        )
+
+        def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
+            out = empty_strided(shape, strides, dtype)
+            addresses = [tensor.data_ptr() for tensor in (x, *others[: count - 1], out)]
+            if kernel.workspace:
+                workspace = empty_strided((kernel.workspace,), (1,), torch.uint8)
+                addresses.append(workspace.data_ptr())
+            queue((), *addresses)
+            return out
+
+        return on_device(problem.x.device.index, run)
+
+    return tune.Candidate(kernel.name, kernel.type, compiled, kernel.workspace)
