@@ -77,6 +77,8 @@ class Captured:
     """Those values where they are not the defaults; further keyword arguments among them."""
     tensors: frozenset[str] = frozenset()
     """Arguments for which the graph is right only if they are tensors: the forward asked."""
+    is_laid_out: bool = False
+    """Whether its values have layouts that were chosen already (joint.py)."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:

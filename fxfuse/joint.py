@@ -22,6 +22,7 @@ from torch._decomp import get_decompositions
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
+from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
@@ -53,6 +54,8 @@ class Joint:
     """Whether the forward draws random numbers."""
     reference: Traced
     """The graph itself: of the tensors the results, as torch computes them, and others."""
+    layouts: Layouts
+    """Of the values between them, in either graph."""
 
 
 def joint_of(
@@ -68,7 +71,9 @@ def joint_of(
 
     Raises Refused if AOTAutograd cannot do that, or if the graph does to what it is given what no pair of graphs does.
     """
-    traced = Traced(root, graph, values, attributes, tensors)
+    laid_out: dict[fx.Node, fx.Node] = {}
+    graph, layouts = _laid_out(root, graph, laid_out)
+    traced = Traced(root, graph, {laid_out[node]: value for node, value in values.items()}, attributes, tensors)
     try:
         with _TRACING, torch.enable_grad():
             device = device_of(tensors)
@@ -79,7 +84,15 @@ def joint_of(
     except Exception as error:  # whatever tracing a stranger's model raises
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
-    return _parted(joint, traced)
+    return _parted(joint, traced, layouts)
+
+
+def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, Layouts]:
+    """A copy of the graph with layouts of its own (channels_last.py), which the backward's values have, too: gradients
+    are traced in the layout of what they are of. Notes in `nodes` which node has become which."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, nodes))
+    return copied, assign_layouts(root, copied)
 
 
 _TRACING: Final = free_in_children(threading.RLock())
@@ -205,7 +218,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
+def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts) -> Joint:
     """The joint graph in two."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     _simplify(joint.graph, [given[number] for number in traced.buffers])
@@ -258,6 +271,7 @@ def _parted(joint: fx.GraphModule, traced: Traced) -> Joint:
         changed=frozenset(primals.index(node) for node in changed),
         draws=any(map(_draws, forward.graph.nodes)),
         reference=traced,
+        layouts=layouts,
     )
 
 

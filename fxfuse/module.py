@@ -526,7 +526,7 @@ def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_half(settings: Settings, graph_module: fx.GraphModule) -> FusedModule:
-    return FusedModule(Captured(graph_module, copy.deepcopy(graph_module.graph)), settings)
+    return FusedModule(Captured(graph_module, copy.deepcopy(graph_module.graph), is_laid_out=True), settings)
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,8 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
             regions.append(FusedRegion(fused.name, number, region.anchor.kind, nodes, epilogue, library))
         if not _trains(root, graph):
             row_major.make_tokens_contiguous(root, graph)
-            layouts = channels_last.assign_layouts(root, graph)
+            if not captured.is_laid_out:
+                layouts = channels_last.assign_layouts(root, graph)
     keep_numbers(graph)
     for node in graph.nodes:
         if node.name == "self":  # a child of this name: what the code calls the module

@@ -246,6 +246,7 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
         for name, half in (("forward", step.forward), ("backward", step.backward)):
             assert isinstance(half, FusedModule)
             yield from _programs_of(f"in training, the {name} of {what}", half)
+        yield from (f"in training, {line}" for line in _layouts_report(step.joint.layouts, ""))
 
 
 def _programs_of(what: str, module: FusedModule) -> Iterator[str]:

@@ -121,7 +121,7 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
             return None
         return Role(inputs, True, grows=area if module.transposed else 1 / area, channels=module.out_channels,
                     dimensions=dimensions)  # fmt: skip
-    if module.training or getattr(module, "return_indices", False):
+    if getattr(module, "return_indices", False):
         return None
     if is_nothing(root, node):
         return Role(inputs, is_alias=True)
