@@ -459,11 +459,11 @@ def _batch_norm(
         return NotImplemented
     exact, along = x if x.dtype == torch.float64 else x.float(), list(range(2, x.dim()))
     means = exact.mean(along, keepdim=True) if along else exact
-    spread = (exact - means).square().mean(along) if along else None
+    spread = (exact - means).square().mean(along, keepdim=True) if along else None
     means = means.view(x.shape[:2])
     mean = means.mean(0)
     variance = (means - mean).square().mean(0)
-    variance = variance if spread is None else variance + spread.mean(0)
+    variance = variance if spread is None else variance + spread.view(x.shape[:2]).mean(0)
     scale = torch.rsqrt(variance + eps)
     made = (exact - _by_channel(mean, x)) * _by_channel(scale, x)
     made = made if weight is None else made * _by_channel(weight, x)

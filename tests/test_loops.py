@@ -970,6 +970,24 @@ ROWS = {
 """What follows a library call, of what shape, and how many kernels it is; None where torch adds up."""
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_mean_that_deviations_are_taken_from_is_stored_by_their_kernel(channels_last, device):
+    def forward(_, x):
+        mean = x.mean((2, 3), keepdim=True)
+        return mean, (x - mean).square().mean((2, 3), keepdim=True)
+
+    model = Net(forward)
+    fast = fxfuse.optimize(model.to(device))
+    with torch.no_grad():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x = torch.randn(3, 40, 9, 7).to(device) + 3
+            x = x.to(memory_format=torch.channels_last) if channels_last else x
+            assert_as_eager(model, fast, x)
+    (made,) = state_of(fast).programs.programs
+    assert made.launches == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [2, 31, 33, 49, 64, 100, 256, 260, 1023, 2064])
 def test_rows_of_all_lengths(length, dtype, device):

@@ -367,7 +367,7 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     places = {number: _placed(body, leaf, producers) for number, leaf in enumerate(leaves)}
     also = [Store(store.output, with_operands(store.expression, places)) for store in loops.also]
     if kept is not None:
-        also.append(Store(producers[kept].output, places[reads_alike(loops, producers[kept].output)[0]]))
+        also.append(Store(producers[kept].output, _placed(body, _read_alike(loops, producers[kept].output), producers)))
     whole = simplified(body.loops(loops.output, with_operands(loops.expression, places), also, loops.into))
     return Loops(whole.output, whole.expression, tuple(map(_numbered, whole.leaves)), whole.also, whole.into)
 
@@ -387,10 +387,14 @@ def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
     return Loops(loops.output, loops.expression, tuple(map(changed, loops.leaves)), loops.also, loops.into)
 
 
-def reads_alike(loops: Loops, value: Value) -> list[int]:
-    """Of the leaves, those that read of a value what lies as far from its first as the result from the output's."""
-    place = _place_alike(loops, value)
-    return [number for number, leaf in enumerate(loops.leaves) if leaf == Read(value.slot, value.dtype, place)]
+def reads_alike(loops: Loops, value: Value) -> bool:
+    """Whether they read of a value what lies as far from its first as the result from the output's: for the result, or
+    for its rows."""
+    return _read_alike(loops, value) in loops.reads
+
+
+def _read_alike(loops: Loops, value: Value) -> Read:
+    return Read(value.slot, value.dtype, _place_alike(loops, value))
 
 
 def times_read(loops: Loops, value: Value) -> float:
