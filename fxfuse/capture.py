@@ -105,7 +105,7 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
 def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
     """A copy of a tree of modules; everything that is no module is shared."""
     if module not in done:
-        twin = done[module] = module.__class__.__new__(module.__class__)
+        twin = done[module] = object.__new__(module.__class__)  # a class may have a __new__ of its own (FSDP2's)
         twin.__dict__.update(module.__dict__)
         children = ((name, child) for name, child in module._modules.items())
         twin.__dict__["_modules"] = {
@@ -530,7 +530,9 @@ def trace(
     paths = {module: path for path, module in root.named_modules()}
     # hooks must run at every call, not once while tracing
     opaque = {
-        m: "it has hooks" for m in paths if m is not root and has_hooks(m) and list(m.children()) and not is_captured(m)
+        m: "it has hooks"
+        for m, path in paths.items()
+        if m is not root and has_hooks(m) and not is_captured(m) and not fx.Tracer().is_leaf_module(m, path)
     }
     plain = [m for m in paths if not isinstance(m, torch.jit.ScriptModule) and not is_captured(m)]
     lasting: dict[int, torch.Tensor] | None = None

@@ -82,6 +82,14 @@ def _said(name: str) -> Iterator[None]:
         setattr(_capturing, name, before)
 
 
+def _whole_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Inside DistributedDataParallel's forward Dynamo would divide a graph at its buckets, and refuses small ones: a
+    backward of ours gives all gradients at once."""
+    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is None:
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
+
+
 def _methods_logging_once() -> frozenset[_Named]:
     """Methods of loggers that do nothing the second time: transformers' `warning_once`."""
     methods = vars(logging.Logger).values()
@@ -177,7 +185,7 @@ class Recapture:
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
         try:
-            with _said("now"), _logged_once(self._logging_once):
+            with _said("now"), _logged_once(self._logging_once), _whole_graphs():
                 if self._run is None:
                     return self._first(python, args, kwargs)
                 result = self._run(*args, **kwargs)

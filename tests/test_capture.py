@@ -837,12 +837,27 @@ class Recorder:
         self.seen.append(output)
 
 
-HOOKED = {"leaf": lambda m: m[1], "container": lambda m: m[0], "model": lambda m: m}
+class Scaled(nn.Module):
+    """A user's, without children."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def hooked_model():
+    return nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear(), nn.Tanh(), Scaled()).eval()
+
+
+HOOKED = {"leaf": lambda m: m[1], "container": lambda m: m[0], "own": lambda m: m[3], "model": lambda m: m}
 
 
 @pytest.mark.parametrize("where", HOOKED)
 def test_hooks_run_at_every_call(where):
-    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear(), nn.Tanh()).eval()
+    model = hooked_model()
     recorder = Recorder()
     HOOKED[where](model).register_forward_hook(recorder.hook)
     fast = fxfuse.optimize(model)
@@ -854,7 +869,7 @@ def test_hooks_run_at_every_call(where):
 
 @pytest.mark.parametrize("where", HOOKED)
 def test_hooks_that_change_values_do(where):
-    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear(), nn.Tanh()).eval()
+    model = hooked_model()
     HOOKED[where](model).register_forward_hook(lambda module, args, output: output + 1)
     HOOKED[where](model).register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with torch.no_grad():

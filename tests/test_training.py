@@ -1575,3 +1575,18 @@ def test_a_kind_that_comes_after_many_others_has_a_step():
     made(fast)
     found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
     assert_errors_as_eagers(*found)
+
+
+def test_what_torch_begins_and_a_kernel_overwrites():
+    """A short product stays torch's, and the pass behind it, in its place, is a kernel: memory is torch's."""
+    torch.manual_seed(0)
+    narrow = Net(
+        lambda m, x: m.last((y := F.gelu(m.first(x))) + F.gelu(m.extra(y))),
+        first=nn.Linear(8, 16), extra=nn.Linear(16, 16), last=nn.Linear(16, 4),
+    )  # fmt: skip
+    fast, model, exact = triple(narrow)
+    for call in range(6):
+        x = randn(6, 8, seed=call).requires_grad_()
+        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    made(fast)

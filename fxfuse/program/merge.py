@@ -96,7 +96,10 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
         loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
     for number in found:
         for store in plan.computed[number].stores:
-            if plan.made.get(store.output.slot) is store.output:
+            slot = store.output.slot
+            if plan.made.get(slot) is store.output and plan.begins(
+                number, slot
+            ):  # not what torch begins, as it does now
                 _give_memory(store.output)
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):
@@ -290,14 +293,14 @@ class _Plan:
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
         for number, loops in self.computed.items():
-            if loops.into is None and self._begins(number, loops.output.slot):
+            if loops.into is None and self.begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""
         loops = self.computed[number]
         return (
-            self._begins(number, loops.output.slot)
+            self.begins(number, loops.output.slot)
             and not loops.also
             and loops.into is None
             and loops.output.slot not in self._leaving
@@ -412,7 +415,7 @@ class _Plan:
             whole = self._with_store(loops, producer, reader, number, is_needed)
             if whole is None:
                 continue
-            if is_needed and self._begins(number, slot):
+            if is_needed and self.begins(number, slot):
                 self.made[slot] = producer.output
             self.computed.pop(number, None)
             self.computed[reader] = whole
@@ -420,7 +423,7 @@ class _Plan:
             self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
             touched[number], touched[reader] = set(), self.touched(reader)
 
-    def _begins(self, number: int, slot: Slot) -> bool:
+    def begins(self, number: int, slot: Slot) -> bool:
         """Whether memory of torch's begins with what a step puts there."""
         return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
 
