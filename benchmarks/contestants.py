@@ -19,6 +19,9 @@ EAGER, COMPILE, REDUCE, OWN, GRAPH = "eager", "torch.compile", "reduce-overhead"
 PEERS = (EAGER, COMPILE, REDUCE)
 Call = Callable[[], Any]
 """Of one contestant, with its arguments."""
+WARM = 8
+"""Calls after which a contestant is at its speed: CUDA graphs begin at the second one and fxfuse's programs at the
+third, at which Dynamo captures what fx cannot trace; programs of training steps begin a few calls behind that."""
 APART = 0.2
 """Part of a result's norm that rounding does not explain."""
 FOLDERS = re.compile(r"(?<![\w.])/\S*?/(?=[\w.-]+/[\w.-]+\.py)")
@@ -45,21 +48,40 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def warmed(calls: dict[str, Call], device: torch.device) -> dict[str, str]:
+def _apart(expected: Any, made: Any) -> float:
+    """The largest distance between two results' tensors, where they are finite, as a part of the expected one's norm;
+    infinite where they are not the same tensors."""
+    pairs = [[leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)] for result in (expected, made)]
+    if [leaf.shape for leaf in pairs[0]] != [leaf.shape for leaf in pairs[1]]:
+        return math.inf
+    worst = 0.0
+    for want, have in zip(*pairs, strict=True):
+        finite = want.isfinite() & have.isfinite()
+        norm, distance = (float(one.double()[finite].norm()) for one in (want, have.double() - want.double()))
+        worst = max(worst, distance / max(norm, 1e-30))
+    return worst
+
+
+def warmed(
+    calls: dict[str, Call], device: torch.device, distance: Callable[[Any, Any], float] = _apart
+) -> dict[str, str]:
     """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons.
 
     A peer that computes something else than eager is none (some models do under a compiler); fxfuse was verified.
+
+    Args:
+        distance: of two results, the first one eager's, as a part of its norm.
     """
     failed = {}
     for name, call in list(calls.items()):
         try:
-            for _ in range(5):  # fxfuse's programs begin at the third call, CUDA graphs at the second
+            for _ in range(WARM):
                 result = call()
             wait(device)
             if name in PEERS:
-                apart = _apart(expected := calls[EAGER](), result)
-                if apart > APART and _apart(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
-                    raise ArithmeticError(f"it computes something else than eager, {apart:.2f} of the norm apart")
+                found = distance(expected := calls[EAGER](), result)
+                if found > APART and distance(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
+                    raise ArithmeticError(f"it computes something else than eager, {found:.2f} of the norm apart")
         except Exception as reason:
             failed[name] = told(reason)
             del calls[name]
@@ -74,20 +96,6 @@ def told(error: Exception) -> str:
 def of_any_machine(text: str) -> str:
     """The beginning of a text, its paths without the folders of the machine."""
     return FOLDERS.sub("", text)[:200]
-
-
-def _apart(expected: Any, made: Any) -> float:
-    """The largest distance between two results' tensors, where they are finite, as a part of the expected one's norm;
-    infinite where they are not the same tensors."""
-    pairs = [[leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)] for result in (expected, made)]
-    if [leaf.shape for leaf in pairs[0]] != [leaf.shape for leaf in pairs[1]]:
-        return math.inf
-    worst = 0.0
-    for want, have in zip(*pairs, strict=True):
-        finite = want.isfinite() & have.isfinite()
-        norm, apart = (float(one.double()[finite].norm()) for one in (want, have.double() - want.double()))
-        worst = max(worst, apart / max(norm, 1e-30))
-    return worst
 
 
 def measured(calls: dict[str, Call], device: torch.device, seconds: float) -> dict[str, Contestant]:

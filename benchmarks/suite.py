@@ -266,11 +266,17 @@ def write(folder: Path, name: str, facts: dict[str, str], text: str, rows: Seque
 
 
 def read(folder: Path, name: str, facts: dict[str, str], kind: Callable[..., Any] = Row) -> list[Any]:
-    """The rows, dataclasses of this kind, that an earlier run on this device wrote; none if there are none like it."""
+    """The rows, dataclasses of this kind, that an earlier run on this device wrote; none if there are none like it.
+
+    Fields that have a default may have been added since.
+    """
     path = folder / f"{_stem(name, facts)}.json"
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = {field.name for field in fields}
+    missing = dataclasses.MISSING
+    needed = {field.name for field in fields if field.default is field.default_factory is missing}
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [kind(**row) for row in rows if row.keys() == fields]
+    return [kind(**row) for row in rows if needed <= row.keys() <= names]
 
 
 # --------------------------------------------------------------------------------------------------- main

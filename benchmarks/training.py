@@ -4,8 +4,8 @@
     python benchmarks/training.py --only BERT --precisions float32 bfloat16 --small
 
 From torchvision and transformers, with random weights. "bfloat16" is torch.autocast around the forward. A step sets
-gradients to None, computes a loss (the mean square of what the model returns) and its gradients; there is no optimiser.
-Errors are those of all parameters' gradients against float64, as a part of their norm, with dropout left out.
+gradients to None, computes a loss and its gradients (steps.py); there is no optimiser. Errors are those of all
+parameters' gradients against float64, as a part of their norm, with dropout left out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from contestants import COMPILE, EAGER, OWN, Call, Contestant, measured, told, wait, warmed
 from networks import IMAGE
+from steps import CALLS, autocast, error, left_to_torch, step, without_dropout
 from suite import PRECISIONS, arguments, provenance, read, write
 from tabulate import tabulate
 from torch import nn
 
 import fxfuse
-from fxfuse.verify import leaves_of
 
 
 @dataclass(frozen=True)
@@ -117,62 +117,24 @@ class Row:
         return min(self.wall(name) for name in (EAGER, COMPILE) if name in self.contestants) / self.wall(OWN)
 
 
-def loss_of(result: Any) -> torch.Tensor:
-    """A number that all that a model returns decides."""
-    losses = [leaf.float().square().mean() for leaf in leaves_of(result) if _has_gradients(leaf)]
-    return torch.stack(losses).sum()
-
-
-def _has_gradients(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 def _step(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, precision: str) -> Call:
     parameters = list(model.parameters())
 
-    def step() -> Any:
-        for parameter in parameters:
-            parameter.grad = None
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            result = call(x)
-        loss = loss_of(result)
-        loss.backward()
-        return loss.detach()
+    def forward() -> Any:
+        with autocast(x.device, precision == "bfloat16"):
+            return call(x)
 
-    return step
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """So that gradients can be compared."""
-    for module in model.modules():
-        if "drop" in type(module).__name__.lower() and hasattr(module, "p"):
-            module.p = 0.0
-    config = getattr(model, "config", None)  # which transformers' functions read
-    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [item.grad.double() for item in model.parameters() if item.grad is not None]
-
-
-def _error(expected: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
-    if len(expected) != len(made):
-        return math.inf
-    apart = math.sqrt(sum(float((want - have).square().sum()) for want, have in zip(expected, made, strict=True)))
-    return apart / math.sqrt(sum(float(want.square().sum()) for want in expected))
+    return lambda: step(parameters, forward)
 
 
 def _errors(calls: Mapping[str, Call], model: nn.Module, x: torch.Tensor) -> Iterator[tuple[str, float]]:
     """Of each contestant's gradients."""
     exact = copy.deepcopy(model).double()
-    _step(exact, exact, x.double() if x.is_floating_point() else x, "float64")()
-    expected = _gradients(exact)
+    _, *expected = _step(exact, exact, x.double() if x.is_floating_point() else x, "float64")()
     del exact
     for name, call in calls.items():
-        call()
-        yield name, _error(expected, _gradients(model))
+        _, *gradients = call()
+        yield name, error(expected, gradients)
 
 
 def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool, device: str) -> Row:
@@ -182,7 +144,7 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
     torch.manual_seed(0)
     shape = network.small_shape if small else network.shape
     model = network.build(small).to(device).train()
-    _without_dropout(model)
+    without_dropout(model)
     x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
     calls: dict[str, Call] = {EAGER: _step(model, model, x, precision)}
     if COMPILE in compare:
@@ -193,20 +155,18 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
     for contestant, call in list(calls.items()):
         began = time.perf_counter()
         try:
-            for _ in range(3):
+            for _ in range(CALLS):
                 call()
             wait(x.device)
             first[contestant] = time.perf_counter() - began
         except Exception as reason:
             left_out[contestant] = told(reason)
             del calls[contestant]
-    left_out |= warmed(calls, x.device)
+    left_out |= warmed(calls, x.device, error)
     errors = dict(_errors(calls, model, x))
     found = measured(calls, x.device, seconds)
-    reasons = [line for line in fxfuse.explain(fast).training if "come from torch" in line]
-    return Row(
-        name, precision, errors, first, {who: asdict(one) for who, one in found.items()}, left_out, "; ".join(reasons)
-    )
+    contestants = {who: asdict(one) for who, one in found.items()}
+    return Row(name, precision, errors, first, contestants, left_out, left_to_torch(fxfuse.explain(fast)))
 
 
 def render(rows: Sequence[Row]) -> str:

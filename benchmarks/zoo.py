@@ -2,6 +2,7 @@
 
     python benchmarks/zoo.py --seed 1 --count 24 --output benchmarks/results
     python benchmarks/zoo.py --seed 1 --count 24 --dtype bfloat16 --slice 0/2
+    python benchmarks/zoo.py --seed 1 --count 24 --train --output benchmarks/results
 
 One network for each architecture family, from its configuration, with random weights; of the three packages those that
 are installed take turns. Each network has a process of its own. Processes build side by side (kernels, torch.compile)
@@ -17,6 +18,9 @@ graphs is not counted.
 Wall is a call with the GPU waited for, issuing the part of it before that wait, GPU the time with at least one kernel
 there. Time to the first result is taken side by side with other networks' building, for all contestants alike: compare
 it within a row only.
+
+With --train a call is a step of training (steps.py): forward, loss, backward, without dropout and without CUDA graphs.
+Errors are those of all gradients, bfloat16 is torch.autocast around the forward, the first result is three steps.
 """
 
 from __future__ import annotations
@@ -41,9 +45,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import steps
 import torch
 from contestants import (
     COMPILE,
@@ -52,6 +58,7 @@ from contestants import (
     OWN,
     PEERS,
     REDUCE,
+    WARM,
     Call,
     Contestant,
     compiled,
@@ -67,6 +74,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
+from fxfuse.state import seed
 
 BATCH = 16
 SLOW = 0.25
@@ -75,6 +83,9 @@ MOST_PARAMETERS = 150_000_000
 NOTHING = 1e-3
 """Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
+REDRAWN = 3
+"""Other inputs that steps get which look wrong."""
+NOTHING_VERIFIED = "eager's error is 0: nothing was verified"
 TOO_LONG = "its process took too long"
 PREFIX = "ZOO "
 """Begins the lines that a network's process says to this one."""
@@ -250,10 +261,12 @@ def _image_model(network: Network) -> tuple[nn.Module, Callable[[int], Iterator[
 
 @dataclass
 class Trial:
-    """A network on its device and a call that eager answers."""
+    """A network on its device and a call, or a step of training, that eager answers."""
 
     model: nn.Module
     inputs: Inputs
+    train: bool = False
+    autocast: bool = False
 
     @property
     def args(self) -> tuple[torch.Tensor, ...]:
@@ -263,15 +276,51 @@ class Trial:
     def kwargs(self) -> Inputs:
         return {name: tensor for name, tensor in self.inputs.items() if name != IMAGE}
 
-    def call(self, model: Callable[..., Any]) -> Any:
-        return model(*self.args, **self.kwargs)
-
-    def optimized(self, **options: Any) -> nn.Module:
-        return fxfuse.optimize(self.model, self.args or None, kwargs=self.kwargs or None, **options)
-
     @property
     def batch(self) -> int:
         return next(iter(self.inputs.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.inputs.values())).device
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What it is computed in."""
+        return torch.bfloat16 if self.autocast else self._parameters[0].dtype
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """What the model, or what was made of it, returns; in training the loss and all gradients."""
+        return steps.step(self._parameters, lambda: self._forward(model)) if self.train else self._forward(model)
+
+    def _forward(self, model: Callable[..., Any]) -> Any:
+        with steps.autocast(self.device, self.autocast):
+            return model(*self.args, **self.kwargs)
+
+    def until_first_result(self, call: Call) -> None:
+        for _ in range(steps.CALLS if self.train else 1):
+            call()
+        wait(self.device)
+
+    def optimized(self, **options: Any) -> nn.Module:
+        if self.train:  # for an example, kernels of calls without gradients would be compiled
+            return fxfuse.optimize(self.model, **options)
+        return fxfuse.optimize(self.model, self.args or None, kwargs=self.kwargs or None, **options)
+
+    def redrawn(self) -> Trial:
+        """With other inputs: other images, the same tokens in another order."""
+        inputs = {name: torch.randn_like(x) if x.is_floating_point() else x[..., torch.randperm(x.shape[-1])]
+                  for name, x in self.inputs.items()}  # fmt: skip
+        return replace(self, inputs=inputs)
+
+    def copied(self, dtype: torch.dtype) -> Trial:
+        """With a copy of the model, in another dtype throughout."""
+        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in self.inputs.items()}
+        return Trial(copy.deepcopy(self.model).to(dtype), inputs, self.train)
 
 
 def _as_if_trained(model: nn.Module) -> None:
@@ -285,23 +334,28 @@ def _as_if_trained(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.05)
 
 
-def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH) -> Trial:
+def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH, train: bool = False) -> Trial:
     """The network with inputs that eager answers in reasonable time. Raises NotDrawn."""
     torch.manual_seed(0)
+    kept = torch.float32 if train else dtype  # steps have autocast
     try:
         made = _transformers_model(network.family) if network.package == "transformers" else _image_model(network)
         model, inputs_for = made
         _as_if_trained(model)
-        model = model.eval().to(device, dtype)
+        model = model.train(train).to(device, kept)
+        if train:
+            steps.without_dropout(model)
     except Exception as reason:  # a package may refuse in any way
         raise NotDrawn(told(reason)) from reason
     refused = ""
     while batch:
         for inputs in inputs_for(batch):
             try:
-                trial = Trial(model, {name: x.to(device, dtype if x.is_floating_point() else None)
-                                      for name, x in inputs.items()})  # fmt: skip
-                trial.call(model)
+                trial = Trial(model, {name: x.to(device, kept if x.is_floating_point() else None)
+                                      for name, x in inputs.items()}, train, autocast=dtype != kept)  # fmt: skip
+                answer = trial.call(model)
+                if train and not all(bool(tensor.isfinite().all()) for tensor in answer):
+                    raise NotDrawn("its gradients are not finite")
                 wait(device)
                 started = time.perf_counter()
                 trial.call(model)
@@ -347,10 +401,14 @@ class Row:
     left_out: dict[str, str] = field(default_factory=dict)
     """Contestants that did not run, or computed something else, with the reason."""
     commit: str = ""
+    train: bool = False
+    """Whether a call is a step of training."""
+    why_not: str = ""
+    """Why fxfuse leaves gradients to torch, if it does."""
 
     @property
-    def key(self) -> tuple[int, str, str, str]:
-        return self.seed, self.dtype, self.package, self.family
+    def key(self) -> tuple[int, str, str, str, bool]:
+        return self.seed, self.dtype, self.package, self.family, self.train
 
     def _wall(self, name: str) -> float:
         return float(self.contestants[name]["wall"]) if name in self.contestants else math.nan
@@ -371,37 +429,81 @@ class Row:
 
 
 def _verified(trial: Trial, fast: nn.Module) -> dict[str, Any]:
+    """Errors of fxfuse and eager.
+
+    Gradients jump where rounding decides what a ReLU or the largest of a pool lets through, by hundreds of times the
+    usual error, and eager's as well: steps that look wrong are looked at again with other inputs.
+    """
+    found = _verified_once(trial, fast)
+    for _ in range(REDRAWN if trial.train else 0):
+        if found["ok"]:
+            break
+        trial = trial.redrawn()
+        found = _verified_once(trial, fast)
+    return found
+
+
+def _verified_once(trial: Trial, fast: nn.Module) -> dict[str, Any]:
     """Errors of fxfuse and eager against float64; against float32 without TF32 where float64 does not run.
 
     What is float32 itself has no error against that: eager's is then what weights give that are half an ulp beside.
     """
     try:
+        if trial.train:
+            return _compared(trial, fast, _right(trial, torch.float64), trial, "float64")
         found = fxfuse.verify(trial.model, fast, trial.args or None, kwargs=trial.kwargs or None)
-        empty = "" if found.eager_error > 0 else "eager's error is 0: nothing was verified"
+        empty = "" if found.eager_error > 0 else NOTHING_VERIFIED
         return {"ok": found.ok and not empty, "error": found.error, "eager_error": found.eager_error,
                 "reference": "float64", "failure": found.problem or empty}  # fmt: skip
     except Exception as reason:  # models have float32 in their forwards, and memory has an end
         said = f"float32 ({type(reason).__name__} in float64)"
     with PRECISIONS["float32-strict"].in_force():
-        exact = copy.deepcopy(trial.model).float()
-        like = Trial(exact, {name: x.float() if x.is_floating_point() else x for name, x in trial.inputs.items()})
-        right = [leaf for leaf in pytree.tree_leaves(like.call(exact)) if isinstance(leaf, torch.Tensor)]
-    errors = []
-    for model in (fast, _nudged(trial.model)):
-        leaves = [leaf for leaf in pytree.tree_leaves(trial.call(model)) if isinstance(leaf, torch.Tensor)]
-        pairs = [(have.double(), want.double()) for have, want in zip(leaves, right, strict=True)]
-        errors.append(max(float((have - want).norm() / want.norm().clamp_min(1e-30)) for have, want in pairs))
-    limit = 2 * errors[1] + torch.finfo(next(trial.model.parameters()).dtype).eps
-    return {"ok": errors[0] <= limit, "error": errors[0], "eager_error": errors[1], "reference": said}
+        right = _right(trial, torch.float32)
+    return _compared(trial, fast, right, _nudged(trial), said)
 
 
-def _nudged(model: nn.Module) -> nn.Module:
-    """The model, or one whose weights are up to half an ulp beside if they are float32."""
-    if next(model.parameters()).dtype != torch.float32:
-        return model
-    nudged = copy.deepcopy(model)
-    for parameter in nudged.parameters():
-        parameter.mul_(1 + (torch.rand_like(parameter) - 0.5) * torch.finfo(parameter.dtype).eps)
+def _compared(
+    trial: Trial, fast: nn.Module, right: Sequence[torch.Tensor], eager: Trial, reference: str
+) -> dict[str, Any]:
+    """fxfuse's error may be twice that of the trial that stands for eager, and an ulp."""
+    distance = steps.error if trial.train else _largest_error
+    error, eager_error = distance(right, _tensors(trial, fast)), distance(right, _tensors(eager, eager.model))
+    failure = ""
+    if not eager_error > 0:
+        failure = NOTHING_VERIFIED
+    elif not error <= 2 * eager_error + torch.finfo(trial.precision).eps:
+        failure = f"the error is {error / eager_error:.1f} times eager's own"
+    return {"ok": not failure, "error": error, "eager_error": eager_error, "reference": reference, "failure": failure}
+
+
+def _right(trial: Trial, dtype: torch.dtype) -> list[torch.Tensor]:
+    """By eager in this dtype."""
+    exact = trial.copied(dtype)
+    return _tensors(exact, exact.model)
+
+
+def _tensors(trial: Trial, model: nn.Module) -> list[torch.Tensor]:
+    """What is right or wrong of a call: its results, or all gradients.
+
+    Models that draw random numbers (to mask their inputs) draw the same each time.
+    """
+    seed(0)
+    leaves = [leaf for leaf in pytree.tree_leaves(trial.call(model)) if isinstance(leaf, torch.Tensor)]
+    return leaves[1:] if trial.train else leaves
+
+
+def _largest_error(expected: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
+    return max(steps.error([want], [have]) for want, have in zip(expected, made, strict=True))
+
+
+def _nudged(trial: Trial) -> Trial:
+    """The trial, or one whose weights are up to half an ulp beside if it is float32."""
+    if trial.precision != torch.float32:
+        return trial
+    nudged = trial.copied(torch.float32)
+    with torch.no_grad():
+        for parameter in nudged.model.parameters():
+            parameter.mul_(1 + (torch.rand_like(parameter) - 0.5) * torch.finfo(parameter.dtype).eps)
     return nudged
 
 
@@ -438,11 +540,11 @@ def one(given: Any, network: Network, only_build: bool) -> None:
     """
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     began = time.monotonic()
-    row = Row(given.seed, given.dtype, network.package, network.family)
-    with torch.no_grad(), PRECISIONS["float32"].in_force(), warnings.catch_warnings():
+    row = Row(given.seed, given.dtype, network.package, network.family, train=given.train)
+    with torch.set_grad_enabled(given.train), PRECISIONS["float32"].in_force(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            trial = build(network, dtype, device, given.batch)
+            trial = build(network, dtype, device, given.batch, given.train)
         except NotDrawn as reason:
             _say(row=asdict(replace(row, not_drawn=str(reason)[:200])))
             return
@@ -450,8 +552,8 @@ def one(given: Any, network: Network, only_build: bool) -> None:
         row = replace(row, name=name, batch=trial.batch)
         if only_build:
             started = time.perf_counter()
-            trial.call(trial.optimized())
-            wait(device)
+            fast = trial.optimized()
+            trial.until_first_result(lambda: trial.call(fast))
             _say(seconds=time.perf_counter() - started)
             return
         _say(stage="eager", row=asdict(row))
@@ -466,8 +568,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
                 started = time.perf_counter()
                 call = compiled(trial.model, trial.call, mode)
                 with _at_most(given.limit * 0.9 - (time.monotonic() - began)):
-                    call()
-                    wait(device)
+                    trial.until_first_result(call)
                 first[peer] = time.perf_counter() - started
                 calls[peer] = call
             except Exception as reason:  # a peer's compiler may fail in any way
@@ -479,13 +580,14 @@ def one(given: Any, network: Network, only_build: bool) -> None:
         _forget_choices()
         try:
             fast = trial.optimized()
-            row = replace(row, **_verified(trial, fast))
             calls[OWN] = lambda: trial.call(fast)
-            calls[OWN]()
+            for _ in range(WARM):  # what is verified is what will be measured
+                calls[OWN]()
+            row = replace(row, **_verified(trial, fast))
         except Exception as reason:  # a failure of ours is a row
             _say(row=asdict(replace(row, failure=told(reason))), final=True)
             return
-        if device.type == "cuda":
+        if device.type == "cuda" and not trial.train:
             try:
                 graphed = trial.optimized(cuda_graphs=True)
                 trial.call(graphed)
@@ -502,8 +604,9 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             left_out=left_out,
             regions=sum(region.kernel is not None for region in report.regions),
             skipped=len(report.skipped),
+            why_not=steps.left_to_torch(report),
         )
-        failed = warmed(calls, device)
+        failed = warmed(calls, device, steps.error) if trial.train else warmed(calls, device)
         row = replace(row, left_out={**row.left_out, **failed})
         if OWN in failed or EAGER in failed:
             _say(row=asdict(replace(row, ok=False, failure=failed.get(OWN) or failed[EAGER])), final=True)
@@ -590,8 +693,9 @@ class _Process:
 def _row_of(process: _Process, network: Network, given: Any) -> Row:
     """The last that a network's process said about itself."""
     code = process.end()
-    last = next((said for said in reversed(process.said) if "row" in said), {})
-    row = Row(**last["row"]) if last else Row(given.seed, given.dtype, network.package, network.family)
+    last: dict[str, Any] = next((said for said in reversed(process.said) if "row" in said), {})
+    begun = Row(given.seed, given.dtype, network.package, network.family, train=given.train)
+    row = Row(**last["row"]) if last else begun
     if row.not_drawn or last.get("final"):
         return row
     if not last and process.killed:
@@ -630,13 +734,14 @@ def render(rows: Sequence[Row]) -> str:
                 column(lambda one: _number(one.gpu)), column(lambda one: _number(one.wall)),
                 column(lambda one: _number(one.memory, 0)),
                 " / ".join(_number(row.first_result.get(name, math.nan), 1) for name in (COMPILE, REDUCE, OWN)),
-                _number(row.ratio), _number(row.graph_ratio), "; ".join(f"{k}: {v}" for k, v in row.left_out.items()),
+                _number(row.ratio), _number(row.graph_ratio),
+                "; ".join([*(f"{name}: {why}" for name, why in row.left_out.items()), *filter(None, [row.why_not])]),
             )
         )  # fmt: skip
     headers = (
         "network", "dtype", "batch", "right", "error / eager's", "regions (left)", "kernels", "copies", "issuing, ms",
         "GPU, ms", "wall, ms", "memory, MB", "first result, s: compile / reduce / fxfuse", "best peer / fxfuse",
-        "reduce-overhead / graph", "did not run",
+        "reduce-overhead / graph", "remarks",
     )  # fmt: skip
     order = f"Columns with several numbers: {', '.join((*PEERS, OWN, GRAPH))}."
     cells = [[str(cell).replace("|", "/").replace("\n", " ") for cell in line] for line in table]
@@ -687,6 +792,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=12, help="families to draw")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--train", action="store_true", help="steps of training")
     parser.add_argument("--slice", type=_slice, default=(0, 1), metavar="i/n", help="every n-th of the draw, from i")
     parser.add_argument(
         "--only", nargs="*", default=[""], help="of the draw, those whose package and family contain one of these"
@@ -705,8 +811,11 @@ def main() -> None:
     parser.add_argument("--network", help="one network, as JSON, in this process")
     parser.add_argument("--first", action="store_true", help="of that network, only the time to the first result")
     given = parser.parse_args()
+    peers = (EAGER, COMPILE) if given.train else PEERS
     if given.compare is None:
-        given.compare = PEERS if given.device == "cuda" else (EAGER,)
+        given.compare = peers if given.device == "cuda" else (EAGER,)
+    if not set(given.compare) <= set(peers):
+        parser.error(f"--train has no CUDA graphs: compare {', '.join(peers)}")
     if given.network:
         content = json.loads(given.network)
         one(given, Network(content["package"], content["family"], tuple(content["variants"])), given.first)
@@ -717,11 +826,13 @@ def main() -> None:
     index, parts = given.slice
     todo = [network for network in draw(given.seed, given.count)[index::parts]
             if any(part in f"{network.package} {network.family}" for part in given.only)]  # fmt: skip
-    kept = read(given.output, "zoo", facts, Row) if given.output is not None else []
+    results = "zoo-training" if given.train else "zoo"
+    kept = read(given.output, results, facts, Row) if given.output is not None else []
     rows = {row.key: row for row in kept}
     taken: list[Row] = []
     same = ["--seed", str(given.seed), "--dtype", given.dtype, "--device", given.device, "--batch", str(given.batch),
-            "--limit", str(given.limit), "--seconds", str(given.seconds), "--compare", *given.compare]  # fmt: skip
+            "--limit", str(given.limit), "--seconds", str(given.seconds), *["--train"][: given.train],
+            "--compare", *given.compare]  # fmt: skip
 
     available = sorted(os.sched_getaffinity(0))
     share = max(1, len(available) // given.processes)
@@ -756,7 +867,8 @@ def main() -> None:
                       flush=True)  # fmt: skip
                 if given.output is not None:  # after each row, so that an interrupted run leaves what it measured
                     listed = list(rows.values())
-                    write(given.output, "zoo", facts, f"{heading}\n\n{summarise(listed)}\n\n{render(listed)}\n", listed)
+                    text = f"{heading}\n\n{summarise(listed)}\n\n{render(listed)}\n"
+                    write(given.output, results, facts, text, listed)
     print(f"\n{heading}\n\n{render(taken)}\n\n{summarise(taken)}")
 
 

@@ -128,7 +128,8 @@ class Traced:
             own[number] = own[number].clone()
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
-        result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it, and fail then
+            result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}
         by_identity: dict[int, tuple[int, torch.Tensor]] = {}

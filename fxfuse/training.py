@@ -254,7 +254,7 @@ class Training:
         try:
             if _top_hooks is None:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
-            check_graph(self._root, self._graph)
+            check_graph(self._root, self._graph, with_gradients=True)
             if any(getattr(node.target, "is_checkpoint", False) for node in self._graph.nodes):
                 raise Refused("a part of it is a checkpoint, which keeps less than a step would")
             self._binding = Binding(self._root, self._graph)

@@ -1211,12 +1211,21 @@ def block_of(m, x):
     return x + m.b(F.silu(m.a(x)))
 
 
+def without_gradients_in_between(m, x):
+    """As transformers' rotary positions are made."""
+    y = F.silu(m.a(x))
+    with torch.no_grad():
+        gate = torch.sigmoid(m.b(y))
+    return m.b(y) * gate
+
+
 COMPILED = {
     # what makes the model, inputs, how many graphs have steps
     "mlp": (*MODELS["mlp"], 1),
     "transformer block": (*MODELS["transformer block"], 1),
     "convolutions": (*MODELS["convolutions"], 1),  # Dynamo's graphs change buffers that they are given
     "tied embedding": (*MODELS["tied embedding"], 1),
+    "no_grad": (lambda: Net(without_gradients_in_between, a=linear(16), b=nn.Linear(16, 4)), wanting(5, 8), 1),
     "graph break": (lambda: Net(broken, a=linear(16), b=nn.Linear(16, 4)), wanting(5, 8), 2),
 }  # fmt: skip
 

@@ -79,8 +79,12 @@ def is_variable(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("*")
 
 
-def check_graph(root: nn.Module, graph: fx.Graph) -> None:
-    """Raises Refused if a node is of a kind of which nobody can say what else it does than compute."""
+def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
+    """Raises Refused if a node is of a kind of which nobody can say what else it does than compute.
+
+    Args:
+        with_gradients: whether the graph will run as it is, so that gradients may be switched off in it.
+    """
     depth = 0
     for node in graph.nodes:
         target: Any = node.target
@@ -99,6 +103,8 @@ def check_graph(root: nn.Module, graph: fx.Graph) -> None:
             if isinstance(target, type) and issubclass(target, dict) and dataclasses.is_dataclass(target):
                 continue  # transformers' results: they hold what they are given
             if name in _AUTOCAST:  # what runs within is taken apart, or not recorded
+                continue
+            if with_gradients and name == "_set_grad_enabled":
                 continue
             if home not in _LIBRARIES or any(part in name for part in _SWITCHES):
                 raise Refused(f"'{name or target}' may do more than compute")
