@@ -9,6 +9,7 @@ and puts that into them at its end.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import threading
 from collections import Counter
@@ -452,19 +453,22 @@ def _batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
     running_variance: torch.Tensor, training: bool, momentum: float, eps: float,
 ) -> Any:  # fmt: skip
-    """With a batch's own statistics, of which the first part is that of each image: as many rows as keep a GPU busy.
+    """With a batch's own statistics, of which the first part is that of each image's parts: as many rows as keep a GPU
+    busy, and short enough to be read a second time from a cache.
 
-    The variance is that of the images' means and the mean of the images' variances, so that nothing cancels.
+    The variance is that of the parts' means and the mean of the parts' variances, so that nothing cancels.
     """
     if not training:
         return NotImplemented
-    exact, along = x if x.dtype == torch.float64 else x.float(), list(range(2, x.dim()))
-    means = exact.mean(along, keepdim=True) if along else exact
-    spread = (exact - means).square().mean(along, keepdim=True) if along else None
-    means = means.view(x.shape[:2])
+    exact = x if x.dtype == torch.float64 else x.float()
+    parts = _in_parts(exact)
+    along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
+    means = parts.mean(along, keepdim=True) if along else parts
+    spread = (parts - means).square().mean(along, keepdim=True) if along else None
+    means = means.reshape(-1, x.shape[1])
     mean = means.mean(0)
     variance = (means - mean).square().mean(0)
-    variance = variance if spread is None else variance + spread.view(x.shape[:2]).mean(0)
+    variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
     scale = torch.rsqrt(variance + eps)
     made = (exact - _by_channel(mean, x)) * _by_channel(scale, x)
     made = made if weight is None else made * _by_channel(weight, x)
@@ -497,6 +501,24 @@ def _batch_norm_backward(
     left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
     return (left * _by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
+
+
+_PART: Final = 512
+"""Pixels whose 32 bytes each (of channels that lie side by side) a block of threads finds in its cache again."""
+_LEAST: Final = 32
+"""Pixels of which it pays to take the mean."""
+
+
+def _in_parts(x: torch.Tensor) -> torch.Tensor:
+    """(images, parts, channels, pixels of a part ...); x if it has no pixels."""
+    if x.dim() < 3:
+        return x
+    rows, pixels = x.shape[2], math.prod(x.shape[3:])
+    heights = (height for height in range(rows, 0, -1) if rows % height == 0)
+    height = next((height for height in heights if height * pixels <= _PART), rows)
+    if height * pixels < _LEAST:
+        height = rows
+    return x.unflatten(2, (rows // height, height)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1527,6 +1527,9 @@ ON_A_GPU = {
     "depthwise": (depthwise, lambda seed: (randn(3, 6, 13, 14, seed=seed),)),
     "norms": (affine_norms, lambda seed: (randn(5, 4, 8, 8, seed=seed) * 3 + 1,)),
     "far from zero": (lambda: nn.BatchNorm2d(3), lambda seed: (randn(4, 3, 6, 7, seed=seed) + 30,)),
+    "large images": (lambda: nn.BatchNorm2d(3), lambda seed: (randn(2, 3, 34, 45, seed=seed) + 30,)),
+    "series in parts": (lambda: nn.BatchNorm1d(2), lambda seed: (randn(3, 2, 1200, seed=seed) + 30,)),
+    "series of a prime length": (lambda: nn.BatchNorm1d(2), lambda seed: (randn(3, 2, 1009, seed=seed) + 1,)),
     "batch norm of series": MODELS["batch norm of series"],
     "transformer block": MODELS["transformer block"],
 }
