@@ -85,7 +85,7 @@ def joint_of(
     except Exception as error:  # whatever tracing a stranger's model raises
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
-    return _parted(joint, traced, layouts)
+    return _parted(joint, traced, layouts, tensors)
 
 
 def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, Layouts]:
@@ -220,7 +220,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts) -> Joint:
+def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Sequence[torch.Tensor]) -> Joint:
     """The joint graph in two."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     _simplify(joint.graph, [given[number] for number in traced.buffers])
@@ -259,6 +259,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts) -> Joint:
         raise Refused("torch's AOTAutograd has gradients for other results than have them")
     if any(node.name not in by_name for node in kept):
         raise Refused("its backward takes what its forward does not give")
+    _lay_as_leaves(backward.graph, tensors)
     for half in (forward, backward):
         half.recompile()
     values = [node.meta["val"] for node in tangents]
@@ -275,6 +276,20 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts) -> Joint:
         reference=traced,
         layouts=layouts,
     )
+
+
+def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
+    """Lets gradients of contiguous leaves be contiguous, too: torch's autograd copies others, one by one."""
+    (end,) = (node for node in backward.nodes if node.op == "output")
+    gradients = list(end.args[0])
+    for number, (node, tensor) in enumerate(zip(gradients, tensors, strict=False)):  # none where no result has any
+        lies_otherwise = isinstance(node, fx.Node) and not node.meta["val"].is_contiguous()
+        if lies_otherwise and tensor.is_leaf and tensor.is_contiguous():
+            with backward.inserting_before(end):
+                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                gradients[number] = backward.call_function(_aten.clone.default, (node,), options)
+            gradients[number].meta["val"] = node.meta["val"].clone(**options)
+    end.args = (tuple(gradients),)
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
@@ -466,7 +481,7 @@ def _batch_norm(
     means = parts.mean(along, keepdim=True) if along else parts
     spread = (parts - means).square().mean(along, keepdim=True) if along else None
     means = means.reshape(-1, x.shape[1])
-    mean = means.mean(0)
+    mean = means[0] + (means - means[0]).mean(0)  # more exact where they are far from zero
     variance = (means - mean).square().mean(0)
     variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
     scale = torch.rsqrt(variance + eps)
@@ -490,13 +505,9 @@ def _batch_norm_backward(
         return _torchs_batch_norm_backward()(
             gradient, x, weight, running_mean, running_variance, mean, scale, training, eps, wanted
         )
-    of_result = gradient if x.dtype == torch.float64 else gradient.float()
-    along, count = list(range(2, x.dim())), x.numel() // x.shape[1]
+    of_result, count = gradient if x.dtype == torch.float64 else gradient.float(), x.numel() // x.shape[1]
     deviation = (x.to(of_result.dtype) - _by_channel(mean, x)) * _by_channel(scale, x)
-    sums = [
-        (each.sum(along) if along else each).sum(0) for each in (of_result, of_result * deviation)
-    ]  # of each image first, as above
-    of_bias, of_weight = sums
+    of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
     factor = scale if weight is None else scale * weight
     left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
@@ -521,6 +532,13 @@ def _in_parts(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, (rows // height, height)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
+def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
+    """Over images and pixels, those of parts first."""
+    parts = _in_parts(x)
+    along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
+    return (parts.sum(along) if along else parts).reshape(-1, x.shape[1]).sum(0)
+
+
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return values.view([1, -1, *([1] * (x.dim() - 2))])
 
@@ -530,21 +548,30 @@ def _convolution_backward(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], is_transposed: bool,
     output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """Of a depthwise one the three gradients by themselves: for that of filters there is a kernel
+    """That of the bias by itself; of a depthwise one the two others, too: for that of filters there is a kernel
     (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round."""
-    is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
-    if not is_depthwise or sum(wanted) == 1:
+    if sum(wanted) == 1 and not wanted[2]:
         return NotImplemented
-    sizes = (bias_sizes, stride, padding, dilation, is_transposed, output_padding, groups)
+    is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
+    if not wanted[2] and not is_depthwise:
+        return NotImplemented
+
+    def taken(*wanted: bool) -> tuple[torch.Tensor | None, ...]:
+        sizes = (bias_sizes, stride, padding, dilation, is_transposed, output_padding, groups)
+        return _aten.convolution_backward(gradient, x, weight, *sizes, wanted)  # type: ignore[no-any-return]
+
     of_x = of_weight = None
-    left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
-    if wanted[0] and set(stride) == set(dilation) == {1} and min(left) >= 0:
-        of_x = _aten.convolution(gradient, weight.flip(2, 3), None, [1, 1], left, [1, 1], False, [0, 0], groups)
-    elif wanted[0]:
-        of_x = _aten.convolution_backward(gradient, x, weight, *sizes, [True, False, False])[0]
-    if wanted[1]:
-        of_weight = _aten.convolution_backward(gradient, x, weight, *sizes, [False, True, False])[1]
-    return of_x, of_weight, gradient.sum([0, 2, 3]) if wanted[2] else None
+    if not is_depthwise and any(wanted[:2]):
+        of_x, of_weight, _ = taken(*wanted[:2], False)
+    elif is_depthwise:
+        left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
+        if wanted[0] and set(stride) == set(dilation) == {1} and min(left) >= 0:
+            of_x = _aten.convolution(gradient, weight.flip(2, 3), None, [1, 1], left, [1, 1], False, [0, 0], groups)
+        elif wanted[0]:
+            of_x = taken(True, False, False)[0]
+        of_weight = taken(False, True, False)[1] if wanted[1] else None
+    of_bias = _sums_by_channel(gradient.float() if gradient.dtype.itemsize == 2 else gradient) if wanted[2] else None
+    return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
 
 
 @functools.cache
