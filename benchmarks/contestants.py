@@ -63,7 +63,7 @@ def _apart(expected: Any, made: Any) -> float:
 
 
 def warmed(
-    calls: dict[str, Call], device: torch.device, distance: Callable[[Any, Any], float] = _apart
+    calls: dict[str, Call], device: torch.device, distance: Callable[[Any, Any], float] = _apart, apart: float = APART
 ) -> dict[str, str]:
     """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons.
 
@@ -71,6 +71,7 @@ def warmed(
 
     Args:
         distance: of two results, the first one eager's, as a part of its norm.
+        apart: how much of it rounding explains.
     """
     failed = {}
     for name, call in list(calls.items()):
@@ -80,7 +81,7 @@ def warmed(
             wait(device)
             if name in PEERS:
                 found = distance(expected := calls[EAGER](), result)
-                if found > APART and distance(expected, calls[EAGER]()) < APART:  # else eager draws random numbers
+                if found > apart and distance(expected, calls[EAGER]()) < apart:  # else eager draws random numbers
                     raise ArithmeticError(f"it computes something else than eager, {found:.2f} of the norm apart")
         except Exception as reason:
             failed[name] = told(reason)

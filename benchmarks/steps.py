@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from contestants import Call
+from contestants import APART, Call
 from torch import nn
 
 import fxfuse
@@ -84,3 +84,9 @@ def left_to_torch(report: fxfuse.Report) -> str:
     """Why fxfuse leaves gradients to torch, if it does."""
     reasons = [line for line in report.training if "come from torch" in line]
     return "; ".join(reasons) if report.training else "gradients come from torch: it has no steps"
+
+
+def explained(eager_error: float) -> float:
+    """How far two contestants' gradients may be apart by rounding, as a part of their norm: some networks with random
+    weights make much of it, eager's own gradients are as far from float64's."""
+    return max(APART, 2 * eager_error)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from contestants import COMPILE, EAGER, OWN, Call, Contestant, measured, told, wait, warmed
 from networks import IMAGE
-from steps import CALLS, autocast, error, left_to_torch, step, without_dropout
+from steps import CALLS, autocast, error, explained, left_to_torch, step, without_dropout
 from suite import PRECISIONS, arguments, provenance, read, write
 from tabulate import tabulate
 from torch import nn
@@ -162,8 +162,8 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
         except Exception as reason:
             left_out[contestant] = told(reason)
             del calls[contestant]
-    left_out |= warmed(calls, x.device, error)
     errors = dict(_errors(calls, model, x))
+    left_out |= warmed(calls, x.device, error, explained(errors[EAGER]))
     found = measured(calls, x.device, seconds)
     contestants = {who: asdict(one) for who, one in found.items()}
     return Row(name, precision, errors, first, contestants, left_out, left_to_torch(fxfuse.explain(fast)))

@@ -606,7 +606,10 @@ def one(given: Any, network: Network, only_build: bool) -> None:
             skipped=len(report.skipped),
             why_not=steps.left_to_torch(report),
         )
-        failed = warmed(calls, device, steps.error) if trial.train else warmed(calls, device)
+        if trial.train:
+            failed = warmed(calls, device, steps.error, steps.explained(row.eager_error))
+        else:
+            failed = warmed(calls, device)
         row = replace(row, left_out={**row.left_out, **failed})
         if OWN in failed or EAGER in failed:
             _say(row=asdict(replace(row, ok=False, failure=failed.get(OWN) or failed[EAGER])), final=True)
