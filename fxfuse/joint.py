@@ -475,8 +475,7 @@ def _batch_norm(
     """
     if not training:
         return NotImplemented
-    exact = x if x.dtype == torch.float64 else x.float()
-    parts = _in_parts(exact)
+    parts = _exact(_in_parts(x))
     along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
     means = parts.mean(along, keepdim=True) if along else parts
     spread = (parts - means).square().mean(along, keepdim=True) if along else None
@@ -485,7 +484,7 @@ def _batch_norm(
     variance = (means - mean).square().mean(0)
     variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
     scale = torch.rsqrt(variance + eps)
-    made = (exact - _by_channel(mean, x)) * _by_channel(scale, x)
+    made = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
     made = made if weight is None else made * _by_channel(weight, x)
     made = made if bias is None else made + _by_channel(bias, x)
     count = x.numel() // x.shape[1]
@@ -505,8 +504,8 @@ def _batch_norm_backward(
         return _torchs_batch_norm_backward()(
             gradient, x, weight, running_mean, running_variance, mean, scale, training, eps, wanted
         )
-    of_result, count = gradient if x.dtype == torch.float64 else gradient.float(), x.numel() // x.shape[1]
-    deviation = (x.to(of_result.dtype) - _by_channel(mean, x)) * _by_channel(scale, x)
+    of_result, count = _exact(gradient), x.numel() // x.shape[1]
+    deviation = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
     of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
     factor = scale if weight is None else scale * weight
     left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
@@ -537,6 +536,11 @@ def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
     parts = _in_parts(x)
     along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
     return (parts.sum(along) if along else parts).reshape(-1, x.shape[1]).sum(0)
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    """As what is added up has it."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -570,7 +574,7 @@ def _convolution_backward(
         elif wanted[0]:
             of_x = taken(True, False, False)[0]
         of_weight = taken(False, True, False)[1] if wanted[1] else None
-    of_bias = _sums_by_channel(gradient.float() if gradient.dtype.itemsize == 2 else gradient) if wanted[2] else None
+    of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
 
 
