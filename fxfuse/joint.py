@@ -475,8 +475,8 @@ def _batch_norm(
     """
     if not training:
         return NotImplemented
-    parts = _exact(_in_parts(x))
-    along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
+    parts, along = _in_parts(x)
+    parts = _exact(parts)
     means = parts.mean(along, keepdim=True) if along else parts
     spread = (parts - means).square().mean(along, keepdim=True) if along else None
     means = means.reshape(-1, x.shape[1])
@@ -519,28 +519,27 @@ _LEAST: Final = 32
 """Pixels of which it pays to take the mean."""
 
 
-def _in_parts(x: torch.Tensor) -> torch.Tensor:
-    """(images, parts, channels, pixels of a part ...); x if it has no pixels."""
+def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """(images, parts, channels, pixels of a part ...), and which dimensions are the pixels'; x itself without any."""
     if x.dim() < 3:
-        return x
+        return x, []
     rows, pixels = x.shape[2], math.prod(x.shape[3:])
     heights = (height for height in range(rows, 0, -1) if rows % height == 0)
     height = next((height for height in heights if height * pixels <= _PART), rows)
     if height * pixels < _LEAST:
         height = rows
-    return x.unflatten(2, (rows // height, height)).transpose(1, 2)  # type: ignore[no-any-return]
+    return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
 
 
 def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
     """Over images and pixels, those of parts first."""
-    parts = _in_parts(x)
-    along = list(range(parts.dim() - x.dim() + 2, parts.dim()))
+    parts, along = _in_parts(x)
     return (parts.sum(along) if along else parts).reshape(-1, x.shape[1]).sum(0)
 
 
 def _exact(x: torch.Tensor) -> torch.Tensor:
-    """As what is added up has it."""
-    return x if x.dtype == torch.float64 else x.float()
+    """As it is added up: float16 and bfloat16 as float32."""
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 import threading
 from collections import namedtuple
 
@@ -1460,6 +1461,40 @@ def train_beside_another(rank, folder):
         torch.save((found, len(made(fast))), f"{folder}/{rank}")
     finally:
         distributed.destroy_process_group()
+
+
+def curve(model, inputs, target, order):
+    """200 losses of a copy of a model, whose batches have their samples in this order: sums in another."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for x in [inputs[number % len(inputs)] for number in range(200)]:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x[order]), target[order])
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return model, torch.stack(found)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "convolutions"])
+def test_200_losses_are_as_near_to_eagers_as_other_summation_orders(name):
+    make, inputs_of = MODELS[name]
+    torch.manual_seed(0)
+    model, inputs = (
+        make(),
+        [inputs_of(seed)[0].detach().repeat(4, *[1] * (inputs_of(0)[0].dim() - 1)) for seed in range(8)],
+    )
+    inputs = [x + 0.1 * randn(*x.shape, seed=seed) for seed, x in enumerate(inputs)]
+    target, count = randn(*model(inputs[0]).shape, seed=99), len(inputs[0])
+    orders = [torch.arange(count), *(torch.randperm(count) for _ in range(6))]
+    eager, *others = [curve(model, inputs, target, order)[1] for order in orders]
+    trained, own = curve(fxfuse.optimize(model), inputs, target, orders[0])
+    made(trained)
+    spread = statistics.median(float(((other - eager) / eager).abs().max()) for other in others)
+    assert eager[-8:].mean() < 0.9 * eager[:8].mean(), "it learns nothing"
+    apart = float(((own - eager) / eager).abs().max())
+    assert 0 < apart <= 2 * spread
 
 
 def test_distributed_data_parallel(tmp_path):
