@@ -8,8 +8,6 @@ and puts that into them at its end.
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 import threading
 from collections import Counter
@@ -19,11 +17,11 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch._decomp import get_decompositions
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
 from fxfuse.channels_last import Layouts, assign_layouts
+from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
@@ -78,7 +76,7 @@ def joint_of(
     try:
         with _TRACING, torch.enable_grad():
             device = device_of(tensors)
-            taken_apart = _decompositions("cpu" if device is None else device.type)
+            taken_apart = decompositions("cpu" if device is None else device.type)
             joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=taken_apart)
     except Refused:
         raise
@@ -416,168 +414,3 @@ def _partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition
-
-
-_TAKEN_APART: Final = (
-    "elu_backward", "gelu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
-    "leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "sigmoid_backward", "silu_backward",
-    "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward", "native_dropout_backward",
-    "select_backward", "slice_backward", "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
-    "binary_cross_entropy_backward", "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
-)  # fmt: skip
-"""Operators that are expressions of others: torch's own decompositions of them."""
-_ROWS: Final = (
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
-    "native_group_norm", "native_group_norm_backward",
-)  # fmt: skip
-"""The same with sums of rows."""
-
-
-@functools.cache
-def _decompositions(device: str) -> dict[Any, Callable[..., Any]]:
-    """By operator. On a CPU torch's own kernels for rows are faster than several of ours or of its."""
-    names = _TAKEN_APART if device == "cpu" else (*_TAKEN_APART, *_ROWS)
-    taken_apart = get_decompositions([getattr(_aten, name) for name in names if hasattr(_aten, name)])
-    known = {**taken_apart, _aten.native_dropout.default: _native_dropout}
-    if device == "cpu":
-        return known
-    return known | {
-        _aten.var_mean.correction: _var_mean,
-        _aten._native_batch_norm_legit_functional.default: _batch_norm,
-        _aten.native_batch_norm_backward.default: _batch_norm_backward,
-        _aten.convolution_backward.default: _convolution_backward,
-    }
-
-
-def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Of everything draws nothing, in eager."""
-    if p != 1 or not train:
-        return NotImplemented
-    return x * 0, torch.zeros_like(x, dtype=torch.bool)
-
-
-def _var_mean(
-    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: int | None = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two reductions of which each is one that kernels know."""
-    dims = list(range(x.dim())) if dim is None else dim
-    return torch.var(x, list(dims), correction=correction, keepdim=keepdim), torch.mean(x, list(dims), keepdim=keepdim)
-
-
-def _batch_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
-    running_variance: torch.Tensor, training: bool, momentum: float, eps: float,
-) -> Any:  # fmt: skip
-    """With a batch's own statistics, of which the first part is that of each image's parts: as many rows as keep a GPU
-    busy, and short enough to be read a second time from a cache.
-
-    The variance is that of the parts' means and the mean of the parts' variances, so that nothing cancels.
-    """
-    if not training:
-        return NotImplemented
-    parts, along = _in_parts(x)
-    parts = _exact(parts)
-    means = parts.mean(along, keepdim=True) if along else parts
-    spread = (parts - means).square().mean(along, keepdim=True) if along else None
-    means = means.reshape(-1, x.shape[1])
-    mean = means[0] + (means - means[0]).mean(0)  # more exact where they are far from zero
-    variance = (means - mean).square().mean(0)
-    variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
-    scale = torch.rsqrt(variance + eps)
-    made = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    made = made if weight is None else made * _by_channel(weight, x)
-    made = made if bias is None else made + _by_channel(bias, x)
-    count = x.numel() // x.shape[1]
-    unbiased = variance * (count / max(count - 1, 1))
-    counted = [
-        before * (1 - momentum) + now * momentum for before, now in ((running_mean, mean), (running_variance, unbiased))
-    ]
-    return made.to(x.dtype), mean, scale, *counted
-
-
-def _batch_norm_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, running_mean: torch.Tensor | None,
-    running_variance: torch.Tensor | None, mean: torch.Tensor | None, scale: torch.Tensor | None, training: bool,
-    eps: float, wanted: Sequence[bool],
-) -> Any:  # fmt: skip
-    if not training or mean is None or scale is None:
-        return _torchs_batch_norm_backward()(
-            gradient, x, weight, running_mean, running_variance, mean, scale, training, eps, wanted
-        )
-    of_result, count = _exact(gradient), x.numel() // x.shape[1]
-    deviation = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
-    factor = scale if weight is None else scale * weight
-    left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
-    dtype = x.dtype if weight is None else weight.dtype
-    return (left * _by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
-
-
-_PART: Final = 512
-"""Pixels whose 32 bytes each (of channels that lie side by side) a block of threads finds in its cache again."""
-_LEAST: Final = 32
-"""Pixels of which it pays to take the mean."""
-
-
-def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """(images, parts, channels, pixels of a part ...), and which dimensions are the pixels'; x itself without any."""
-    if x.dim() < 3:
-        return x, []
-    rows, pixels = x.shape[2], math.prod(x.shape[3:])
-    heights = (height for height in range(rows, 0, -1) if rows % height == 0)
-    height = next((height for height in heights if height * pixels <= _PART), rows)
-    if height * pixels < _LEAST:
-        height = rows
-    return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
-
-
-def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
-    """Over images and pixels, those of parts first."""
-    parts, along = _in_parts(x)
-    return (parts.sum(along) if along else parts).reshape(-1, x.shape[1]).sum(0)
-
-
-def _exact(x: torch.Tensor) -> torch.Tensor:
-    """As it is added up: float16 and bfloat16 as float32."""
-    return x.float() if x.dtype.itemsize == 2 else x
-
-
-def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return values.view([1, -1, *([1] * (x.dim() - 2))])
-
-
-def _convolution_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], is_transposed: bool,
-    output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
-) -> Any:  # fmt: skip
-    """That of the bias by itself; of a depthwise one the two others, too: for that of filters there is a kernel
-    (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round."""
-    if sum(wanted) == 1 and not wanted[2]:
-        return NotImplemented
-    is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
-    if not wanted[2] and not is_depthwise:
-        return NotImplemented
-
-    def taken(*wanted: bool) -> tuple[torch.Tensor | None, ...]:
-        sizes = (bias_sizes, stride, padding, dilation, is_transposed, output_padding, groups)
-        return _aten.convolution_backward(gradient, x, weight, *sizes, wanted)  # type: ignore[no-any-return]
-
-    of_x = of_weight = None
-    if not is_depthwise and any(wanted[:2]):
-        of_x, of_weight, _ = taken(*wanted[:2], False)
-    elif is_depthwise:
-        left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
-        if wanted[0] and set(stride) == set(dilation) == {1} and min(left) >= 0:
-            of_x = _aten.convolution(gradient, weight.flip(2, 3), None, [1, 1], left, [1, 1], False, [0, 0], groups)
-        elif wanted[0]:
-            of_x = taken(True, False, False)[0]
-        of_weight = taken(False, True, False)[1] if wanted[1] else None
-    of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
-    return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
-
-
-@functools.cache
-def _torchs_batch_norm_backward() -> Callable[..., Any]:
-    overload = _aten.native_batch_norm_backward.default
-    return get_decompositions([overload])[overload]

@@ -1439,28 +1439,7 @@ def test_gradients_of_gradients_with_dropout():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- several processes, many steps
-
-
-def train_beside_another(rank, folder):
-    """One of two processes: gradients under DistributedDataParallel, of an optimised model and of the model itself."""
-    torch.set_num_threads(1)
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        found, eager = [], mlp()
-        fast = fxfuse.optimize(copy.deepcopy(eager))
-        for model in (fast, eager, copy.deepcopy(eager).double()):
-            parallel, gradients = nn.parallel.DistributedDataParallel(model), []
-            for step in range(4):
-                model.zero_grad()
-                x = randn(6, 8, seed=10 * rank + step).to(next(model.parameters()).dtype)
-                weighed(parallel(x)).backward()
-                gradients += [gradient.clone() for gradient in all_gradients(model)]
-            found.append(gradients)
-        torch.save((found, len(made(fast))), f"{folder}/{rank}")
-    finally:
-        distributed.destroy_process_group()
+# ----------------------------------------------------------------------------------------------- many steps
 
 
 def curve(model, inputs, target, order):
@@ -1497,47 +1476,14 @@ def test_200_losses_are_as_near_to_eagers_as_other_summation_orders(name):
     assert 0 < apart <= 2 * spread
 
 
-def test_distributed_data_parallel(tmp_path):
-    torch.multiprocessing.spawn(train_beside_another, (str(tmp_path),), nprocs=2)
-    (first, steps), (second, _) = (torch.load(tmp_path / str(rank)) for rank in range(2))
-    assert steps
-    torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)  # all processes have the mean
-    assert_errors_as_eagers(*first)
-    alone = mlp()
-    weighed(alone(randn(6, 8, seed=0))).backward()
-    assert not torch.allclose(first[0][0], alone[0].weight.grad), "nothing was exchanged"
-
-
-def test_many_steps_follow_eagers_losses():
-    torch.manual_seed(0)
-    features, weights = randn(64, 8), randn(8, 3, seed=1)
-    classes = (torch.tanh(features @ weights)).argmax(-1)
-    curves = []
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3))
-    for each in (fxfuse.optimize(copy.deepcopy(model)), model):
-        optimizer, losses = torch.optim.SGD(each.parameters(), lr=0.1), []
-        for step in range(50):
-            rows = slice(16 * (step % 4), 16 * (step % 4) + 16)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(each(features[rows]), classes[rows])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        curves.append(torch.stack(losses))
-        if each is not model:
-            made(each)
-    assert curves[1][-4:].mean() < 0.5 * curves[1][:4].mean()
-    torch.testing.assert_close(*curves, rtol=1e-4, atol=0)
-
-
 # --------------------------------------------------------------------------------------- as it is on a GPU
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request, monkeypatch):
     """A GPU, or a CPU that takes operators apart as for one, whose programs run on the emulated GPU."""
-    apart = joint._decompositions
-    monkeypatch.setattr(joint, "_decompositions", lambda device: apart("cuda"))
+    apart = joint.decompositions
+    monkeypatch.setattr(joint, "decompositions", lambda device: apart("cuda"))
     return where(request.param, monkeypatch)
 
 
