@@ -56,11 +56,11 @@ struct DepthwiseGradient {
     static constexpr int kTaps = kKernel * kKernel, kParts = (kKernel + kHeight - 1) / kHeight;
     static constexpr int kWindow = (kRows - 1) * kStride + kHeight;
     static_assert(kKernel > kStride, "steps share columns of the window");
-    static_assert(kWarps % kParts == 0 && kParts * kHeight * kKernel * kWarp * 4 * (kWarps / 2 / kParts) <= 48 << 10);
+    static_assert(kWarps % (2 * kParts) == 0, "halves of the warps have the same parts");
 
     static __device__ __forceinline__ void run(const Problem& problem, const Element* dy, const Element* x, Output* out,
                                                const SplitWorkspace& workspace, const Epilogue& epilogue) {
-        __shared__ float shared[kWarps / 2][kHeight * kKernel][kWarp];
+        __shared__ float shared[kWarps / 2][kHeight * kKernel][kWarp];  // at most 14 KB
         const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
         const int part = warp % kParts;
         const int64_t tile = blockIdx.y, first = tile * kWarp;
