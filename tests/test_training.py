@@ -1456,8 +1456,9 @@ def curve(model, inputs, target, order):
     return model, torch.stack(found)
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer block", "convolutions"])
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "group norm"])
 def test_200_losses_are_as_near_to_eagers_as_other_summation_orders(name):
+    """Of smooth networks: behind kinks (max-pooling) a rounding decides where gradients go."""
     make, inputs_of = MODELS[name]
     torch.manual_seed(0)
     model, inputs = (
