@@ -151,10 +151,8 @@ def _convolution_backward(
 ) -> Any:  # fmt: skip
     """That of the bias by itself; of a depthwise one the two others, too: for that of filters there is a kernel
     (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round."""
-    if sum(wanted) == 1 and not wanted[2]:
-        return NotImplemented
     is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
-    if not wanted[2] and not is_depthwise:
+    if not wanted[2] and (sum(wanted) == 1 or not is_depthwise):
         return NotImplemented
 
     def taken(*wanted: bool) -> tuple[torch.Tensor | None, ...]:
