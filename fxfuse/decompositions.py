@@ -40,6 +40,7 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
     if device == "cpu":
         return known
     return known | {
+        _aten.nll_loss_backward.default: _nll_loss_backward,
         _aten.var_mean.correction: _var_mean,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
@@ -52,6 +53,23 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     if p != 1 or not train:
         return NotImplemented
     return x * 0, torch.zeros_like(x, dtype=torch.bool)
+
+
+def _nll_loss_backward(
+    gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
+    ignored: int, total_weight: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """By comparing classes with the target, which is pointwise; torch's writes into zeros, in two passes more."""
+    dim, targets = x.dim() - 1, target.unsqueeze(-1)
+    of_sample = -(gradient / total_weight if reduction == _MEAN else gradient)
+    of_sample = of_sample.unsqueeze(-1) if of_sample.dim() == dim > 0 else of_sample
+    if weight is not None:
+        of_sample = of_sample * weight
+    classes = torch.arange(x.shape[dim], device=x.device)
+    return torch.where((classes == targets) & (targets != ignored), of_sample, 0.0)
+
+
+_MEAN: Final = 1  # at::Reduction
 
 
 def _var_mean(

@@ -8,7 +8,6 @@ and puts that into them at its end.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -25,7 +24,9 @@ from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
+from fxfuse.program import merge
 from fxfuse.program.values import Refused, device_of
+from fxfuse.row_padding import is_view, pad_rows, take_padded
 
 _aten: Final = torch.ops.aten
 
@@ -257,6 +258,11 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         raise Refused("torch's AOTAutograd has gradients for other results than have them")
     if any(node.name not in by_name for node in kept):
         raise Refused("its backward takes what its forward does not give")
+    device = device_of(tensors)
+    if device is not None and merge.runs_on_gpu(device):
+        take_padded(backward.graph, pad_rows(forward.graph, {*results}))
+        (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
+        pad_rows(backward.graph, {*gradients.all_input_nodes})
     _lay_as_leaves(backward.graph, tensors)
     for half in (forward, backward):
         half.recompile()
@@ -300,7 +306,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
             continue
         views: list[fx.Node] = []
         node: Any = own[name]
-        while node not in known and _is_view(node):
+        while node not in known and is_view(node):
             views.append(node)
             node = node.args[0]
         if not views or node not in known:
@@ -319,16 +325,6 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
         placeholder.replace_all_uses_with(made)
         backward.graph.erase_node(placeholder)
         del taken[name]
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Of its first argument alone."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
-        return False
-    first = node.target._schema.arguments[0].alias_info
-    return first is not None and not first.is_write and isinstance(node.args[0], fx.Node)
 
 
 def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:

@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES
 
 from fxfuse import build, cache, ops, plans
-from fxfuse.cuda import exactness, plan, tune
+from fxfuse.cuda import exactness, plan, prepare, tune
 from fxfuse.problem import anchor_meta
 from fxfuse.program import Programs
 
@@ -104,6 +104,7 @@ def ranked(monkeypatch):
     """A function from a problem and a GPU's compute capability to the candidates, best first. Needs no GPU."""
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
     monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: True)
+    monkeypatch.setattr(prepare, "eager_error", lambda problem: None)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
         monkeypatch.setattr(torch._C, name, None, raising=False)
 

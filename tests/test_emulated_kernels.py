@@ -495,6 +495,45 @@ def test_float32_product_by_warpgroups(tile, splits, layout, x_layout):
     torch.testing.assert_close(out, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
+def with_gaps(matrix):
+    """The same in rows that begin at multiples of 16 bytes, with NaN between them."""
+    row = 16 // matrix.element_size()
+    longer = torch.full((matrix.shape[0], -(-matrix.shape[1] // row) * row), float("nan"), dtype=matrix.dtype)
+    longer[:, : matrix.shape[1]] = matrix
+    return longer
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout", "x_layout", "sums"),
+    [
+        ("tf32x3", "nk", "mk", None), ("tf32x3", "kn", "km", None), ("bf16", "nk", "mk", None),
+        ("bf16", "kn", "mk", None), ("tf32x3", "nk", "mk", "kHalved"), ("tf32x3", "kn", "mk", "kHalved"),
+        ("tf32x3", "kn", "km", "kHalved"), ("tf32x3", "kn", "km", "kPromoted"),
+    ],
+)  # fmt: skip
+def test_of_rows_with_gaps_nothing_else_is_read(precision, layout, x_layout, sums, monkeypatch):
+    """Sizes are odd, strides are not. By warpgroups if it is said how they add up."""
+    dtype = PRECISIONS.get(precision, torch.float32)
+    m, n, k = 133, 77, 11 * 32 + 5
+    x, weight, bias = integers(m, k, dtype=dtype), integers(n, k, dtype=dtype), integers(n, dtype=dtype)
+    own = with_gaps(x if x_layout == "mk" else x.T)
+    other = with_gaps(weight if layout == "nk" else weight.T)
+    problem = gemm_problem.Problem(
+        m, n, k, precision, layout, own.stride(0), other.stride(0), n, multiprocessors=132, x_layout=x_layout,
+        hopper=sums is not None, shared_memory=228 << 10,
+    )  # fmt: skip
+    kernels = gemm.candidates(problem)[:2]
+    if sums is not None:
+        monkeypatch.setattr(gemm, "summation", lambda *_: (sums, 1))
+        kernels = [gemm._kernel(gemm.WGMMA_TF32X3_TILES[0], problem, splits) for splits in (1, 2)]
+    want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
+    for kernel in kernels:
+        assert "16, 16" in kernel.type or sums is not None, kernel.name
+        out = torch.full((m, n), 99, dtype=dtype)
+        launch(kernel, EPILOGUE, (own, other, out), (Operand(bias, (0, 0, 1)),))
+        assert torch.equal(out, want), kernel.name
+
+
 LAST_WAVES = [
     ("tf32x3", gemm._TILES_TF32X3[3]), ("bf16", gemm._TILES[6]),
     ("bf16", gemm.WGMMA_TILES[-1]), ("tf32x3", gemm.WGMMA_TF32X3_TILES[-1]),

@@ -165,10 +165,10 @@ def library(tmp_path, monkeypatch):
 
         def measure(self, problem):
             self.asked += 1
-            return self.error
+            return self.error, self.error
 
         def new_process(self):
-            monkeypatch.setattr(exactness, "_uses_tf32", {})
+            monkeypatch.setattr(exactness, "_of_eager", {})
 
     fake = Library()
     fake.new_process()

@@ -1505,7 +1505,45 @@ def depthwise():
     )  # fmt: skip
 
 
+class WrittenOut(nn.Module):
+    """Attention of tokens in rows that begin anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        weights = (query @ key.transpose(-2, -1) * 0.3).softmax(-1)
+        return x + self.out((weights @ value).transpose(1, 2).flatten(2)), weights.amax()
+
+
+class Classified(nn.Module):
+    """A loss of classes in rows that begin anywhere; some samples are ignored."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.head, self.options = nn.Linear(8, 65), options
+        self.register_buffer("weight", torch.rand(65) + 0.5 if options.pop("weighed", False) else None)
+        self.register_buffer("targets", torch.tensor([3, 0, 64, 7, 1, 7]))
+
+    def forward(self, x):
+        scores = self.head(x)
+        return F.cross_entropy(scores, self.targets, self.weight, **self.options), scores.relu()
+
+
+def rows_of(*shape):
+    return lambda seed: (randn(*shape, seed=seed),)
+
+
 ON_A_GPU = {
+    "attention written out": (WrittenOut, rows_of(3, 53, 16)),
+    "rows that are given": (lambda: nn.Linear(8, 65), rows_of(600, 8)),
+    "rows of a weight": (lambda: nn.Sequential(nn.Linear(67, 8), nn.Tanh()), rows_of(600, 67)),
+    "classes": (Classified, rows_of(6, 8)),
+    "weighed classes": (lambda: Classified(weighed=True, ignore_index=7), rows_of(6, 8)),
+    "classes by sample": (lambda: Classified(reduction="none", ignore_index=0), rows_of(6, 8)),
+    "a sum of classes": (lambda: Classified(reduction="sum", weighed=True, label_smoothing=0.1), rows_of(6, 8)),
     "depthwise": (depthwise, lambda seed: (randn(3, 6, 13, 14, seed=seed),)),
     "norms": (affine_norms, lambda seed: (randn(5, 4, 8, 8, seed=seed) * 3 + 1,)),
     "far from zero": (lambda: nn.BatchNorm2d(3), lambda seed: (randn(4, 3, 6, 7, seed=seed) + 30,)),

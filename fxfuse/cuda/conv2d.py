@@ -130,6 +130,7 @@ def _as_gemm(problem: Conv2dProblem) -> GemmProblem | None:
         shared_memory=problem.shared_memory,
         shared_memory_per_block=problem.shared_memory_per_block,
         hopper=problem.hopper,
+        eager_error=problem.eager_error,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fxfuse.cuda.gemm_problem import RESERVED_SHARED
+from fxfuse.cuda.gemm_problem import RESERVED_SHARED, Errors
 from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nchw", "nhwc"]
@@ -50,6 +50,8 @@ class Conv2dProblem:
     """Bytes that a thread block may have; None: all of a multiprocessor's but what CUDA takes for each."""
     hopper: bool = False
     """Whether the device has the instructions that only Hopper has."""
+    eager_error: Errors | None = None
+    """What torch's own convolution errs by, which 3xTF32 may; None if nobody has measured it."""
 
     @property
     def most_shared(self) -> int:

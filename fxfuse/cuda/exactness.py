@@ -1,8 +1,9 @@
 """How exact float32 results are: eager's on this machine and those of kernels, against float64, on a part of a result.
 
 A library need not use TF32 where torch's switches allow it: cuDNN computes many convolutions of few channels in
-float32. `precision_of` takes TF32 only for problems whose own result by the library has TF32's error, which is measured
-once and remembered on disk. `errors` compares kernels with eager; tune.py leaves out what is less exact.
+float32. `precision_of` takes TF32 only for problems whose own result by the library has TF32's error. That error is
+measured once and remembered on disk; kernels in 3xTF32 are those that should have no larger one (gemm_accuracy.py).
+`errors` compares kernels with eager; tune.py leaves out what is less exact.
 
 Kernels' errors are root mean squares over the elements of a result, each in units of its sum of |x| |w|: the
 componentwise backward error, for which rounding bounds hold whatever the magnitudes are (Higham, Accuracy and Stability
@@ -26,6 +27,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from fxfuse import cache
+from fxfuse.cuda.gemm_problem import Errors
 from fxfuse.cuda.precision import Precision, precision
 from fxfuse.layout import is_channels_last
 from fxfuse.locks import free_in_children
@@ -96,7 +98,7 @@ def remember(key: str, value: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------- what eager does
 
-_uses_tf32: dict[str, bool] = {}
+_of_eager: dict[str, Errors] = {}
 
 
 def precision_of(problem: Problem) -> Precision:
@@ -108,26 +110,32 @@ def precision_of(problem: Problem) -> Precision:
 
 
 def eager_uses_tf32(problem: Problem) -> bool:
-    """Whether torch's library computes this product, for which TF32 is allowed, in TF32.
+    """Whether torch's library computes this product, for which TF32 is allowed, in TF32; no if that is not known."""
+    errors = eager_error(problem)
+    return errors is not None and errors[0] > LEAST_TF32_ERROR
 
-    Where nothing may be measured now, or memory does not suffice, and nothing is remembered: no.
+
+def eager_error(problem: Problem) -> Errors | None:
+    """The relative errors of the problem's float32 anchor as torch's library computes it.
+
+    None where nothing may be measured now, or memory does not suffice, and nothing is remembered.
     """
     key = _key(problem)
-    if key in _uses_tf32:
-        return _uses_tf32[key]
-    stored = recall(key, lambda value: bool(value["tf32"]))
+    if key in _of_eager:
+        return _of_eager[key]
+    stored = recall(key, lambda value: (float(value["normal"]), float(value["uniform"])))
     if stored is not None:
-        return _uses_tf32.setdefault(key, stored)
+        return _of_eager.setdefault(key, stored)
     if not enabled() or torch.cuda.is_current_stream_capturing():
-        return False
+        return None
     with measuring:
-        if key not in _uses_tf32:  # else another thread has measured it meanwhile
-            error = _library_error(problem)
-            if error is None:
-                return False
-            _uses_tf32[key] = error > LEAST_TF32_ERROR
-            remember(key, {"tf32": _uses_tf32[key], "error": error})
-    return _uses_tf32[key]
+        if key not in _of_eager:  # else another thread has measured it meanwhile
+            errors = _library_error(problem)
+            if errors is None:
+                return None
+            _of_eager[key] = errors
+            remember(key, {"normal": errors[0], "uniform": errors[1]})
+    return _of_eager[key]
 
 
 def _key(problem: Problem) -> str:
@@ -136,30 +144,33 @@ def _key(problem: Problem) -> str:
     parts = (
         torch.cuda.get_device_name(problem.x.device), torch.__version__, torch.version.cuda, cudnn.version(),
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, problem.kind, problem.options,
+        precision(problem.kind, problem.x.dtype, problem.fp32),
         *(meta and (meta.shape, meta.strides, meta.alignment) for meta in (problem.x, problem.weight, problem.bias)),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _library_error(problem: Problem) -> float | None:
-    """Relative error of the anchor as torch computes it, for normal data; None where memory does not suffice.
+def _library_error(problem: Problem) -> Errors | None:
+    """Of the anchor as torch computes it; None where memory does not suffice.
 
     A convolution in channels_last may be one that was brought there from NCHW (channels_last.py), where eager computes
     it: the least error counts.
     """
+    part, errors = Part(problem), []
     try:
         with torch.cuda.device(problem.x.device), torch.no_grad(), torch.autocast("cuda", enabled=False):
-            x, weight, bias, _ = example(problem, "normal", with_operands=False)
-            part = Part(problem)
-            exact = part.anchor(x, weight, bias)
-            layouts = [(x, weight)]
-            if problem.kind in CONVOLUTIONS and is_channels_last(problem.x.shape, problem.x.strides):
-                layouts.append((x.contiguous(), weight.contiguous()))
-            results = (run_anchor(problem.kind, problem.options, *there, bias) for there in layouts)
-            return min(relative_error(part.of_result(result), exact) for result in results)
+            for data in ("normal", "uniform"):
+                x, weight, bias, _ = example(problem, data, with_operands=False)
+                exact = part.anchor(x, weight, bias)
+                layouts = [(x, weight)]
+                if problem.kind in CONVOLUTIONS and is_channels_last(problem.x.shape, problem.x.strides):
+                    layouts.append((x.contiguous(), weight.contiguous()))
+                results = (run_anchor(problem.kind, problem.options, *there, bias) for there in layouts)
+                errors.append(min(relative_error(part.of_result(result), exact) for result in results))
     except torch.cuda.OutOfMemoryError:
         logger.warning("fxfuse: %s: too little memory to measure eager's error; it is computed exactly", problem.label)
         return None
+    return errors[0], errors[1]
 
 
 # ------------------------------------------------------------------------------------------ what kernels do

@@ -122,7 +122,8 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
     if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk"):
         return []
-    if min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
+    whole = problem.k * problem.element_bytes % MAX_ACCESS == 0
+    if not whole or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
         return []
     element = ELEMENT[problem.precision]
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
@@ -272,7 +273,9 @@ _FIRST_BYTES = 2.3  # before device memory is at speed
 _LATENCY = 0.39  # from asking for a tile of K to having it
 _MEETING = 1.6  # for the last thread block of a tile to know that it is
 _HANDING_IN = 1.1  # of the parts of a wave
-_SLOWER_SUMS: Final = {False: "kStepwise", True: "kBlockwise"}  # by splits_weight
+_SLOWED_BY_SUMS: Final[dict[tuple[bool, str], float]] = {  # by splits_weight and Sums; measured as the tiles' speeds
+    (False, "kStepwise"): 0.84, (True, "kBlockwise"): 0.84, (True, "kHalved"): 0.94,
+}  # fmt: skip
 _NOT_HIDDEN = 0.075  # of what goes on beside something slower
 
 
@@ -293,8 +296,9 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
     speed = _PRODUCTS[problem.precision]
     shares = _fewest_shares(tile, problem, splits)
-    if problem.precision == "tf32x3" and summation(tile, problem, shares)[0] == _SLOWER_SUMS[tile.splits_weight]:
-        speed *= 0.84  # measured as the tiles' speeds
+    sums = summation(tile, problem, shares)
+    if sums is not None:
+        speed *= _SLOWED_BY_SUMS.get((tile.splits_weight, sums[0]), 1.0)
     if problem.precision == "tf32x3" and multiplier(problem) == "Bf16x6":
         speed /= 1.5
 
@@ -379,7 +383,7 @@ def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
 
 
 def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
-    sums, block = summation(tile, problem, _fewest_shares(tile, problem, splits))
+    sums, block = summation(tile, problem, _fewest_shares(tile, problem, splits)) or ("kPromoted", 1)
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
@@ -447,15 +451,12 @@ def _accesses(problem: Problem) -> tuple[int, int]:
     """Bytes per read of x and of the weight."""
     access_x = problem.x_alignment
     if problem.windows is None:
-        x_rows, x_cols = (problem.m, problem.k) if problem.x_layout == "mk" else (problem.k, problem.m)
-        access_x = _access(problem, problem.x_alignment, x_rows, x_cols, problem.x_stride)
-    weight_rows, weight_cols = problem.n, problem.k
-    if problem.weight_layout == "kn":
-        weight_rows, weight_cols = weight_cols, weight_rows
-    return access_x, _access(problem, problem.weight_alignment, weight_rows, weight_cols, problem.weight_stride)
+        x_rows = problem.m if problem.x_layout == "mk" else problem.k
+        access_x = _access(problem, problem.x_alignment, x_rows, problem.x_stride)
+    weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
+    return access_x, _access(problem, problem.weight_alignment, weight_rows, problem.weight_stride)
 
 
-def _access(problem: Problem, alignment: int, rows: int, cols: int, stride: int) -> int:
+def _access(problem: Problem, alignment: int, rows: int, stride: int) -> int:
     """Bytes per read of a matrix: the largest power of two that divides all that moves its address (TileCopy)."""
-    size = problem.element_bytes
-    return math.gcd(MAX_ACCESS, alignment, cols * size, stride * size if rows > 1 else 0)
+    return math.gcd(MAX_ACCESS, alignment, stride * problem.element_bytes if rows > 1 else 0)

@@ -6,12 +6,14 @@ Only 3xTF32 and scaled halves are at stake. TF32 and 16-bit products are added u
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from fxfuse.cuda.gemm_problem import Problem, Tile
+from fxfuse.cuda.gemm_problem import Errors, Problem, Tile
 from fxfuse.cuda.precision import MMA
 
-LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see `_wgmma_sums`
-MOST_BLOCKWISE_BY_WGMMA = 64  # columns of a tile: wider ones have no registers for more sums
+LEAST_WGMMA_TF32X3_K = 128  # shorter sums are less accurate than eager's: see `BY_WGMMA`
 
 
 def multiplier(problem: Problem) -> str:
@@ -37,106 +39,99 @@ def multiplier(problem: Problem) -> str:
     return "Bf16x6" if small or short else "Tf32x3"
 
 
+@dataclass(frozen=True)
+class Way:
+    """To add up along K: `Sums` of mainloop.cuh, its blocks' length in tiles of K, and its errors."""
+
+    sums: str
+    block: int
+    errors: Mapping[int, Errors]
+    """By K, in 1e-8: measured on an H200 for normal and uniform data. Whatever M and N are, these are the same, and
+    those of other GPUs, too: it is the order of roundings, and where tensor cores truncate."""
+    columns: int = 128
+    """Of the widest tile that has registers for it."""
+
+
+# Fastest first. Tensor cores truncate once in a block of tiles of K (kPromoted) or in every step of 8 k (kStepwise).
+BY_MMA: Final = (
+    Way("kPromoted", 4, {64: (46, 45), 256: (92, 108), 8192: (92, 108), 32768: (110, 120)}),
+    Way("kPromoted", 2, {64: (46, 45), 256: (48, 48), 4096: (49, 49), 8192: (52, 50), 32768: (75, 62)}),
+    Way("kPromoted", 1, {16: (14, 10), 64: (25, 21), 1024: (27, 23), 4096: (32, 26), 8192: (38, 30), 32768: (63, 47)}),
+    Way("kStepwise", 1, {16: (9, 5), 64: (11, 6), 256: (14, 9), 1024: (22, 16), 4096: (41, 30), 8192: (58, 43)}),
+)
+# By warpgroup products, whose small products come first: four truncations in a tile of K, two in a half of it
+# (kHalved), one or two where parts of it have sums of their own (kBlockwise).
+BY_WGMMA: Final = (
+    Way("kPromoted", 1, {128: (18, 13), 1024: (21, 14), 4096: (27, 19), 8192: (34, 24), 16384: (44, 32)}),
+    Way("kHalved", 1, {128: (17, 8), 512: (19, 10), 1024: (22, 13), 2048: (26, 17), 8192: (44, 30), 16384: (59, 43)}),
+    Way("kBlockwise", 0, {128: (16, 7), 1024: (17, 7), 4096: (18, 8), 16384: (21, 9)}, columns=64),
+)
+MARGIN: Final = 1.1
+"""Most that an error is believed to be of eager's. What kernels really do is measured (exactness.py), and may be more.
+"""
+
+# Eager's, by K, where it is not measured: of sums that cuBLAS does not divide among thread blocks; the least of those
+# that it does, as seen for results of 1 to 576 tiles of 128x128 on 132 multiprocessors.
+_UNDIVIDED: Final[Mapping[int, Errors]] = {
+    16: (7, 5), 128: (20, 16), 256: (29, 22), 512: (41, 31), 1024: (57, 43), 4096: (114, 84), 16384: (229, 168),
+}  # fmt: skip
+_DIVIDED: Final[Mapping[int, Errors]] = {
+    16: (7, 5), 128: (20, 15), 256: (21, 12), 512: (19, 8), 1024: (22, 8), 4096: (35, 10), 16384: (57, 11),
+}  # fmt: skip
+
+
 def is_accurate(tile: Tile, problem: Problem, splits: int = 1) -> bool:
-    """Whether the kernel's error is at most that of eager's fp32 GEMM.
-
-    cuBLAS divides K among thread blocks, too, where 128x128 tiles do not fill the device, and so becomes as accurate as
-    `kBlockwise` only. Seen on an H200 (132 multiprocessors), errors in 1e-8 for normal/uniform data:
-
-        tiles                                    K = 1024   2048    4096      8192     16384     32768
-        any, at least                               24/9    29/9   41/12     49/13     57/12     57/11
-        those that fill whole waves                57/43   57/30   81/43     66/24     81/22    133/47
-        64 of one row                              57/43   41/16   57/22     81/30    162/84   229/119
-        128 and 256 of one row                     57/43       -   81/43    115/60   229/168   324/238
-        kPromoted, 1                               27/23   29/24   32/26     38/30     48/37     63/47
-        kPromoted, 1, shares of at most 4096           -       -       -     29/23     32/23     33/23
-        kBlockwise, 8                               15/7    15/7    16/7      18/9     20/12     25/16
-    """
-    if problem.precision != "tf32x3" or tile.small_warps:
-        return True
-    if tile.splits_weight:
-        return _wgmma_sums(tile, problem, splits) is not None
-    if multiplier(problem) == "Bf16x6":
-        return False  # it needs registers for three sets of sums
-    tiles = -(-problem.m // 128) * -(-problem.n // 128)
-    fills = tiles / problem.multiprocessors
-    if problem.k <= 256 or fills >= (1 if problem.k < 1024 else 3):
-        return True
-    share = problem.k / splits
-    if 64 < problem.m <= 128 and tiles >= 64 and problem.k >= 8192:
-        return share <= (4096 if tiles < 128 else 16384)
-    return fills / math.ceil(fills) >= 0.9 and problem.k <= 4096
+    """Whether the kernel's error is at most that of eager's fp32 GEMM: see `summation`."""
+    return summation(tile, problem, splits) is not None
 
 
-def summation(tile: Tile, problem: Problem, splits: int = 1) -> tuple[str, int]:
+def summation(tile: Tile, problem: Problem, splits: int = 1) -> tuple[str, int] | None:
     """How the kernel adds up along K: `Sums` of mainloop.cuh, and its blocks' length in tiles of K.
 
-    Error of tf32x3 on an H200 as a multiple of cuBLAS's fp32 error, for normal and uniform data (2048x8192 outputs;
-    kBlockwise: 512x512, where cuBLAS's own error is up to 10 times smaller):
-
-        K                        16         64        256       1024       4096       8192
-        kStepwise         1.30/0.95  0.74/0.56  0.49/0.41  0.39/0.37  0.36/0.36  0.36/0.36
-        kPromoted, 1      1.91/1.80  1.72/1.97  0.88/1.01  0.47/0.54  0.28/0.31  0.23/0.25
-        kPromoted, 2      1.91/1.80  3.24/4.30  1.64/2.20  0.83/1.13  0.43/0.58  0.32/0.42
-        kPromoted, 4      1.91/1.80  3.24/4.30  3.19/4.92  1.60/2.52  0.80/1.28  0.57/0.91
-        kBlockwise, 8     1.31/0.95  0.74/0.56  0.49/0.41  0.50/0.60  0.39/0.64  0.30/0.57
+    The fastest way whose error is at most eager's; None if the tile has no such way. cuBLAS divides K among thread
+    blocks where that fills the device, and so is more accurate; our own sums are divided by `splits`.
     """
     if problem.precision != "tf32x3":
         return "kRunning", 1
-    if tile.splits_weight:
-        return _wgmma_sums(tile, problem, splits) or ("kPromoted", 1)
+    if tile.small_warps:
+        # a tree, as accurate as any: as many blocks as steps (of 8 k, four to a tile) in a block
+        sixfold = multiplier(problem) == "Bf16x6"
+        return "kBlockwise", 2 if sixfold else max(1, round(math.sqrt(problem.k / 128)))
     if multiplier(problem) == "Bf16x6":
-        return "kBlockwise", 2
-    if tile.small_warps:  # as many blocks as steps (of 8 k, four to a tile) in a block
-        return "kBlockwise", max(1, round(math.sqrt(problem.k / 128)))
-    if problem.k <= 256:
-        return "kStepwise", 1
-    # Fewer tiles make cuBLAS more accurate: see `is_accurate`.
-    if problem.k < 2048 or -(-problem.m // 128) * -(-problem.n // 128) < 3 * problem.multiprocessors:
-        return "kPromoted", 1
-    return "kPromoted", 2 if problem.k <= 8192 else 4
+        return None  # it needs registers for three sets of sums
+    eager = problem.eager_error or expected_error(problem)
+    share = problem.k / splits
+    for way in BY_WGMMA if tile.splits_weight else BY_MMA:
+        if tile.n <= way.columns and all(
+            own <= MARGIN * most for own, most in zip(error_of(way, share), eager, strict=True)
+        ):
+            # as many tiles in a block as blocks
+            return way.sums, way.block or max(1, round(math.sqrt(problem.tiles_k / splits)))
+    return None
 
 
-def _wgmma_sums(tile: Tile, problem: Problem, splits: int) -> tuple[str, int] | None:
-    """The same for 3xTF32 by warpgroup products; None where its error would be beyond eager's.
+def expected_error(problem: Problem) -> Errors:
+    """Eager's relative error where nobody has measured it."""
+    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
+    return _at(_UNDIVIDED if fills >= 3.8 else _DIVIDED, problem.k)
 
-    Tensor cores truncate four times in a tile of K (Tf32x3Consumer), or once or twice where parts of it have sums of
-    their own (kBlockwise: it needs registers that larger tiles have not got). Errors in 1e-8 on an H200 for normal and
-    uniform data, whatever M and N are, and eager's by the number of 128x128 tiles of its result:
 
-        K                   96     128     256     512     768    1024    2048    3072    4096    8192   16384
-        kPromoted        18/13   18/13   19/13   19/14   20/14   21/14   23/16   25/19   27/19   34/24   44/32
-        kBlockwise        16/7    16/7    17/7    17/7    17/7    17/7    18/7    18/8    18/8    19/8    21/9
-        512 and more     18/15   20/16   29/22   41/31   50/42   57/43   81/60   99/83  114/84 162/119 229/168
-        384                                              50/42   57/43   81/60   45/17   51/19   81/30  114/42
-        288, 300                                 41/31   50/42   57/43   37/14   45/17   51/19   41/10   58/12
-        256                                                      57/43   81/60   99/83  115/85   93/47  133/66
-        192                              29/22   41/31   50/42   26/10    29/9   36/11   41/12   58/16   81/22
-        150                              29/22    19/8    23/9   26/10   31/11   38/12   44/14   62/20   87/28
-        128                                      41/31   50/41   57/43   57/30   70/42   81/43   66/24   94/33
-        64, 96                                   41/31   50/42    21/7    29/9   36/11   35/10   49/13   57/11
-        64 of one row                            41/31   50/42   57/43   41/16   50/21   57/22   81/30  162/84
-        36                       20/16   21/12   24/12    20/7    22/8   31/11   38/12   44/14   61/20   87/28
-    """
-    tiles = -(-problem.m // 128) * -(-problem.n // 128)
-    fills = tiles / problem.multiprocessors
-    if problem.k <= 192 or fills >= 3.8 or 1.9 <= fills <= 2:
-        promoted = True
-    elif fills / math.ceil(fills) >= 0.95:
-        promoted = problem.k <= (4096 if fills <= 1 else 2048)
-    elif fills >= 2 and 3072 <= problem.k <= 4096:
-        promoted = problem.k <= 1024 * splits
-    elif 64 < problem.m <= 128 and tiles >= 64 and problem.k >= 4096:
-        promoted = True
-    elif fills >= 1.4:
-        promoted = problem.k < 1024
-    else:
-        promoted = 64 <= tiles <= problem.multiprocessors and problem.k <= 768
-    if promoted:
-        return "kPromoted", 1
-    if tile.n > MOST_BLOCKWISE_BY_WGMMA:
-        return None
-    return "kBlockwise", max(1, round(math.sqrt(problem.tiles_k / splits)))  # as many tiles in a block as blocks
+def error_of(way: Way, k: float) -> Errors:
+    """That of sums over so many k."""
+    return _at(way.errors, k)
+
+
+def _at(errors: Mapping[int, Errors], k: float) -> Errors:
+    """At a K between those measured; beyond them as at the last one."""
+    first, *_, last = errors
+    k = min(max(k, first), last)
+    above = next(known for known in errors if known >= k)
+    below = max((known for known in errors if known <= k), default=above)
+    part = 0.0 if above == below else math.log(k / below) / math.log(above / below)
+    normal, uniform = (
+        1e-8 * low * (high / low) ** part for low, high in zip(errors[below], errors[above], strict=True)
+    )
+    return normal, uniform
 
 
 def fp16x3_chain(tile: Tile, problem: Problem) -> int | None:

@@ -9,6 +9,8 @@ from fxfuse.cuda.precision import Precision, element_bytes
 
 Layout = Literal["nk", "kn"]
 XLayout = Literal["mk", "km"]
+Errors = tuple[float, float]
+"""Relative errors against float64, of normal and of uniform data."""
 
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
@@ -76,6 +78,8 @@ class Problem:
     """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
     x_layout: XLayout = "mk"
     """"mk": rows of K elements. "km": rows of M elements, of float32, beside a weight in "kn": a weight's gradient."""
+    eager_error: Errors | None = None
+    """What torch's own product errs by, which 3xTF32 may; None if nobody has measured it."""
 
     @property
     def most_shared(self) -> int:

@@ -10,13 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fxfuse.cuda import conv2d, gemm, gemm_problem, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
-from fxfuse.cuda.exactness import precision_of
+from fxfuse.cuda.exactness import eager_error, precision_of
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.errors import UnsupportedError
@@ -81,6 +81,10 @@ def _is_hopper(device: Any) -> bool:
 def _shared_per_block(device: Any) -> int | None:
     """Of a device's properties: bytes of shared memory; None where torch does not tell (before 2.4)."""
     return getattr(device, "shared_memory_per_block_optin", None)
+
+
+_EXACT: Final = ("tf32x3", "fp16x3")
+"""Arithmetic that has to be as exact as eager's."""
 
 
 # ---------------------------------------------------------------------------------------------- linear
@@ -156,6 +160,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
     x, x_layout, x_stride = _x_matrix(problem, multiplied, layout)
     shape = tuple(acc.shape)
     device = torch.cuda.get_device_properties(problem.x.device)
+    judged_by = eager_error(problem) if multiplied in _EXACT else None
 
     def candidates(result: Layout) -> Sequence[Kernel]:
         described = gemm_problem.Problem(
@@ -176,6 +181,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
             hopper=_is_hopper(device),
             weights=2 if problem.kind == "gated_linear" else 1,
             x_layout=x_layout,
+            eager_error=judged_by,
         )
         return gemm.candidates(described)
 
@@ -214,6 +220,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor, multiplied: Precision) 
             source = Input(source.meta, functools.partial(_convert_unbatched, source.convert))
 
     device = torch.cuda.get_device_properties(x.device)
+    judged_by = eager_error(problem) if multiplied in _EXACT else None
 
     def candidates(result: Layout) -> Sequence[Kernel]:
         described = Conv2dProblem(
@@ -237,6 +244,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor, multiplied: Precision) 
             shared_memory=device.shared_memory_per_multiprocessor,
             shared_memory_per_block=_shared_per_block(device),
             hopper=_is_hopper(device),
+            eager_error=judged_by,
         )
         reason = conv2d.unsupported(described)
         if reason is not None:

@@ -105,7 +105,7 @@ struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using CopyX = typename Roles::CopyX;
     using CopyW = typename Roles::CopyW;
 
-    static constexpr bool kFetchesAhead = Config::kSums == Sums::kPromoted;
+    static constexpr bool kFetchesAhead = Config::kSums != Sums::kBlockwise;
     // Where warps stage what they store, behind the ring.
     static constexpr int kStagedAt = (Roles::Ring::kSharedBytes + 127) / 128 * 128;
     static constexpr int kSharedBytes = kStagedAt + kThreads / 32 * Base::kStagedBytes;

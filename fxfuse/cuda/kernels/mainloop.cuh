@@ -16,6 +16,7 @@ namespace fxfuse {
 enum class Sums {
     kRunning,    // in the tensor cores only
     kPromoted,   // in the tensor cores for a block of tiles; blocks are added up in fp32
+    kHalved,     // in the tensor cores for half a tile; halves are added up in fp32 (WgmmaTf32x3Config only)
     kStepwise,   // in the tensor cores for one step only; steps are added up in fp32
     kBlockwise,  // the same, but steps are added up in fp32 to blocks and blocks to the total: like a tree
 };

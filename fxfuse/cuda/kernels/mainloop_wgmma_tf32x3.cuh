@@ -191,8 +191,9 @@ struct Tf32x3Consumer {
     using Sum = Accumulators<Shape::kMmasM, Shape::kMmasN>;
     static constexpr int kSteps = Shape::kSteps, kSums = Shape::kMmasN * 4, kPieces = kMmaBytesOfK / kChunkBytes;
     static constexpr bool kHasBlocks = Shape::kSums == Sums::kBlockwise;
-    static constexpr int kParts = kHasBlocks ? 3 : 1;  // of a tile's sum: truncated less often
-    static_assert(Shape::kSums == Sums::kPromoted || kHasBlocks);
+    // A tile's sum is truncated less often in parts: in registers side by side, or one after the other.
+    static constexpr int kParts = kHasBlocks ? 3 : 1, kTurns = Shape::kSums == Sums::kHalved ? 2 : 1;
+    static_assert(Shape::kSums == Sums::kPromoted || kTurns > 1 || kHasBlocks);
     static_assert(Shape::kMmasM == 1 && Ring::SplitTile::kRowBytes == 128);
 
     Ring use;
@@ -219,13 +220,16 @@ struct Tf32x3Consumer {
             typename Mma::A x[kSteps];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) x[step] = Mma::make_a(raw_x_[step]);
-            multiply(x);
+            if constexpr (kTurns > 1) {
+                multiply(x, 0);
+                finish();
+                total.add(parts_[0]);
+            }
+            multiply(x, kTurns - 1);
             const uint32_t done = use.empty();
             use.advance();
             if (more || tile < tiles) read();
-            ptx::wgmma_wait<0>();
-#pragma unroll
-            for (Sum& part : parts_) ptx::sums_fence(sums_of(part));
+            finish();
             if (ptx::read_thread_index() % 32 == 0) ptx::barrier_arrive(done);
 #pragma unroll
             for (int part = 1; part < kParts; ++part) parts_[0].add(parts_[part]);
@@ -265,18 +269,28 @@ private:
         for (int step = 0; step < kSteps; ++step) read_x.load(raw_x_[step], use.x(), 0, step);
     }
 
-    __device__ __forceinline__ void multiply(const typename Mma::A (&x)[kSteps]) {
+    // Waits for products.
+    __device__ __forceinline__ void finish() {
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (Sum& part : parts_) ptx::sums_fence(sums_of(part));
+    }
+
+    // Of one turn's share of a tile.
+    __device__ __forceinline__ void multiply(const typename Mma::A (&x)[kSteps], int turn) {
+        constexpr int kShare = kSteps / kTurns;
+        const int first = turn * kShare;
         // Of the first lane: what is the same for a warp goes to registers of which descriptors are made.
         const ptx::SwizzledMatrix upper(__shfl_sync(~0u, Ring::kTurned ? use.turned() : use.weight(), 0));
         const ptx::SwizzledMatrix remainders(__shfl_sync(~0u, use.remainders(), 0));
         ptx::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            ptx::wgmma_tf32(sums_of(parts_[0]), x[step].lo, upper + step * kPieces, step > 0);
+        for (int step = first; step < first + kShare; ++step) {
+            ptx::wgmma_tf32(sums_of(parts_[0]), x[step].lo, upper + step * kPieces, step > first);
             ptx::wgmma_tf32(sums_of(parts_[0]), x[step].hi, remainders + step * kPieces, true);
         }
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
+        for (int step = first; step < first + kShare; ++step) {
             const int part = step * kParts / kSteps;  // of small products, too, the first
             const bool is_first = part > 0 && part != (step - 1) * kParts / kSteps;
             ptx::wgmma_tf32(sums_of(parts_[part]), x[step].hi, upper + step * kPieces, !is_first);

@@ -47,8 +47,8 @@ private:
 
 // One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Beyond the end of K tiles are
 // filled with zeros; beyond the last m or n with copies of others, because nobody stores what comes of them. kAccess is
-// the largest power of two up to 16 that divides the matrix's address, its row stride and the length of its rows, all
-// in bytes: so a piece is inside or outside as a whole. A tile spans less than 4 GB of the matrix.
+// the largest power of two up to 16 that divides the matrix's address and its row stride, in bytes; of the last piece of
+// a row only what exists is read. A tile spans less than 4 GB of the matrix.
 template <class Tile, int kThreads, int kAccess>
 class TileCopy {
     using T = typename Tile::Element;
@@ -94,14 +94,13 @@ public:
         for (int pass = 0; pass < kPasses; ++pass) {
             const char* source = this->source(pass);
             const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
-            const bool exists = k_left_ > pass * kPerPassOfK;
+            const int count = kKMajor ? k_left_ : k_left_ > pass * kPerPassOfK ? extent_ - col() : 0;
             if constexpr (kThroughRegisters) {
-                const int count = kKMajor ? k_left_ : exists ? extent_ - col() : 0;
                 ptx::store_shared_16(destination, gather(reinterpret_cast<const T*>(source), count));
             } else if constexpr (kPieceBytes == kChunkBytes) {
-                ptx::cp_async_16(destination, source, exists ? kPieceBytes : 0);
+                ptx::cp_async_16(destination, source, bytes_of(count));
             } else {
-                ptx::cp_async_small<kPieceBytes>(destination, source, exists ? kPieceBytes : 0);
+                ptx::cp_async_small<kPieceBytes>(destination, source, bytes_of(count));
             }
         }
         tile_ += kKMajor ? Tile::kTileK : Tile::kTileK * stride_;
@@ -109,6 +108,11 @@ public:
     }
 
 private:
+    // Of a piece of which so many elements exist.
+    static __device__ __forceinline__ int bytes_of(int count) {
+        return min(max(count, 0), kPieceElements) * Tile::kElementBytes;
+    }
+
     __device__ __forceinline__ int col() const { return static_cast<int>(byte_) / Tile::kElementBytes; }
 
     __device__ __forceinline__ const char* source(int pass) const {

@@ -1,0 +1,164 @@
+"""Gaps behind rows that products read, so that each row begins at a multiple of 16 bytes.
+
+Matrix products read memory 16 bytes at a time. Rows of 50257 or of 197 elements begin anywhere: a library's kernels and
+ours then read them element by element, in a half or a tenth of the speed. Where loops make such a matrix
+(program/operators.py), their kernel leaves gaps at no cost. Others are copied if products do enough with each element.
+
+    x ─ softmax ─┬─ mm          x ─ softmax ─ pad ─ slice ─┬─ mm
+                 └─ sum                                    └─ sum
+
+Nobody sees it: what leaves the graph does not change, and what the backward keeps is a view of the longer rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Set
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxfuse.program.operators import loops_of
+from fxfuse.program.values import Slot, Value
+
+_aten: Final = torch.ops.aten
+
+ALIGNED: Final = 16
+"""Bytes that products read at a time."""
+LONGER: Final = 1 / 16
+"""Part of a row that its gap may be."""
+COPY_PAYS: Final = 512
+"""Columns of products from which on a copy pays: it reads and writes an element in the time of some 200 products, and
+products are twice as fast then at least."""
+_PRODUCTS: Final = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_SAME_ROWS: Final = {
+    _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten.expand.default,
+    _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.default,
+}  # fmt: skip
+"""Views of which a matrix may be one."""
+
+
+def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor]:
+    """Puts gaps into a graph of torch's operators, which has its nodes' values as `meta["val"]`.
+
+    Args:
+        unchanged: results whose strides the caller sees.
+
+    Returns, by the name that they had, values among what the graph returns that lie in another way now: whoever is
+    given them has to know (`take_padded`).
+    """
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    returned: dict[str, torch.Tensor] = {}
+    for made, columns in _read_by_products(graph).items():
+        is_free = made.op == "call_function" and _is_loops(made)
+        value = made.meta["val"]
+        size, gap = value.shape[-1], -value.shape[-1] % (ALIGNED // value.dtype.itemsize)
+        longer = _aten.constant_pad_nd(value, [0, gap])
+        views = _views(made, longer[..., :size])
+        if views is None or not unchanged.isdisjoint((made, *views)) or (not is_free and columns < COPY_PAYS):
+            continue
+        lying = {made: longer[..., :size], **views}
+        leaving = {node.name: now for node, now in lying.items() if end in node.users}
+        if leaving and not is_free:
+            continue
+        returned |= leaving
+        with graph.inserting_after(last[0] if made.op == "placeholder" else made):
+            padded = graph.call_function(_aten.constant_pad_nd.default, (made, [0, gap]))
+        with graph.inserting_after(padded):
+            part = graph.call_function(_aten.slice.Tensor, (padded, value.dim() - 1, 0, size))
+        made.replace_all_uses_with(part, lambda user, padded=padded: user is not padded)  # type: ignore[misc]
+        padded.meta["val"], part.meta["val"] = longer, longer[..., :size]
+        _note(views)
+    return returned
+
+
+def _read_by_products(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Ragged matrices, or what these are views of, and how often products multiply each of their elements."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.target in _PRODUCTS:
+            a, b = node.args[-2:]
+            for matrix, columns in ((a, b.meta["val"].shape[-1]), (b, a.meta["val"].shape[-2])):
+                source = _source(matrix)
+                if source is not None and _is_ragged(source):
+                    found[source] = found.get(source, 0) + columns
+    return found
+
+
+def take_padded(graph: fx.Graph, given: Mapping[str, torch.Tensor]) -> None:
+    """Notes how arguments lie, by name. Where there is no such view of one, it is copied as it was."""
+    for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in given]:
+        views = _views(node, given[node.name])
+        if views is None:
+            with graph.inserting_after(node):
+                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                copy = graph.call_function(_aten.clone.default, (node,), options)
+            node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+            copy.meta["val"], views = node.meta["val"], {}
+        node.meta["val"] = given[node.name]
+        _note(views)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator of torch's, or an element of its result, is a view of its first argument and of no other."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
+        return False
+    first = node.target._schema.arguments[0].alias_info
+    return first is not None and not first.is_write and isinstance(node.args[0], fx.Node)
+
+
+def _source(matrix: Any) -> fx.Node | None:
+    """What a matrix is a view of, if rows of that are its rows or columns."""
+    node = matrix
+    while isinstance(node, fx.Node) and node.target in _SAME_ROWS:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _is_ragged(node: fx.Node) -> bool:
+    """Whether it lies without gaps, in rows that begin anywhere and are long enough for some."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_contiguous() or not value.numel():
+        return False
+    row = value.shape[-1] * value.dtype.itemsize
+    return value.dtype.is_floating_point and 0 < -row % ALIGNED <= row * LONGER
+
+
+def _is_loops(node: fx.Node) -> bool:
+    """Whether a kernel of loops makes it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+
+    def value(one: fx.Node) -> Any:
+        meta = one.meta.get("val")
+        if not isinstance(meta, torch.Tensor):
+            return meta
+        shape, strides = tuple(meta.shape), tuple(meta.stride())
+        return Value(Slot("made", one.name, shape, strides, meta.dtype), 0, shape, strides, meta.dtype, one.name)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    return loops_of(node.target, args, kwargs, value(node)) is not None
+
+
+def _views(node: fx.Node, value: Any) -> dict[fx.Node, Any] | None:
+    """All that is viewed of a node if this is its value; None if one of them cannot be."""
+    found: dict[fx.Node, Any] = {}
+    for user in filter(is_view, node.users):
+        try:
+            found[user] = user.target(value, *user.args[1:], **user.kwargs)  # type: ignore[operator]
+        except (RuntimeError, ValueError):  # of tensors, and of fake ones
+            return None
+        inner = _views(user, found[user])
+        if inner is None:
+            return None
+        found |= inner
+    return found
+
+
+def _note(values: Mapping[fx.Node, Any]) -> None:
+    for node, value in values.items():
+        node.meta["val"] = value
