@@ -131,7 +131,39 @@ def greater(n):
     return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
 
 
+def unpooled(x, *how):
+    """The gradient of pooling by the greatest: side, stride, padding, dilation, ceil_mode."""
+    aten = torch.ops.aten
+    forward, backward = (
+        (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+        (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
+    )[len(how[0]) - 2]
+    made, indices = forward(x, *how)
+    return backward(made * 2 + 1, x, *how, indices) * x
+
+
+def spread(x, *how):
+    """The gradient of pooling by the mean: side, stride, padding, ceil_mode, count_include_pad, divisor_override."""
+    made = F.avg_pool2d(x, *how)
+    return torch.ops.aten.avg_pool2d_backward(made.sin(), x, *how).flip(1)
+
+
 MOVES = {
+    "gradient of the greatest": lambda x: unpooled(x, [2, 2], [2, 2], [0, 0], [1, 1], False),
+    "gradient of the greatest, odd sizes": lambda x: unpooled(x[..., :7], [2, 3], [2, 3], [0, 1], [1, 1], True),
+    "gradient of the greatest, overlapping": lambda x: unpooled(x.round(), [3, 3], [2, 2], [1, 1], [1, 1], False),
+    "gradient of the greatest, channels_last": lambda x: unpooled(
+        x.to(memory_format=torch.channels_last), [3, 2], [1, 2], [1, 0], [1, 1], False
+    ),
+    "gradient of the greatest, with gaps": lambda x: unpooled(x, [1, 2], [3, 3], [0, 0], [1, 1], False),
+    "gradient of the greatest of volumes": lambda x: unpooled(x, [2, 1, 2], [1, 2, 2], [0] * 3, [1] * 3, False),
+    "gradient of a mean": lambda x: spread(x, [2, 2], [2, 2], [0, 0], False, True, None),
+    "gradient of a mean, overlapping": lambda x: spread(x, [3, 2], [2, 1], [1, 0], False, True, None),
+    "gradient of a mean, with gaps": lambda x: spread(x, [2, 2], [3, 4], [0, 1], False, True, 3),
+    "gradient of a mean of some": lambda x: spread(x, [3, 3], [2, 2], [1, 1], True, False, None),
+    "gradient of means of parts": lambda x: torch.ops.aten._adaptive_avg_pool2d_backward(
+        F.adaptive_avg_pool2d(x, (4, 1)).sin(), x
+    ).flip(1),
     "a copy": lambda x: x.permute(3, 1, 0, 2).contiguous(),
     "windows": windows,
     "back from windows": back_from_windows,

@@ -14,9 +14,9 @@ import torch
 from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
-from fxfuse.layout import is_dense, is_overlapping
+from fxfuse.layout import contiguous_strides, is_dense, is_overlapping
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
-from fxfuse.program.indices import Index, element
+from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
     INTEGER,
     LARGEST,
@@ -550,7 +550,7 @@ def _window(
     for offsets in itertools.product(*map(range, sides)):
         own = [start + offset * step for start, offset, step in zip(starts, offsets, apart, strict=True)]
         places = [Inside(one, size) for one, size in zip(own, x.shape[-rank:], strict=True)]
-        where = tuple(one for one in places if one.index.range[0] < 0 or one.index.range[1] >= one.size)
+        where = _needed(*places)
         found.append((where, body.choose(where, body.read(x, [*at[:-rank], *own], where), Const(outside))))
     return found
 
@@ -607,9 +607,8 @@ def _avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, rank = given["self"], len(given["kernel_size"])
     sides, around = given["kernel_size"], _numbers(given, "padding", rank, (0,))
     steps = _numbers(given, "stride", rank, sides)
-    sizes = zip(result.shape[-rank:], x.shape[-rank:], sides, steps, around, strict=True)
-    if any((count - 1) * step + side > size + 2 * pad for count, size, side, step, pad in sizes):
-        raise Unknown  # windows that end beyond what is around an image count less of it
+    if not _end_within(result, x, sides, steps, around):
+        raise Unknown
     parts = _window(body, x, result, sides, steps, around, (1,) * rank, 0.0)
     count: Expr = Const(float(given.get("divisor_override") or math.prod(sides)))
     if given.get("divisor_override") is None and not given.get("count_include_pad", True):
@@ -634,6 +633,87 @@ def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         body, given["self"], result, sides, _numbers(given, "stride", rank, sides), around, apart, -math.inf
     )
     return _joined("maximum", [part for _, part in parts])
+
+
+def _windows_at(
+    of_windows: Any, at: Sequence[Index], sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
+) -> list[tuple[list[Index], tuple[Inside, ...]]]:
+    """The windows that a pixel lies in: their places among all windows, and where there is such a window."""
+    rank, along = len(sides), []
+    for one, side, step, pad, size in zip(at[-rank:], sides, steps, around, of_windows.shape[-rank:], strict=True):
+        last, offset = (one + pad) // step, (one + pad) % step
+        ways = [(last - back, offset + back * step) for back in range(-(-side // step))]
+        along.append([(place, _needed(Inside(place, size), Inside(within, side))) for place, within in ways])
+    if math.prod(map(len, along)) > LARGEST_WINDOW:
+        raise Unknown
+    return [
+        ([*at[:-rank], *(place for place, _ in chosen)], tuple(one for _, where in chosen for one in where))
+        for chosen in itertools.product(*along)
+    ]
+
+
+def _needed(*conditions: Inside) -> tuple[Inside, ...]:
+    """Those that may fail."""
+    return tuple(one for one in conditions if one.index.range[0] < 0 or one.index.range[1] >= one.size)
+
+
+def _max_pool_backward(rank: int) -> Rule:
+    """Of each window the gradient goes to the pixel whose number its index is."""
+
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        gradient, indices = given["grad_output"], given["indices"]
+        if any(one != 1 for one in _numbers(given, "dilation", rank, (1,))) or kind_of(gradient.dtype) != "float":
+            raise Unknown
+        sides, around = (_numbers(given, name, rank, (0,)) for name in ("kernel_size", "padding"))
+        at = coordinates(result.shape)
+        own = body.leaf(Position(dot(at[-rank:], contiguous_strides(result.shape[-rank:]))))
+        parts = []
+        for place, where in _windows_at(gradient, at, sides, _numbers(given, "stride", rank, sides), around):
+            is_greatest = Call("eq", (body.read(indices, place, where), own))
+            part = Call("where", (is_greatest, body.read(gradient, place, where), Const(0.0)))
+            parts.append(body.choose(where, part, Const(0.0)))
+        return _joined("add", parts)
+
+    return rule
+
+
+def _avg_pool_backward(rank: int) -> Rule:
+    """Where every window counts the same number of pixels."""
+
+    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+        gradient, count = given["grad_output"], given.get("divisor_override")
+        sides, around = (_numbers(given, name, rank, (0,)) for name in ("kernel_size", "padding"))
+        steps = _numbers(given, "stride", rank, sides)
+        is_uneven = any(around) and not given["count_include_pad"] and count is None
+        if is_uneven or not _end_within(gradient, result, sides, steps, around):
+            raise Unknown
+        count = math.prod(sides) if count is None else count
+        parts = [
+            body.choose(where, body.read(gradient, place, where), Const(0.0))
+            for place, where in _windows_at(gradient, coordinates(result.shape), sides, steps, around)
+        ]
+        return Call("div", (_joined("add", parts), Const(float(count))))
+
+    return rule
+
+
+def _adaptive_avg_pool_backward(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    gradient = given["grad_output"]
+    sizes = list(zip(result.shape[-2:], gradient.shape[-2:], strict=True))
+    if any(size % count for size, count in sizes):
+        raise Unknown
+    sides = [size // count for size, count in sizes]
+    whole = {"grad_output": gradient, "kernel_size": sides, "count_include_pad": True}
+    return _avg_pool_backward(2)(body, whole, result)
+
+
+def _end_within(
+    windows: Value, image: Value, sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
+) -> bool:
+    """Whether no window ends beyond what is around an image: of those torch counts less."""
+    rank = len(sides)
+    sizes = zip(windows.shape[-rank:], steps, sides, image.shape[-rank:], around, strict=True)
+    return all((count - 1) * step + side <= size + 2 * pad for count, step, side, size, pad in sizes)
 
 
 def _product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -702,6 +782,11 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
     _aten.max_pool2d_with_indices: _max_pool,
     _aten.max_pool3d_with_indices: _max_pool,
+    _aten.max_pool2d_with_indices_backward: _max_pool_backward(2),
+    _aten.max_pool3d_with_indices_backward: _max_pool_backward(3),
+    _aten.avg_pool2d_backward: _avg_pool_backward(2),
+    _aten.avg_pool3d_backward: _avg_pool_backward(3),
+    _aten._adaptive_avg_pool2d_backward: _adaptive_avg_pool_backward,
     _aten.im2col: _unfold,
     _aten.col2im: _fold,
     _aten.upsample_nearest2d: _nearest,
