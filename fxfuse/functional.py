@@ -41,6 +41,7 @@ _OPTIONS: Final = {
     "matmul": "",
     "mm": "",
     "addmm": ", float beta, float alpha",
+    "bmm": "",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
     "conv3d": ", int[] stride, int[] padding, int[] dilation, int groups",
     "layer_norm": ", int[] normalized_shape, float eps",
@@ -339,6 +340,7 @@ gated_linear = _function("gated_linear")
 matmul = _function("matmul")
 mm = _function("mm")
 addmm = _function("addmm")
+bmm = _function("bmm")
 conv2d = _function("conv2d")
 conv3d = _function("conv3d")
 layer_norm = _function("layer_norm")

@@ -229,6 +229,10 @@ def _mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tor
     return torch.mm(x, weight)
 
 
+def _bmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.bmm(x, weight)
+
+
 def _addmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, beta: float, alpha: float) -> torch.Tensor:
     assert bias is not None, "addmm always has one"
     return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
@@ -269,6 +273,7 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "matmul": _matmul,
     "mm": _mm,
     "addmm": _addmm,
+    "bmm": _bmm,
     "conv2d": _conv2d,
     "conv3d": _conv3d,
     "layer_norm": _layer_norm,
@@ -279,11 +284,11 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 CONVOLUTIONS: Final[Mapping[str, int]] = {"conv2d": 2, "conv3d": 3}
 """Those that convolve, and the dimensions that their filters move along."""
 
-PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", *CONVOLUTIONS})
+PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "bmm", *CONVOLUTIONS})
 """Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
-"""Of them those whose weight is (N, K); that of the other matrix products is (K, N)."""
+"""Of them those whose weight is (N, K); that of the other matrix products is (K, N), and (batch, K, N) for bmm."""
 
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()

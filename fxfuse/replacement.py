@@ -81,7 +81,7 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
         leave_out_masks(root, graph)
         recompose(root, graph)
         ask_earlier(root, graph)
-        found, skipped = find_regions(root, graph)
+        found, skipped = find_regions(root, graph, captured.is_laid_out)
         known = tensors_of(root, graph)
         replaced: dict[fx.Node, fx.Node] = {}
         for region in found:

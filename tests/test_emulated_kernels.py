@@ -534,6 +534,39 @@ def test_of_rows_with_gaps_nothing_else_is_read(precision, layout, x_layout, sum
         assert torch.equal(out, want), kernel.name
 
 
+@pytest.mark.parametrize(
+    ("precision", "layout", "x_layout", "by_warpgroups"),
+    [
+        ("tf32x3", "nk", "mk", False), ("tf32x3", "kn", "km", False), ("tf32", "kn", "mk", False),
+        ("bf16", "kn", "mk", False), ("tf32x3", "nk", "mk", True), ("tf32x3", "kn", "mk", True),
+        ("tf32x3", "kn", "km", True), ("bf16", "nk", "mk", True),
+    ],
+)  # fmt: skip
+def test_products_of_batches(precision, layout, x_layout, by_warpgroups):
+    """Of sizes that fill no tile, apart in memory; operands vary by batch, by row and by column."""
+    dtype, tf32 = PRECISIONS.get(precision, torch.float32), precision == "tf32"
+    batches, m, n, k = 3, 133, 77, 4 * 32 + 5
+    x, weight = integers(batches, m, k, dtype=dtype), integers(batches, n, k, dtype=dtype)
+    bias, residual = integers(n, dtype=dtype), integers(batches, m, n, dtype=dtype)
+    own, other = (
+        torch.stack([with_gaps(matrix.T if turned else matrix) for matrix in matrices])
+        for matrices, turned in ((x, x_layout == "km"), (weight, layout == "kn"))
+    )
+    problem = gemm_problem.Problem(
+        m, n, k, precision, layout, own.stride(1), other.stride(1), n, multiprocessors=2, x_layout=x_layout,
+        hopper=by_warpgroups, shared_memory=228 << 10, rows_per_batch=m, batches=batches, x_step=own.stride(0),
+        weight_step=other.stride(0), eager_error=(1e-6, 1e-6),
+    )  # fmt: skip
+    kernels = [kernel for kernel in gemm.candidates(problem) if ("wgmma" in kernel.name) is by_warpgroups]
+    want = F.relu(torch.einsum("bmk,bnk->bmn", x.double(), weight.double()) + bias.double()) + residual.double()
+    operands = (Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1)))
+    for kernel in kernels[:2]:
+        assert kernel.name.startswith("batched") and kernel.workspace == 0
+        out = torch.full((batches, m, n), 99, dtype=dtype)
+        launch(kernel, "relu(acc + o0) + o1", (own, other, out), operands, tf32=tf32)
+        assert torch.equal(out, want.to(dtype)), kernel.name
+
+
 LAST_WAVES = [
     ("tf32x3", gemm._TILES_TF32X3[3]), ("bf16", gemm._TILES[6]),
     ("bf16", gemm.WGMMA_TILES[-1]), ("tf32x3", gemm.WGMMA_TF32X3_TILES[-1]),

@@ -17,7 +17,7 @@ import torch
 from emulator import available, compiled
 
 from fxfuse import build
-from fxfuse.cuda import conv2d_wgmma, exactness, plan, pooling, tune
+from fxfuse.cuda import conv2d_wgmma, exactness, plan, pooling, prepare, tune
 from fxfuse.problem import ByAddress, Problem, TensorMeta, anchor_meta, in_order
 
 pytestmark = pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
@@ -70,6 +70,7 @@ def drafted(gpu, monkeypatch):
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(tune, "draft", lambda problem, candidates, apart=None: candidates)
     monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: True)
+    monkeypatch.setattr(prepare, "eager_error", lambda problem: None)
     monkeypatch.setattr(plan, "CHANNELS_LAST_PRODUCTS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (properties.major, properties.minor))
@@ -179,6 +180,22 @@ def test_addmm_does_not_read_a_bias_that_counts_nothing(drafted):
     x, weight, bias = integers(5, 40), integers(40, 24), torch.full((24,), torch.nan)
     options = (("beta", 0.0), ("alpha", 2.0))
     assert len(check(drafted, "addmm", options, "relu(acc + o0)", x, weight, bias, (integers(24),))) == 2
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize(
+    ("of_x", "of_weight"),
+    [(lambda x: x, lambda w: w), (lambda x: x.mT.contiguous().mT, lambda w: w),
+     (lambda x: x, lambda w: w.mT.contiguous().mT), (lambda x: x.mT.contiguous().mT, lambda w: w.mT.contiguous().mT),
+     (lambda x: x.repeat(1, 1, 2)[..., ::2], lambda w: w)],
+    ids=["rows", "columns of x", "columns of the weight", "columns of both", "strided"],
+)  # fmt: skip
+def test_products_of_batches(of_x, of_weight, batches, drafted):
+    """Attention's gradients read either side by rows and by columns."""
+    x, weight = of_x(integers(batches, 37, 40)), of_weight(integers(batches, 40, 24))
+    operands = integers(batches, 37, 24, seed=1), integers(24)
+    names = check(drafted, "bmm", (), "relu(acc * 0.5 + o0) + o1", x, weight, None, operands)
+    assert names[0].startswith("batched gemm" if batches > 1 else "gemm") and names[-1] == plan.LIBRARY
 
 
 @pytest.mark.parametrize("pool", [(), POOL])

@@ -501,6 +501,7 @@ OPERATORS = {
     "mm": ("mm", _X, _W.t(), None, [], "relu(acc)"),
     "mm of an expanded matrix": ("mm", randn(1, 8).expand(3, 8), _W.t(), None, [], "relu(acc)"),
     "addmm": ("addmm", _X, _W.t(), _B, [], "relu(acc)", 0.5, 2.0),
+    "bmm": ("bmm", randn(2, 3, 8), randn(2, 5, 8).mT, None, [randn(5)], "relu(acc) * o0"),
     "conv2d": ("conv2d", _IMAGE, _FILTERS, randn(8), [], "relu(acc)", *_CONV),
     "conv2d in channels_last": ("conv2d", channels_last(2, 4, 6, 6), _FILTERS, None, [], "relu(acc)", *_CONV),
     "conv2d, filters in channels_last": (

@@ -1573,6 +1573,19 @@ def test_what_a_gpu_takes_apart(name, channels_last, gpu):
     made(fast)
 
 
+@pytest.mark.gpu
+def test_products_of_attention_are_kernels_of_ours_on_a_gpu():
+    """All six, forward and backward; the first has its scale as an epilogue."""
+    fast = fxfuse.optimize(WrittenOut().cuda())
+    calls_of(fast, randn(3, 53, 16).cuda().requires_grad_())
+    (step,) = made(fast)
+    halves = [list(half.graph.nodes) for half in (step.forward, step.backward)]
+    kinds = [[node.target is fxfuse.functional.bmm for node in nodes].count(True) for nodes in halves]
+    assert kinds == [2, 4]
+    (scores, _) = (node for node in halves[0] if node.target is fxfuse.functional.bmm)
+    assert "acc * 0.3" in scores.args[4]
+
+
 def test_what_nobody_uses_has_no_gradient():
     torch.manual_seed(0)
     fast, model, _ = triple(Net(lambda m, x: (m.a(x), m.b(x).tanh()), a=linear(), b=linear()))

@@ -244,7 +244,8 @@ class Part:
         for size in reversed(problem.x.shape[:-1]):
             rows.insert(0, _spread(size, room))
             room = max(1, room // min(size, room))
-        self._filters = 0 if problem.kind in BY_ROWS else 1  # the weight's dimension for which the result has columns
+        # the weight's dimension for which the result has columns
+        self._filters = 0 if problem.kind in BY_ROWS else len(weight.shape) - 1
         self._of_dims = [*rows, _spread(weight.shape[self._filters], MOST_COLUMNS)]
 
     def of_result(self, result: torch.Tensor) -> torch.Tensor:
@@ -277,6 +278,8 @@ class Part:
             return run_anchor(self._problem.kind, options, x.double(), weight.double(), bias)
         for dim, rows in enumerate(self._of_dims[:-1]):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))
+            if dim == 0 and self._problem.kind == "bmm":
+                weight = weight.index_select(0, torch.tensor(rows, device=x.device))
         columns = torch.tensor(self._of_dims[-1], device=x.device)
         weight = weight.index_select(self._filters, columns)
         bias = None if bias is None else self.of_result(bias).double()

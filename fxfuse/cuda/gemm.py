@@ -120,7 +120,7 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
-    if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk"):
+    if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk") or problem.batches > 1:
         return []
     whole = problem.k * problem.element_bytes % MAX_ACCESS == 0
     if not whole or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
@@ -184,12 +184,12 @@ def _timed_pair(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Kernels of gemm_fp16x3.cuh, and those of 3xTF32, which are faster where few rows or columns share the cost of
-    splitting; with their times."""
+    """Kernels of gemm_fp16x3.cuh, for one product, and those of 3xTF32, which are faster where few rows or columns
+    share the cost of splitting; with their times."""
     return _timed(replace(problem, precision="tf32x3")) + [
         (_splitting_time(problem) + estimated_time(tile, problem), _fp16x3_kernel(tile, chain, problem))
         for tile in _TILES_FP16X3
-        if _fits(tile, problem) and (chain := fp16x3_chain(tile, problem)) is not None
+        if problem.batches == 1 and _fits(tile, problem) and (chain := fp16x3_chain(tile, problem)) is not None
     ]
 
 
@@ -209,7 +209,7 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """Numbers above 1 of thread blocks that can share a tile, none of which would be left without work."""
     too_large = tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA
-    if too_large or not _shared_tiles(tile, problem):
+    if too_large or problem.batches > 1 or not _shared_tiles(tile, problem):
         return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
@@ -245,7 +245,7 @@ def shared_sums_bytes(tiles: int, elements: int, splits: int) -> int:
 
 
 def _blocks(tile: Tile, problem: Problem) -> int:
-    return -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    return problem.batches * -(-problem.m // tile.m) * -(-problem.n // tile.n)
 
 
 def _resident(tile: Tile, problem: Problem) -> int:
@@ -323,7 +323,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     memory = _memory_time(problem)
     time = max(time, memory) + _NOT_HIDDEN * min(time, memory) + _LAUNCH
     beyond = -(-problem.n // tile.n) * tile.n - problem.n
-    time += problem.m * beyond / (_STORED * problem.multiprocessors)
+    time += problem.batches * problem.m * beyond / (_STORED * problem.multiprocessors)
     if splits > 1:
         time += _MEETING + _HANDING_IN * meetings + splits * rows * cols * 4 / _PART_BYTES
         parts = splits * problem.m * problem.n * shared / _blocks(tile, problem)
@@ -333,7 +333,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
 
 def _memory_time(problem: Problem) -> float:
     """Microseconds that device memory takes for all operands and the result."""
-    elements = problem.x_elements + problem.n * problem.k + problem.m * problem.n
+    elements = problem.x_elements + problem.batches * (problem.n * problem.k + problem.m * problem.n)
     return elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
 
 
@@ -362,7 +362,7 @@ def _fits(tile: Tile, problem: Problem) -> bool:
     if max(x_reach, weight_rows * problem.weight_stride) * problem.element_bytes >= 2**32:
         return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
-    return tiles_n <= MAX_GRID_YZ and -(-tiles_m // BAND) <= MAX_GRID_YZ
+    return tiles_n <= MAX_GRID_YZ and problem.batches * -(-tiles_m // BAND) <= MAX_GRID_YZ
 
 
 def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
@@ -389,6 +389,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
     elif problem.x_layout == "km":
         rows = "MatrixColumns"
+    if problem.batches > 1:
+        family, rows = f"batched {family}", f"Batched<{rows}>"
     if problem.weights == 2:
         family = f"gated {family}"
     struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
@@ -427,6 +429,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
     """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows, MatrixColumns or WindowRows::Host in windows.cuh."""
     rows: tuple[int, ...] = (problem.x_stride,)
+    if problem.batches > 1:
+        rows = problem.x_stride, problem.batches, problem.x_step, problem.weight_step
     if problem.windows is not None:
         of = problem.windows
         sides = (*of.kernel, *of.stride, *of.padding, *of.dilation)
@@ -452,11 +456,14 @@ def _accesses(problem: Problem) -> tuple[int, int]:
     access_x = problem.x_alignment
     if problem.windows is None:
         x_rows = problem.m if problem.x_layout == "mk" else problem.k
-        access_x = _access(problem, problem.x_alignment, x_rows, problem.x_stride)
+        access_x = _access(problem, problem.x_alignment, x_rows, problem.x_stride, problem.x_step)
     weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
-    return access_x, _access(problem, problem.weight_alignment, weight_rows, problem.weight_stride)
+    return access_x, _access(
+        problem, problem.weight_alignment, weight_rows, problem.weight_stride, problem.weight_step
+    )
 
 
-def _access(problem: Problem, alignment: int, rows: int, stride: int) -> int:
+def _access(problem: Problem, alignment: int, rows: int, stride: int, step: int) -> int:
     """Bytes per read of a matrix: the largest power of two that divides all that moves its address (TileCopy)."""
-    return math.gcd(MAX_ACCESS, alignment, stride * problem.element_bytes if rows > 1 else 0)
+    size = problem.element_bytes
+    return math.gcd(MAX_ACCESS, alignment, stride * size if rows > 1 else 0, step * size)

@@ -34,7 +34,7 @@ def multiplier(problem: Problem) -> str:
     """
     if problem.precision != "tf32x3":
         return MMA[problem.precision]
-    small = problem.m == 1 or -(-problem.m // 64) * -(-problem.n // 64) <= 32
+    small = problem.m == 1 or problem.batches * -(-problem.m // 64) * -(-problem.n // 64) <= 32
     short = problem.k < 32 or (problem.m <= 16 and problem.k <= 256)
     return "Bf16x6" if small or short else "Tf32x3"
 
@@ -112,7 +112,8 @@ def summation(tile: Tile, problem: Problem, splits: int = 1) -> tuple[str, int] 
 
 def expected_error(problem: Problem) -> Errors:
     """Eager's relative error where nobody has measured it."""
-    fills = -(-problem.m // 128) * -(-problem.n // 128) / problem.multiprocessors
+    tiles = problem.batches * -(-problem.m // 128) * -(-problem.n // 128)
+    fills = tiles / problem.multiprocessors
     return _at(_UNDIVIDED if fills >= 3.8 else _DIVIDED, problem.k)
 
 

@@ -78,6 +78,10 @@ class Problem:
     """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
     x_layout: XLayout = "mk"
     """"mk": rows of K elements. "km": rows of M elements, of float32, beside a weight in "kn": a weight's gradient."""
+    batches: int = 1
+    """Products of this size, whose rows of out follow each other; x and weight are `x_step` and `weight_step` apart."""
+    x_step: int = 0
+    weight_step: int = 0
     eager_error: Errors | None = None
     """What torch's own product errs by, which 3xTF32 may; None if nobody has measured it."""
 
@@ -104,7 +108,7 @@ class Problem:
     def x_elements(self) -> int:
         """That are read from memory."""
         if self.windows is None:
-            return self.m * self.k
+            return self.batches * self.m * self.k
         out_height, out_width = self.windows.out_size
         images = self.m // (out_height * out_width)
         seen = [

@@ -158,7 +158,7 @@ def _products(region: Region) -> int:
     """Multiplications of the anchor."""
     weight = anchor_weight(region.problem).shape
     kind = region.problem.kind
-    depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[0]
+    depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[-2]
     return math.prod(region.prepared.result_shape) * depth
 
 

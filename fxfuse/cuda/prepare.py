@@ -105,10 +105,15 @@ def _x_matrix(
     problem: Problem, multiplied: Precision, layout: gemm_problem.Layout
 ) -> tuple[Input, gemm_problem.XLayout, int]:
     """x, its layout ("mk": K contiguous, "km": M contiguous) and the distance between its rows."""
-    meta = problem.x
-    turned = len(meta.shape) == 2 and meta.strides[0] == 1 and meta.strides[1] >= meta.shape[0] > 1 < meta.shape[1]
-    if turned and multiplied in ("tf32x3", "tf32") and layout == "kn" and problem.kind != "gated_linear":
-        return Input(meta), "km", meta.strides[1]
+    meta, batched = problem.x, problem.kind == "bmm"
+    if len(meta.shape) == 2 + batched:
+        (m, k), (of_m, of_k) = meta.shape[-2:], meta.strides[-2:]
+        turned = of_m == 1 and of_k >= m > 1 < k
+        if turned and multiplied in ("tf32x3", "tf32") and layout == "kn" and problem.kind != "gated_linear":
+            return Input(meta), "km", of_k
+    if batched:
+        within = Input(meta) if of_k == 1 or k == 1 else _copied(meta, contiguous_strides(meta.shape))
+        return within, "mk", within.meta.strides[1]
     rows, stride = _rows(meta)
     return rows, "mk", stride
 
@@ -117,12 +122,12 @@ def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, in
     """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
     layouts: tuple[gemm_problem.Layout, gemm_problem.Layout] = ("nk", "kn")
     first, second = layouts if kind in BY_ROWS else layouts[::-1]
-    (rows, cols), (row_stride, col_stride) = meta.shape, meta.strides
+    (rows, cols), (row_stride, col_stride) = meta.shape[-2:], meta.strides[-2:]
     if col_stride == 1 or cols == 1:
         return Input(meta), first, row_stride if rows > 1 else cols
     if row_stride == 1 or rows == 1:
         return Input(meta), second, col_stride
-    return _copied(meta, (cols, 1)), first, cols
+    return _copied(meta, contiguous_strides(meta.shape)), first, cols
 
 
 def _grouping(sizes: Sequence[int], tensors: Sequence[Strides], dimensions: int = 1) -> Layout | None:
@@ -152,10 +157,10 @@ def _splits_rows(
 
 
 def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
-    matrix = anchor_weight(problem)
-    if len(matrix.shape) != 2 or not problem.x.shape:
+    matrix, batched = anchor_weight(problem), problem.kind == "bmm"
+    if len(matrix.shape) != 2 + batched or len(problem.x.shape) < 1 + 2 * batched:
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
-    features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape
+    features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape[-2:]
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
     x, x_layout, x_stride = _x_matrix(problem, multiplied, layout)
     shape = tuple(acc.shape)
@@ -164,7 +169,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
 
     def candidates(result: Layout) -> Sequence[Kernel]:
         described = gemm_problem.Problem(
-            m=math.prod(shape[:-1]),
+            m=math.prod(shape[batched:-1]),
             n=features_out,
             k=features_in,
             precision=multiplied,
@@ -181,6 +186,9 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
             hopper=_is_hopper(device),
             weights=2 if problem.kind == "gated_linear" else 1,
             x_layout=x_layout,
+            batches=shape[0] if batched else 1,
+            x_step=x.meta.strides[0] if batched else 0,
+            weight_step=weight.meta.strides[0] if batched else 0,
             eager_error=judged_by,
         )
         return gemm.candidates(described)

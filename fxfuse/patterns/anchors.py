@@ -39,7 +39,7 @@ class Anchor:
 
     kind: str
     """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)),
-    "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
+    "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -225,6 +225,14 @@ def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
     return Anchor("mm", _tensor(x, "left side"), _weight_matrix(root, weight))
 
 
+def _bmm(root: nn.Module, x: Any, weight: Any) -> Anchor | None:
+    """Where kernels of ours are faster than a library: in float32. None for others."""
+    sides = [known_tensor(root, side) for side in (x, weight)]
+    if not all(side is not None and side.dtype == torch.float32 and side.is_cuda for side in sides):
+        return None
+    return Anchor("bmm", _tensor(x, "left side"), _tensor(weight, "right side"))
+
+
 def _addmm(root: nn.Module, bias: Any, x: Any, weight: Any, beta: Any, alpha: Any) -> Anchor:
     if not all(isinstance(value, int | float) for value in (beta, alpha)):
         raise Rejected("alpha or beta is not known before the model runs")
@@ -295,6 +303,7 @@ _MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _mm)
 _ADDMM: Final = _Function(
     "addmm", {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}, _addmm
 )
+_BMM: Final = _Function("bmm", {"input": REQUIRED, "mat2": REQUIRED}, _bmm)
 _CONV2D: Final = _Function(
     "conv2d",
     {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
@@ -319,6 +328,7 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     operator.matmul: _MATMUL,
     torch.mm: _MM,
     torch.addmm: _ADDMM,
+    torch.bmm: _BMM,
     F.conv2d: _CONV2D,
     torch.conv2d: _CONV2D,
     F.conv3d: _CONV3D,
@@ -329,12 +339,13 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.ops.aten.matmul: _MATMUL,
     torch.ops.aten.mm: _MM,
     torch.ops.aten.addmm: _ADDMM,
+    torch.ops.aten.bmm: _BMM,
     torch.ops.aten.conv2d: _CONV2D,
     torch.ops.aten.conv3d: _CONV3D,
     torch.ops.aten.convolution: _CONVOLUTION,
     torch.ops.aten.layer_norm: _LAYER_NORM,
 }
-_METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm": _ADDMM}
+_METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm": _ADDMM, "bmm": _BMM}
 
 
 # --------------------------------------------------------------------------------------------- finding

@@ -16,8 +16,14 @@ from fxfuse.patterns.region import Region, Skipped, close, grow
 from fxfuse.patterns.tensors import tensors_of
 
 
-def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[Skipped]]:
+def find_regions(
+    root: nn.Module, graph: fx.Graph, of_batches: bool = False
+) -> tuple[list[Region], list[Skipped]]:
     """Every region of `graph`, in graph order, and the nodes that were left alone with the reason.
+
+    Args:
+        of_batches: whether products of batches are anchors. They are in training steps; elsewhere attention that is
+            written out may become torch's own (program/attention_by_hand.py).
 
     Anchors are taken from last to first, so that a residual addition of two anchors' results goes to the later one,
     whose other input is then ready. Chains come last, the latest first, so that each is as long as it can be.
@@ -32,7 +38,7 @@ def find_regions(root: nn.Module, graph: fx.Graph) -> tuple[list[Region], list[S
         except Rejected as reason:
             skipped[node] = str(reason)
             continue
-        if anchor is None:
+        if anchor is None or (anchor.kind == "bmm" and not of_batches):
             continue
         anchor, padding = with_own_padding(root, node, anchor, mutations)
         growth = grow(root, node, anchor, taken, mutations, tensors)

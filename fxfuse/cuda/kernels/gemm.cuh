@@ -1,4 +1,5 @@
-// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul.
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul; and many such products of one size
+// (Batched: bmm).
 //
 // x is (M, K), K contiguous, or in float32 (K, M), M contiguous (MatrixColumns: the gradient of a weight). The weight is
 // (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous (Major::kMN: matmul, addmm). out is (M, N), N
@@ -22,6 +23,7 @@ namespace fxfuse {
 // Rows of x that lie a constant distance apart.
 struct MatrixRows {
     static constexpr Major kMajor = Major::kK;
+    static constexpr bool kBatched = false;
 
     int64_t stride;  // in elements
 
@@ -52,6 +54,16 @@ struct MatrixColumns : MatrixRows {
                                          uint32_t thread) const {
         return Copy(x + first * stride + row, stride, extent, k, thread);
     }
+};
+
+// The same of `count` products. Rows of out follow one product after another.
+template <class Rows>
+struct Batched : Rows {
+    static constexpr bool kBatched = true;
+    using Host = Batched;
+    static Batched make(const Host& rows, int) { return rows; }
+
+    int64_t count, x_step, weight_step;  // steps: from one to the next, in elements
 };
 
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
@@ -150,7 +162,12 @@ struct Gemm {
     // most kBand tiles high, and share their rows of x and of the weight through L2. Blocks that share a tile of out
     // start together, too, after all others.
     static dim3 grid(const Problem& problem) {
-        const int64_t high = tiles_m(problem), bands = (high + kBand - 1) / kBand;
+        const int64_t high = tiles_m(problem), bands = bands_of(problem);
+        static_assert(!(kSplits && Rows::kBatched));
+        if constexpr (Rows::kBatched) {
+            return {static_cast<unsigned>((high + bands - 1) / bands), static_cast<unsigned>(tiles_n(problem)),
+                    static_cast<unsigned>(bands * problem.rows.count)};
+        }
         if constexpr (kSplits) return {static_cast<unsigned>(problem.alone + shared_tiles(problem) * problem.splits)};
         return {static_cast<unsigned>((high + bands - 1) / bands), static_cast<unsigned>(tiles_n(problem)),
                 static_cast<unsigned>(bands)};
@@ -181,7 +198,8 @@ protected:
 
     struct Origin {
         int64_t row, col;
-        int split;  // which of the blocks that share the tile; -1 if it is one block's
+        int split;      // which of the blocks that share the tile; -1 if it is one block's
+        int batch = 0;  // which of the products
     };
 
     // Of K.
@@ -197,6 +215,24 @@ protected:
     }
     static __host__ __device__ __forceinline__ int64_t tiles_n(const Problem& problem) {
         return (problem.n + kTileN - 1) / kTileN;
+    }
+    static __host__ __device__ __forceinline__ int64_t bands_of(const Problem& problem) {
+        return (tiles_m(problem) + kBand - 1) / kBand;
+    }
+
+    // Where a product's x, weight and rows of out begin.
+    template <class T>
+    static __device__ __forceinline__ const T* x_of(const Problem& problem, const T* x, int batch) {
+        if constexpr (Rows::kBatched) return x + batch * problem.rows.x_step;
+        return x;
+    }
+    template <class T>
+    static __device__ __forceinline__ const T* weight_of(const Problem& problem, const T* weight, int batch) {
+        if constexpr (Rows::kBatched) return weight + batch * problem.rows.weight_step;
+        return weight;
+    }
+    static __device__ __forceinline__ int64_t rows_before(const Problem& problem, int batch) {
+        return Rows::kBatched ? batch * problem.m : 0;
     }
 
     static __host__ __device__ __forceinline__ int64_t shared_tiles(const Problem& problem) {
@@ -219,6 +255,11 @@ protected:
     // Of the block's tile; where nothing is shared the last band may reach beyond M.
     static __device__ __forceinline__ Origin tile_origin(const Problem& problem) {
         const uint3 block = ptx::read_block_index();
+        if constexpr (Rows::kBatched) {
+            const unsigned bands = static_cast<unsigned>(bands_of(problem)), batch = block.z / bands;
+            return {(static_cast<int64_t>(block.z - batch * bands) * gridDim.x + block.x) * kTileM,
+                    static_cast<int64_t>(block.y) * kTileN, -1, static_cast<int>(batch)};
+        }
         if constexpr (!kSplits) {
             return {(static_cast<int64_t>(block.z) * gridDim.x + block.x) * kTileM,
                     static_cast<int64_t>(block.y) * kTileN, -1};
@@ -262,6 +303,8 @@ protected:
         const uint32_t thread = ptx::read_thread_index();
         const int cols = static_cast<int>(problem.n - origin.col);
         const auto [first, k] = share_of(problem, origin);
+        x = x_of(problem, x, origin.batch);
+        weight = weight_of(problem, weight, origin.batch);
         const Element* weight_tile = Config::kWeightMajor == Major::kK
                                          ? weight + origin.col * problem.weight_stride + first
                                          : weight + first * problem.weight_stride + origin.col;
@@ -312,6 +355,7 @@ protected:
         const int run = static_cast<int>(thread % kRunsPerRow * kVector), first = static_cast<int>(thread / kRunsPerRow);
         const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), problem.m - origin.row));
         const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - origin.col - run));
+        const int64_t top = rows_before(problem, origin.batch) + origin.row;
         const bool exists = count > 0 && (kThreads % kRunsPerRow == 0 || first < kRowStep);
         // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
         const int64_t col = exists || !kWhole ? origin.col + run : problem.n - kVector;
@@ -319,7 +363,7 @@ protected:
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 const int row = min(first + (turn * kTogether + i) * kRowStep, rows - 1);
-                values[i] = epilogue.template load_rows<kRuns, kVector>(position(problem, origin.row + row, col), count);
+                values[i] = epilogue.template load_rows<kRuns, kVector>(position(problem, top + row, col), count);
             }
         };
         const auto columns = epilogue.template load_columns<kRuns, kVector>(Position{0, 0, col}, count);
@@ -348,7 +392,7 @@ protected:
                 epilogue.apply(value, columns, operands[i]);
                 if (!exists || row + i * kRowStep >= rows) continue;
                 store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
-                    out + (origin.row + row + i * kRowStep) * problem.out_stride + col, value, count);
+                    out + (top + row + i * kRowStep) * problem.out_stride + col, value, count);
             }
         }
     }

@@ -74,12 +74,14 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
         int left = tiles_k;
         const auto copy_x = [&] {
             const Origin at(problem, ahead);
-            return rows.template copy<CopyX>(x, at.row, static_cast<int>(problem.m - at.row), 0,
-                                             static_cast<int>(problem.k), thread);
+            return rows.template copy<CopyX>(Base::x_of(problem, x, at.batch), at.row,
+                                             static_cast<int>(problem.m - at.row), 0, static_cast<int>(problem.k),
+                                             thread);
         };
         const auto copy_w = [&] {
             const Origin at(problem, ahead);
             const auto copy = [&](const Element* weight) {
+                weight = Base::weight_of(problem, weight, at.batch);
                 return CopyOfOne(weight + at.col * problem.weight_stride, problem.weight_stride,
                                  static_cast<int>(problem.n - at.col), static_cast<int>(problem.k), thread);
             };

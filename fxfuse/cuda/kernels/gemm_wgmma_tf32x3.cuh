@@ -119,10 +119,10 @@ struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
         const auto produce = [&](typename Roles::Producer producer) {
             const auto copy_x = [&](const Origin& at) {
                 const int extent = static_cast<int>(problem.m - at.row);
-                return rows.template copy<CopyX>(x, at.row, extent, 0, k, producer.thread);
+                return rows.template copy<CopyX>(Base::x_of(problem, x, at.batch), at.row, extent, 0, k, producer.thread);
             };
             const auto copy_w = [&](const Origin& at) {
-                return Roles::copy_w(problem, weight, at.col, 0, k, producer.thread);
+                return Roles::copy_w(problem, Base::weight_of(problem, weight, at.batch), at.col, 0, k, producer.thread);
             };
             unsigned tile = blockIdx.x;
             int left = tiles_k;
@@ -188,7 +188,7 @@ private:
             // A barrier too: everyone has stored the last one.
             if (!__syncthreads_or((not_finite & bit) != 0)) continue;
             const Origin at(problem, tile);
-            const typename Gemm::Origin origin{at.row, at.col, 0};
+            const typename Gemm::Origin origin{at.row, at.col, 0, at.batch};
             Sum sum;
             Gemm::template multiply<typename Config::Guarded>(sum, problem, origin, rows, x, weight, memory);
             Gemm::store(problem, origin, sum, reinterpret_cast<float*>(memory), out, epilogue);

@@ -60,15 +60,22 @@ protected:
         return (problem.n + kTileCols - 1) / kTileCols;
     }
     static __host__ __device__ __forceinline__ unsigned tile_count(const Problem& problem) {
-        return static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
+        const unsigned each = static_cast<unsigned>(tiles_m(problem)) * static_cast<unsigned>(tiles_n(problem));
+        if constexpr (Rows::kBatched) return each * static_cast<unsigned>(problem.rows.count);
+        return each;
     }
 
     // Of a tile.
     struct Origin {
         int64_t row, col;
+        int batch = 0;
 
         __device__ __forceinline__ Origin(const Problem& problem, unsigned index) {
             const unsigned high = static_cast<unsigned>(tiles_m(problem)), wide = static_cast<unsigned>(tiles_n(problem));
+            if constexpr (Rows::kBatched) {
+                batch = static_cast<int>(index / (high * wide));
+                index -= static_cast<unsigned>(batch) * (high * wide);
+            }
             const typename Base::Place at(index, high, wide);
             row = static_cast<int64_t>(at.row) * kTileM;
             col = static_cast<int64_t>(at.col) * kTileCols;
@@ -92,7 +99,7 @@ protected:
         const Problem& problem;
         const Epilogue& epilogue;
         Output* out;
-        int64_t top, left;
+        int64_t before, top, left;  // before: rows of out of the products before this one
         int rows, lane;
 
         __device__ __forceinline__ Store(const Problem& problem, const Origin& origin, Output* out,
@@ -100,6 +107,7 @@ protected:
             : problem(problem), epilogue(epilogue), out(out) {
             const uint32_t thread = ptx::read_thread_index();
             lane = static_cast<int>(thread % 32);
+            before = Base::rows_before(problem, origin.batch);
             top = origin.row + Config::warp_m(thread);
             left = origin.col + Config::warp_n(thread) + run();
             rows = static_cast<int>(min(static_cast<int64_t>(kMmaM), problem.m - top));
@@ -124,7 +132,7 @@ protected:
         __device__ __forceinline__ void fetch(RowsOfTurn& rows_of_turn, int slice, int turn) const {
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const Position at = position(problem, top + min(row(turn, i), rows - 1), column(slice));
+                const Position at = position(problem, before + top + min(row(turn, i), rows - 1), column(slice));
                 rows_of_turn.values[i] = epilogue.template load_rows<kRuns, kVector>(at, count(slice));
             }
         }
@@ -162,7 +170,8 @@ protected:
                         }
                         if (count(slice) <= 0 || row(turn, i) >= rows) continue;
                         store_run<Output, kVector, kWhole ? Runs::kWhole : Runs::kAnywhere>(
-                            out + (top + row(turn, i)) * problem.out_stride + column(slice), value, count(slice));
+                            out + (before + top + row(turn, i)) * problem.out_stride + column(slice), value,
+                            count(slice));
                     }
                 }
                 __syncwarp();  // before the next slice is written over this one
