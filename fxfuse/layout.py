@@ -63,6 +63,11 @@ def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
+def ends_aligned(dtype: torch.dtype, *lengths: int) -> bool:
+    """Whether rows of these lengths have a multiple of the 16 bytes that products read and write at a time."""
+    return all(length * dtype.itemsize % 16 == 0 for length in lengths)
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements lie side by side in memory, in whatever order, each in a place of its own."""
     span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -30,7 +30,7 @@ from fxfuse.cuda.prepare import Convert, Input, prepare
 from fxfuse.cuda.region import Region, with_bias, with_parameters
 from fxfuse.errors import BuildError, UnsupportedError
 from fxfuse.expression import Acc, Call, postorder
-from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
+from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, ends_aligned, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
@@ -142,9 +142,14 @@ def _ranked(region: Region) -> list[tune.Candidate]:
 
 
 def _is_for_library(region: Region) -> bool:
-    """Whether nothing but a product of 16 bits is left, in which libraries are ahead unless it waits for the weight."""
-    rows = math.prod(region.prepared.result_shape[:-1])
-    return region.problem.kind in PRODUCTS and region.problem.x.dtype != torch.float32 and rows > FEW_ROWS[-1]
+    """Whether nothing but a product of 16 bits is left, in which libraries are ahead: unless it waits for the weight,
+    or has rows that end anywhere, which they read and write element by element."""
+    problem, shape = region.problem, region.prepared.result_shape
+    if problem.kind not in PRODUCTS or problem.x.dtype == torch.float32:
+        return False
+    if problem.kind not in CONVOLUTIONS and not ends_aligned(problem.x.dtype, shape[-1], *problem.x.shape[-1:]):
+        return False
+    return math.prod(shape[:-1]) > FEW_ROWS[-1]
 
 
 def _is_tiny(region: Region) -> bool:

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from fxfuse import ops
 from fxfuse.hooks import has_hooks
+from fxfuse.layout import ends_aligned
 from fxfuse.ops import REQUIRED, Rejected
 from fxfuse.problem import RESULT_DTYPES, as_images
 
@@ -226,9 +227,14 @@ def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
 
 
 def _bmm(root: nn.Module, x: Any, weight: Any) -> Anchor | None:
-    """Where kernels of ours are faster than a library: in float32. None for others."""
-    sides = [known_tensor(root, side) for side in (x, weight)]
-    if not all(side is not None and side.dtype == torch.float32 and side.is_cuda for side in sides):
+    """Where kernels of ours may be faster than a library: in float32, and where rows end anywhere. None for others."""
+    left, right = (known_tensor(root, side) for side in (x, weight))
+    if left is None or right is None or not (left.is_cuda and right.is_cuda and left.dtype in RESULT_DTYPES):
+        return None
+    lengths = (*left.shape[1:], right.shape[2])
+    if any(type(length) is not int for length in lengths):  # symbols, which would be asked what they are
+        return None
+    if left.dtype != torch.float32 and ends_aligned(left.dtype, *lengths):
         return None
     return Anchor("bmm", _tensor(x, "left side"), _tensor(weight, "right side"))
 
