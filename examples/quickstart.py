@@ -98,7 +98,7 @@ def show(name: str, model: nn.Module, x: torch.Tensor, compare: list[str], secon
     started = time.perf_counter()
     fast = fxfuse.optimize(model, example_inputs=(x,))
     print(f"optimized in {time.perf_counter() - started:.2f} s\nafter:\n" + _code(fast))
-    print(fxfuse.explain(fast))
+    print(fxfuse.explain(fast, verbose=True))
     print(f"\n{fxfuse.verify(model, fast, (x,))}\n")
     print(fxfuse.benchmark(model, fast, (x,), compare=compare, seconds=seconds))
 

@@ -15,9 +15,13 @@ import importlib.metadata
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, Literal
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from fxfuse import plans
@@ -29,7 +33,8 @@ from fxfuse.replacement import Settings
 
 _MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
 
-_graphs: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
+_graphs: Final[weakref.WeakKeyDictionary[FusedModule, tuple[_Caller, ...]]] = weakref.WeakKeyDictionary()
+"""The graphs in use, in the order in which they were compiled, each with the models whose call asked for it."""
 
 
 def compile_graph(
@@ -62,13 +67,54 @@ def compile_graph(
     if not isinstance(cuda_graphs, bool):
         raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
     fused = fused_graph(gm, Settings(**given), Replays(lends=True) if cuda_graphs else False)
-    _graphs.add(fused)
+    _graphs[fused] = _callers(gm)
     return plans.prepared_by_first_call(fused)
 
 
-def compiled_graphs() -> tuple[FusedModule, ...]:
-    """The graphs that torch.compile(…, backend="fxfuse") uses now, for `explain`; in no particular order."""
-    return tuple(_graphs)
+def compiled_graphs(model: nn.Module | None = None) -> tuple[FusedModule, ...]:
+    """The graphs that torch.compile(…, backend="fxfuse") uses now, in the order in which they were compiled.
+
+    Args:
+        model: a model, or what torch.compile made of it: only the graphs that were compiled during calls of it. Dynamo
+            shares them between models of one class whose parameters have the same shapes.
+    """
+    if model is None:
+        return tuple(_graphs)
+    wanted = _Caller.of(model)
+    return tuple(graph for graph, callers in list(_graphs.items()) if any(map(wanted.is_like, callers)))
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """A model during whose call a graph was compiled."""
+
+    module: weakref.ref[nn.Module]
+    kind: type
+    tensors: frozenset[tuple[str, tuple[int, ...], torch.dtype]]
+    """Of its parameters and buffers: name, shape and dtype."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Caller:
+        module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        known = [(name, tensor) for name, tensor in tensors if not is_lazy(tensor)]
+        described = frozenset((name, tuple(tensor.shape), tensor.dtype) for name, tensor in known)
+        return cls(weakref.ref(module), type(module), described)
+
+    def is_like(self, other: _Caller) -> bool:
+        return self.module() is other.module() or (self.kind, self.tensors) == (other.kind, other.tensors)
+
+
+def _callers(gm: fx.GraphModule) -> tuple[_Caller, ...]:
+    """The models that are being called now: those whose methods are on the stack. `gm` is the graph that they need."""
+    found: dict[int, nn.Module] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(owner, nn.Module) and owner is not gm:
+            found.setdefault(id(owner), owner)
+        frame = frame.f_back
+    return tuple(map(_Caller.of, found.values()))
 
 
 def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | Literal[False] = False) -> FusedModule:

@@ -14,7 +14,9 @@ import copy
 import dataclasses
 import inspect
 import keyword
+import linecache
 import logging
+import sys
 import threading
 import traceback
 import unicodedata
@@ -190,7 +192,11 @@ class _Tracer(fx.Tracer):
         kind, target = args[:2]
         if kind in ("call_module", "get_attr") and not all(map(_can_be_code, str(target).split("."))):
             raise fx.proxy.TraceError(f"the name {str(target)!r} cannot stand in generated code")
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        line = _line_of_model()
+        if line is not None:
+            node.meta["stack_trace"] = line
+        return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
@@ -467,6 +473,18 @@ def _is_in_part(fixed: Any) -> bool:
 def _is_literal(value: Any) -> bool:
     """Whether a default can stand in a graph's generated signature."""
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _line_of_model() -> str | None:
+    """The line of the model's own code that is being traced, as fx writes it; None in torch's modules alone."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code is not _Tracer.trace.__code__:
+        if str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse"):
+            name, number = frame.f_code.co_filename, frame.f_lineno
+            line = linecache.getline(name, number, frame.f_globals).strip()
+            return f'  File "{name}", line {number}, in {frame.f_code.co_name}\n    {line}\n'
+        frame = frame.f_back
+    return None
 
 
 _MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpoint", __name__)

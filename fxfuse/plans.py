@@ -87,6 +87,11 @@ def of_region(region: int) -> list[Plan]:
     return list({id(plan): plan for plan in plans}.values())
 
 
+def problems_of(region: int) -> dict[Problem, Plan]:
+    """The problems that the region's calls have posed in this process, with what runs them; the latest last."""
+    return {key[0]: plan for key, plan in list(_plans.get(region, {}).items()) if isinstance(key[0], Problem)}
+
+
 def reasons_without_plan(region: int) -> list[str]:
     """Why calls of the region ran by torch without asking for a plan."""
     return [reason for reason, regions in without_plan.items() if region in regions]

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -215,3 +216,37 @@ fx.wrap("stochastic_depth")
 
 def with_stochastic_depth(x, training):
     return stochastic_depth(x, 0.5, "row", training)
+
+
+class _Html(HTMLParser):
+    """Notes the elements of a page, and that each that must be closed is, in the right order."""
+
+    VOID = frozenset({"meta", "link", "input", "br", "hr", "img"})
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.open = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]} at {self.getpos()}"
+        self.open.pop()
+
+
+def parsed_html(text):
+    """The elements and attributes of a piece of HTML, every one of which is closed."""
+    parser = _Html()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open, f"never closed: {parser.open}"
+    return parser
+
+
+def check_html(text):
+    """The names of the elements of a piece of HTML, every one of which is closed."""
+    return parsed_html(text).tags

@@ -237,3 +237,46 @@ def test_a_compiled_model_inside_one_that_is_prepared():
     fast = fxfuse.optimize(model, (randn(3, 8),))
     with torch.no_grad():
         torch.testing.assert_close(fast(randn(3, 8)), model(randn(3, 8)))
+
+
+class Broken(nn.Module):
+    """Two graphs, the second of which reads no parameter."""
+
+    def __init__(self, features=8):
+        super().__init__()
+        self.fc = linear(features)
+
+    def forward(self, x):
+        x = torch.relu(self.fc(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(x * 2)
+
+
+def test_graphs_belong_to_the_model_whose_call_made_them(fresh_dynamo):
+    one, other = Broken().eval(), Net(lambda m, x: torch.relu(m.fc(x)), fc=linear(7)).eval()
+    called = [compiled(model) for model in (one, other)]
+    with torch.no_grad():
+        for model in called:
+            model(randn(2, 8))
+    first, second, third = fresh_dynamo()
+    assert fxfuse.compiled_graphs(one)[-2:] == fxfuse.compiled_graphs(called[0])[-2:] == (first, second)
+    assert fxfuse.compiled_graphs(other)[-1] is third and third not in fxfuse.compiled_graphs(one)
+    assert fxfuse.compiled_graphs(nn.Linear(2, 3)) == ()
+
+
+def test_graphs_that_dynamo_shares_belong_to_each_model_of_the_class(fresh_dynamo):
+    one, twin, wider = Broken().eval(), Broken().eval(), Broken(9).eval()
+    with torch.no_grad():
+        for model in (one, twin, wider):
+            compiled(model)(randn(2, 8))
+    assert fxfuse.compiled_graphs(twin) == fxfuse.compiled_graphs(one) != ()
+    assert fxfuse.compiled_graphs(wider) and set(fxfuse.compiled_graphs(wider)).isdisjoint(fxfuse.compiled_graphs(one))
+
+
+def test_graphs_of_a_child_belong_to_the_model_around_it(fresh_dynamo):
+    model = Net(lambda m, x: m.inner(x) + 1, inner=compiled(Broken().eval())).eval()
+    with torch.no_grad():
+        model(randn(2, 8))
+    new = fresh_dynamo()
+    assert len(new) == 2 and fxfuse.compiled_graphs(model) == tuple(new)
+    assert set(new) <= set(fxfuse.compiled_graphs(model.inner))

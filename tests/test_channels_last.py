@@ -177,7 +177,7 @@ def test_volumes_are_convolved_in_channels_last_3d(name, layout, device, monkeyp
             assert_as_eager(model, fast, x)
     assert borders(fast)[0] == 1
     if layout == "contiguous":
-        assert "convolutions run in channels_last" in str(fxfuse.explain(fast))
+        assert "convolutions run in channels_last" in str(fxfuse.explain(fast, verbose=True))
 
 
 @pytest.mark.parametrize("dimensions, back", [((2, 3, 4), 0), ((-1, -2, -3), 0), ((2, 3), 1)])
@@ -219,7 +219,7 @@ def test_results_and_strides_are_eagers(name, layout):
     with torch.no_grad():
         assert_as_eager(model, fast, x, raises=refused)
     assert borders(fast)[0] == 1
-    report = str(fxfuse.explain(fast))
+    report = str(fxfuse.explain(fast, verbose=True))
     assert "run in channels_last" in report
     copied = x.numel() * 4 / 2**20
     expected = "no copy so far" if layout == "channels_last" else f"{copied:.3g} MB a call"
@@ -233,7 +233,7 @@ def test_calls_that_run_as_programs_are_converted_too(name):
     for seed in range(4):  # the second of a kind is recorded
         with torch.no_grad():
             assert_as_eager(model, fast, randn(2, 3, 9, 10, seed=seed))
-    assert "runs as a program" in str(fxfuse.explain(fast))
+    assert "runs as a program" in str(fxfuse.explain(fast, verbose=True))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_images_that_are_copies_of_tokens_lie_as_the_tokens_do():
         with torch.no_grad():
             assert_as_eager(model, fast, randn(2, 30, 8, seed=seed))
     assert borders(fast) == (1, 0)
-    assert "is converted for 'conv': no copy so far" in str(fxfuse.explain(fast))
+    assert "is converted for 'conv': no copy so far" in str(fxfuse.explain(fast, verbose=True))
 
 
 def test_programs_give_pooled_images_the_strides_that_torch_sets():

@@ -365,7 +365,7 @@ def test_networks_are_converted_once(network):
     for x in in_layouts(torch.randn(2, 3, 6, 8)):
         assert_same(model, fast, x)
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
-    assert f"{convolutions} convolutions run in channels_last" in str(fxfuse.explain(fast))
+    assert f"{convolutions} convolutions run in channels_last" in str(fxfuse.explain(fast, verbose=True))
 
 
 def test_what_is_known_of_conversions_goes_with_the_graph():

@@ -548,7 +548,7 @@ def test_sequences_stay_sequences():
 
 def test_the_report_reads_well():
     fast = fxfuse.optimize(network())
-    before = str(fxfuse.explain(fast))
+    before = str(fxfuse.explain(fast, verbose=True))
     assert before.startswith("3 regions found, not called yet\n") and "(not called yet)" in before
     with torch.no_grad():
         fast(IMAGE)
@@ -564,10 +564,10 @@ def test_the_report_gives_the_reason_of_a_fallback():
     fast = fxfuse.optimize(Net(lambda m, x: m.fc(x).relu(), fc=linear()).eval())
     with torch.no_grad():
         fast.double()(randn(2, 8, dtype=torch.float64))
-    assert "float64" in regions(fast)[0].fallback and "float64" in str(fxfuse.explain(fast))
+    assert "float64" in regions(fast)[0].fallback and "float64" in str(fxfuse.explain(fast, verbose=True))
     with torch.no_grad():
         fast.float()(randn(2, 8))
-    assert regions(fast)[0].kernel and "float64" in str(fxfuse.explain(fast)), "both are said"
+    assert regions(fast)[0].kernel and "float64" in str(fxfuse.explain(fast, verbose=True)), "both are said"
 
 
 def test_explain_takes_what_optimize_returned():

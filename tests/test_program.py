@@ -1,6 +1,8 @@
 """Programs: calls without gradients that run as a list give what eager gives, whatever happens between them."""
 
+import contextlib
 import copy
+import functools
 import types
 from dataclasses import dataclass
 
@@ -641,3 +643,56 @@ class TestOneLaunch:
         for other, together in ((self.other, 4), (self.kernel, 1)):
             steps = [product(self.kernel, (x,), (y,)), product(other, (x,), (z,), together)]
             assert len(in_one_launch(steps)) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ watched
+
+
+@contextlib.contextmanager
+def noted(seen, step):
+    seen.append(step)
+    yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_watched_program_computes_the_same_step_by_step(name):
+    model = Net(MODELS[name], fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            expected = fast(X.clone())
+        (program,) = programs(fast)
+        seen, before = [], program.run
+        with program.watched(functools.partial(noted, seen)):
+            result = fast(X.clone())
+    assert all(map(torch.equal, pytree.tree_leaves(expected), pytree.tree_leaves(result)))
+    assert tuple(seen) == program.steps and program.run is before
+    assert sum(step.is_launch for step in seen) == program.launches
+    computing = sum(count for name, count in program.calls.items() if name not in ("t", "transpose", "view"))
+    assert sum(not step.is_launch for step in seen) == computing
+    nodes = {node.name for node in fast.graph.nodes}
+    assert all(nodes.issuperset(step.nodes) for step in seen), "each step names nodes of the graph"
+
+
+def test_a_launch_names_all_nodes_that_were_merged_into_it():
+    def rotary(m, x):
+        return torch.cat((-x[:, 4:], x[:, :4]), -1) * 2 + m.fc(x).relu()
+
+    fast = fxfuse.optimize(Net(rotary, fc=linear()).eval())
+    with torch.no_grad():
+        for _ in range(4):
+            fast(X)
+    (program,) = programs(fast)
+    launches = [step for step in program.steps if step.is_launch]
+    assert any({"neg", "cat"} <= set(step.nodes) for step in launches), launches
+
+
+def test_a_program_knows_what_its_nodes_are_like():
+    fast = fxfuse.optimize(Net(lambda m, x: m.fc(x).relu().t() * x.shape[0], fc=linear()).eval())
+    with torch.no_grad():
+        for _ in range(4):
+            fast(X)
+    (program,) = programs(fast)
+    like = program.values["t"]
+    assert (like.shape, like.strides, like.dtype, like.device.type) == ((8, 4), (1, 8), torch.float32, "cpu")
+    assert program.values["x"].shape == (4, 8) and program.values["fc_weight"].is_parameter

@@ -19,7 +19,7 @@ import logging
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,7 +38,7 @@ from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Refused, address, device_of
+from fxfuse.program.values import PLAIN, Call, Launch, Refused, Step, address, device_of
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -75,6 +75,9 @@ class Program:
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
         """Of torch, by the names of operators and modules."""
+        self._marks = writer.marks
+        self.values = recorder.described()
+        """What the graph's nodes are like in such a call, by name; tensors as TensorMeta."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
@@ -94,6 +97,34 @@ class Program:
         self._blank = array("Q", bytes(8 * writer.table_size))
         for index, tensor in writer.constants.items():
             self._blank[index] = address(tensor)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What it launches and calls, in order; calls that only make views are none."""
+        return tuple(step for steps in self._marks.values() for step in steps)
+
+    @contextlib.contextmanager
+    def watched(self, around: Callable[[Step], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+        """Inside, each step of the program runs within `around(step)`, launches one by one."""
+        names = {**self.run.__globals__, "around": around}
+        lines: list[str] = []
+        launched = 0
+        for number, line in enumerate(self.code.splitlines()):
+            for step in self._marks.get(number, ()):
+                names[f"step{len(names)}"] = step
+                lines.append(f"    with around(step{len(names) - 1}):")
+                if step.is_launch:
+                    line = f"    launch(b'', stream, LAUNCHES, REFERENCES, table, {launched}, {launched + 1})"
+                    launched += 1
+                lines.append(f"    {line}")
+            if number not in self._marks:
+                lines.append(line)
+        exec(compile("\n".join(lines), "<fxfuse program, watched>", "exec"), names)
+        unwatched, self.run = self.run, names["program"]
+        try:
+            yield
+        finally:
+            self.run = unwatched
 
     def table(self, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> array[int] | None:
         """Where the tensors lie, if the call is of this kind; no gradient is due in one that is. Else None."""

@@ -112,7 +112,8 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             in_place = _in_place([plan.computed[one] for one in together[number]])
             event = events.Launch(loaded[texts[number]], params, ())
             targets = [loops.into.target for loops in map(plan.computed.__getitem__, together[number]) if loops.into]
-            result.append(Launch(event, references, written, in_place=in_place, targets=targets))
+            label = plan.label(together[number])
+            result.append(Launch(event, references, written, in_place=in_place, targets=targets, label=label))
         elif number not in found and number not in plan.absent:
             _redirect(step, plan.same)
             result.append(step)
@@ -135,7 +136,16 @@ def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
         first.event = dataclasses.replace(first.event, params=params)
         first.references = [*first.references, *step.references]
         first.writes = frozenset((*first.writes, *step.writes))
+        first.label = joined_labels([first.label, step.label])
     return result
+
+
+def joined_labels(labels: Sequence[str]) -> str:
+    """What several steps are as one launch: the nodes of all, and what computed each alone."""
+    pairs = [label.partition(": ") for label in labels]
+    nodes = dict.fromkeys(name for names, _, _ in pairs for name in names.split(", "))
+    kinds = dict.fromkeys(what for _, _, what in pairs)
+    return f"{', '.join(nodes)}: {' and '.join(kinds)}"
 
 
 def _launch_to_join(before: Sequence[Launch | Call], step: Launch) -> Launch | None:
@@ -271,6 +281,8 @@ class _Plan:
         """By number of step, in their order: what a kernel computes, with all that was put into it."""
         self.absent: set[int] = set()
         """Steps that nothing is left of."""
+        self._parts: dict[int, list[int]] = {}
+        """By number of step: those that were put into it."""
         self.made: dict[Slot, Value] = {}
         """Memory of torch's that begins with what a kernel computes: with which value."""
         self.same: dict[Slot, Slot] = {}
@@ -295,6 +307,15 @@ class _Plan:
         for number, loops in self.computed.items():
             if loops.into is None and self.begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
+
+    def label(self, numbers: Sequence[int]) -> str:
+        """What some steps that one launch computes are, with all that was put into them."""
+        found, left = set(numbers), list(numbers)
+        while left:
+            new = set(self._parts.get(left.pop(), ())) - found
+            found |= new
+            left += new
+        return joined_labels([self._steps[number].label for number in sorted(found)])
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""
@@ -337,8 +358,7 @@ class _Plan:
         """By number of step: what it reads, and the first of the steps that it stands for that does."""
         gone: dict[int, set[int]] = {}
         """The same: those in place among them, which overwrite nothing if it is computed where its result is read."""
-        parts: dict[int, list[int]] = {}
-        """The same: those that were put into it."""
+        parts = self._parts
         for number, step in enumerate(self._steps):
             loops = step.loops
             if loops is not None and _overwrites_part(step):
@@ -419,6 +439,7 @@ class _Plan:
                 self.made[slot] = producer.output
             self.computed.pop(number, None)
             self.computed[reader] = whole
+            self._parts.setdefault(reader, []).append(number)
             self.absent.add(number)
             self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
             touched[number], touched[reader] = set(), self.touched(reader)

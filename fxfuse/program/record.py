@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fxfuse import events, functional, plans
 from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
-from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem
+from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, depthwise_gradient
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops
@@ -67,6 +67,7 @@ _PLAIN: Final = (
     | torch.memory_format | torch.finfo | torch.iinfo | type
 )  # fmt: skip
 """Types of results that hold no tensors."""
+_NUMBERS: Final = bool | int | float | None
 _AUTOCAST: Final = ("_enter_autocast", "_exit_autocast")
 _METHODS_REFUSED: Final = frozenset(
     {"backward", "requires_grad_", "retain_grad", "numpy", "data_ptr", "set_", "resize_", "resize_as_", "share_memory_",
@@ -232,6 +233,20 @@ class Recorder:
                 if used in known:
                     self._forget(dead)
         raise AssertionError("a graph ends with its output")
+
+    def described(self) -> dict[str, Any]:
+        """What the graph's nodes are like, by name: tensors as TensorMeta, and numbers; nothing of others."""
+        found: dict[str, Any] = {}
+        for node, value in self._noted.items():
+            given = self._given.get(node)
+            if isinstance(given, torch.Tensor):
+                found[node.name] = TensorMeta.of(given, given.device)
+            elif isinstance(value, Value) and self._device is not None:
+                device = torch.device("cpu") if value.slot.is_apart else self._device
+                found[node.name] = TensorMeta(value.shape, value.strides, value.dtype, device)
+            elif isinstance(value, _NUMBERS):
+                found[node.name] = value
+        return found
 
     def is_lasting(self, slot: Slot) -> bool:
         """Whether what lies there is the model's, or was made of numbers alone: no argument of a call's."""
@@ -519,7 +534,7 @@ class Recorder:
                 self._own_memory(tensor, are_constant)
             done = 0
             for operation in seen.operations:
-                steps += [self._launched(launch) for launch in seen.launches[done : operation.launches]]
+                steps += [self._launched(launch, label) for launch in seen.launches[done : operation.launches]]
                 done = operation.launches
                 if operation.allocates:
                     self._own_memory(operation.result, are_constant)
@@ -527,7 +542,7 @@ class Recorder:
                     known[id(operation.result)] = operation.result
                 elif not operation.is_view:
                     steps += self._operations(operation, known, label)
-            steps += [self._launched(launch) for launch in seen.launches[done:]]
+            steps += [self._launched(launch, label) for launch in seen.launches[done:]]
             for tensor in tensors_in(result):
                 if id(tensor) in seen.strides_before:  # what a step makes is viewed in another way
                     self._known(tensor, known).strides = seen.strides_before[id(tensor)]
@@ -656,7 +671,7 @@ class Recorder:
             overwrites=operation.overwrites,
         )
 
-    def _launched(self, launch: events.Launch) -> Launch:
+    def _launched(self, launch: events.Launch, label: str) -> Launch:
         """A step for a kernel, with every address as a place in somebody's memory."""
         if functions_of(launch) is None:
             raise _Unknown
@@ -666,7 +681,7 @@ class Recorder:
             if place is None:
                 raise _Unknown
             references.append(place)
-        return Launch(launch, references)
+        return Launch(launch, references, label=label)
 
 
 def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:

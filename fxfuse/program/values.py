@@ -123,6 +123,8 @@ class Launch:
     """Pairs of memory that it reads and memory that it writes, of which the second may lie where the first does."""
     targets: Sequence[Value] = ()
     """Tensors that it overwrites a part of."""
+    label: str = ""
+    """As `Call.label`."""
 
 
 @dataclass(eq=False)
@@ -136,7 +138,7 @@ class Call:
     is_pure: bool
     is_method: bool = False
     label: str = ""
-    """What it is, for who reads the program."""
+    """What it is, for who reads the program: "nodes of the graph: what computes them"."""
     loops: Loops | None = None
     """What it computes, if kernels of ours can."""
     draws: bool = False
@@ -156,6 +158,24 @@ class Call:
     def values(self) -> list[Value]:
         """Those that it gets and makes."""
         return values_in((self.args, self.kwargs, self.result))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch or a call of a program, for who watches it run."""
+
+    is_launch: bool
+    """Whether it is a kernel of ours; else a call of torch."""
+    nodes: tuple[str, ...]
+    """Names of the graph's nodes that it computes, alone or with others."""
+    what: str
+    """The kernel or the operator."""
+
+    @staticmethod
+    def of(step: Launch | Call) -> Step:
+        nodes, *what = step.label.split(": ")
+        name = "kernel" if isinstance(step, Launch) else step.name
+        return Step(isinstance(step, Launch), tuple(nodes.split(", ")), what[-1] if what else name)
 
 
 _T = TypeVar("_T")

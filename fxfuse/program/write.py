@@ -14,7 +14,19 @@ import torch
 from fxfuse.layout import contiguous_strides
 from fxfuse.program.memory import Arena, arenas_of
 from fxfuse.program.record import Recorder
-from fxfuse.program.values import DICTS, LISTS, Call, Launch, Number, Slot, Value, functions_of, slots_of, values_in
+from fxfuse.program.values import (
+    DICTS,
+    LISTS,
+    Call,
+    Launch,
+    Number,
+    Slot,
+    Step,
+    Value,
+    functions_of,
+    slots_of,
+    values_in,
+)
 
 
 def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -35,7 +47,7 @@ def _counting() -> Callable[[Sequence[torch.Tensor]], None]:
     internals: Any = torch._C
     try:
         internals._increment_version(())
-    except TypeError:  # older releases take one
+    except (TypeError, RuntimeError):  # older releases take one tensor; 2.3 says so by a RuntimeError
         return _count_up_one_by_one
     counting: Callable[[Sequence[torch.Tensor]], None] = internals._increment_version
     return counting
@@ -114,6 +126,7 @@ class Writer:
         self._lines: list[str] = []
         self._constants = 0
         self._pending: list[Launch] = []
+        self._marks: dict[int, list[Launch | Call]] = {}
         self._written: set[Value] = set()
         self._variables: set[str] = set()
         self._taken: set[Slot | Arena] = set()
@@ -123,7 +136,8 @@ class Writer:
             slot.kind, self.names[slot.name] = "constant", slot.constant
         self._assign_slots(kept)
         self._last_use = self._uses(recorder.output)
-        self.code = self._write(recorder)
+        self.code, self.marks = self._write(recorder)
+        """The text, and which of its lines are calls, or the call for some launches."""
 
     # ---- memory
 
@@ -179,7 +193,7 @@ class Writer:
         self.names[f"c{self._constants}"] = value
         return f"c{self._constants}"
 
-    def _write(self, recorder: Recorder) -> str:
+    def _write(self, recorder: Recorder) -> tuple[str, dict[int, tuple[Step, ...]]]:
         for number, step in enumerate(self.steps):
             if isinstance(step, Launch):
                 self._pending.append(step)
@@ -200,7 +214,9 @@ class Writer:
             "table = t.buffer_info()[0]",
             "stream = context()",
         ]
-        return "\n".join(["def program(given, t):", *(f"    {line}" for line in head), *self._lines]) + "\n"
+        code = "\n".join(["def program(given, t):", *(f"    {line}" for line in head), *self._lines]) + "\n"
+        before = 1 + len(head)
+        return code, {before + line: tuple(map(Step.of, steps)) for line, steps in self._marks.items()}
 
     def _flush(self, number: int) -> None:
         """One call for the launches that are waiting; memory that outlives the program is taken before."""
@@ -211,6 +227,7 @@ class Writer:
             for slot, _ in step.references:
                 self._take(slot)
             self._pack(step)
+        self._marks[len(self._lines)] = list(self._pending)
         self._line(f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {len(self.launches) // 4})")
         written = dict.fromkeys(target for step in self._pending for target in step.targets)
         given = dict.fromkeys(self._name_of_given(target) for target in written if target.slot.kind == "given")
@@ -287,6 +304,8 @@ class Writer:
         if isinstance(step.result, Number):
             called = f"{step.result.name} = {called}"
         new = [(path, value) for path, value in _paths(step.result) if self._is_new(value)]
+        if not step.is_view:
+            self._marks[len(self._lines)] = [step]
         if not new:
             self._line(called)
         elif isinstance(step.result, Value):

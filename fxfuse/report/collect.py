@@ -1,0 +1,309 @@
+"""What a report says of a model: asked of its graphs, their regions' plans and their programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
+
+from torch import fx, nn
+
+from fxfuse import plans
+from fxfuse.backend import compiled_graphs
+from fxfuse.channels_last import Layouts, bytes_of
+from fxfuse.errors import FxfuseError
+from fxfuse.module import FusedModule, is_fused, state_of, stops
+from fxfuse.problem import Plan
+from fxfuse.replacement import FusedRegion
+from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
+
+_T = TypeVar("_T")
+
+
+def explain(fast: nn.Module, verbose: bool = False) -> Report:
+    """The report on a model that optimize() returned, submodules that were fused on their own included.
+
+    Args:
+        fast: what optimize() returned, or torch.compile(model, backend="fxfuse") once it has been called.
+        verbose: whether the report prints all that it knows, and not a few lines.
+
+    Raises FxfuseError for any other module.
+    """
+    roots = _roots(fast)
+    regions: list[RegionReport] = []
+    skipped: list[SkippedReport] = []
+    layouts: list[str] = []
+    graphs = [(_joined(name, path), module) for name, root in roots for path, module in _traces(root)]
+    for path, module in graphs:
+        prefix = f"{path}." if path else ""
+        recapture = state_of(module).recapture
+        without = "" if recapture is None or recapture.reason is None else f"; Dynamo: {recapture.reason}"
+        regions += [_region_report(region, prefix) for region in state_of(module).regions]
+        for untraced in state_of(module).captured.untraced:
+            if not untraced.path or not is_fused(module.get_submodule(untraced.path)):  # which speak for themselves
+                reason = f"runs as Python, since tracing stopped at {untraced.reason}{without}"
+                skipped.append(SkippedReport((prefix + untraced.path).strip(".") or "the model", reason))
+        skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
+        layouts += _layouts_report(state_of(module).layouts, prefix)
+    return Report(
+        _once(regions),
+        _once(skipped),
+        _once(layouts),
+        _once(line for _, root in roots for line in _graphs_report(root)),
+        tuple(line for name, root in roots for line in _dynamo_report(name, root)),
+        _once(line for path, module in graphs for line in _programs_report(path, module)),
+        _once(line for path, module in graphs for line in _training_report(path, module)),
+        operations_of(dict(reversed(graphs)).values()),
+        verbose,
+        tuple(graphs),
+        fast,
+    )
+
+
+def _roots(fast: nn.Module) -> list[tuple[str, FusedModule]]:
+    """The fused modules that a report on `fast` is about, with their names. Raises FxfuseError."""
+    if isinstance(fast, FusedModule):
+        return [("", fast)]
+    inner = getattr(fast, "_orig_mod", None)  # of torch.compile
+    graphs = compiled_graphs(fast) if isinstance(fast, nn.Module) else ()
+    if graphs:
+        return [("" if len(graphs) == 1 else f"graph{number}", graph) for number, graph in enumerate(graphs, 1)]
+    if isinstance(inner, FusedModule):
+        return [("", inner)]
+    if inner is not None:
+        raise FxfuseError(
+            f'this compiled {type(inner).__name__} has no graph of fxfuse: compile it with backend="fxfuse", and call '
+            "it once before fxfuse.explain"
+        )
+    raise FxfuseError(
+        "explain takes what fxfuse.optimize returned, or a module that torch.compile(..., "
+        f'backend="fxfuse") made and that was called, not a {type(fast).__name__}'
+    )
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if name and path else name or path
+
+
+def _layouts_report(layouts: Layouts, prefix: str) -> Iterator[str]:
+    """How many convolutions are in channels_last, and what is converted for them."""
+    if not layouts.convolutions:
+        return
+    count = len(layouts.conversions)
+    yield (
+        f"{layouts.convolutions} convolutions run in channels_last, with {count} conversion{'' if count == 1 else 's'}"
+    )
+    for item in layouts.conversions:
+        copied = bytes_of(item.number)
+        how = "no copy so far" if copied is None else f"{copied / 2**20:.3g} MB a call"
+        way = "converted for" if item.there else "brought back for"
+        yield f"  '{prefix}{item.value}' is {way} '{prefix}{item.reader}': {how}"
+
+
+def _once(items: Iterable[_T]) -> tuple[_T, ...]:
+    """Without repetition: two traces of a module may have the same regions."""
+    return tuple(dict.fromkeys(items))
+
+
+def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
+    replays = state_of(fast).replays
+    if replays is None:
+        return ()
+    refused = (
+        f"{count} call{'' if count == 1 else 's'} without a CUDA graph: {reason}"
+        for reason, count in replays.refused.items()
+    )
+    return (f"{replays.graphs} CUDA graph{'' if replays.graphs == 1 else 's'} captured", *refused)
+
+
+def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
+    """The graphs that calls of the model used, with the paths of their modules; before any call, those it has."""
+    whole = _recaptured(fast)
+    for path, module in fast.named_modules():
+        if path in whole:
+            yield from ((path, trace) for trace in whole[path])
+        elif isinstance(module, FusedModule) and not any(_is_below(path, other) for other in whole):
+            used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
+            yield from ((path, trace) for trace in used or [module])
+
+
+def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
+    """Dynamo's graphs of what fx could not trace, by the path of their module."""
+    found: dict[str, tuple[FusedModule, ...]] = {}
+    for path, module in fast.named_modules():
+        recapture = state_of(module).recapture if isinstance(module, FusedModule) else None
+        if recapture is not None and recapture.graphs and not any(_is_below(path, other) for other in found):
+            found[path] = recapture.graphs
+    return found
+
+
+def _dynamo_report(name: str, fast: FusedModule) -> Iterator[str]:
+    """Which modules Dynamo captured, why, and as how many graphs."""
+    for path, graphs in _recaptured(fast).items():
+        module = fast.get_submodule(path)
+        assert isinstance(module, FusedModule)
+        reason = next(stops(state_of(module).captured))
+        whole = _joined(name, path)
+        what = f"'{whole}'" if whole else "the model"
+        count = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
+        yield f"{what} was captured by Dynamo as {count}, since tracing stopped at {reason}"
+
+
+def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
+    """What a graph's programs consist of, or why it has none."""
+    yield from _programs_of(f"'{path}'" if path else "the model", module)
+
+
+def _training_report(path: str, module: FusedModule) -> Iterator[str]:
+    """What became of calls that needed gradients."""
+    training = state_of(module).training
+    what = f"'{path}'" if path else "the model"
+    if training is None:
+        return
+    if training.reason is not None:
+        yield f"gradients of {what} come from torch: {training.reason}"
+    for step in training.steps:
+        for name, half in (("forward", step.forward), ("backward", step.backward)):
+            assert isinstance(half, FusedModule)
+            yield from _programs_of(f"in training, the {name} of {what}", half)
+        yield from (f"in training, {line}" for line in _layouts_report(step.joint.layouts, ""))
+
+
+def _programs_of(what: str, module: FusedModule) -> Iterator[str]:
+    programs = state_of(module).programs
+    if programs is None:
+        return
+    for program in programs.programs:
+        calls = ", ".join(f"{name} {count}" for name, count in program.calls.most_common())
+        yield (
+            f"{what} runs as a program: kernels launched: {program.launches}, calls of torch: {program.calls.total()}"
+            f"{f' ({calls})' if calls else ''}, memory for results at once: {program.arena_size / 2**20:.1f} MB"
+        )
+    if not programs.programs and programs.reason is not None and state_of(module).regions:
+        yield f"{what} runs node by node: {programs.reason}"
+
+
+def _is_below(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
+
+
+def _is_used(trace: FusedModule, module: FusedModule) -> bool:
+    """Whether a call used `trace`, one of `module`'s. Variants without regions are: they are made for a call."""
+    regions = state_of(trace).regions
+    if not regions:
+        return trace is not module
+    return any(plans.of_region(region.number) or plans.reasons_without_plan(region.number) for region in regions)
+
+
+def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
+    made = plans.of_region(region.number)
+    by = "" if region.library is None else "library + "
+    kernels = dict.fromkeys(by + plan.kernel for plan in made if plan.kernel is not None)
+    without_plan = plans.reasons_without_plan(region.number)
+    reasons = dict.fromkeys([*without_plan, *(plan.reason for plan in made if plan.reason is not None)])
+    return RegionReport(
+        node=prefix + region.fused,
+        chain=region.kind == "pointwise",
+        anchor=region.library or (CHAIN if region.kind == "pointwise" else region.kind),
+        nodes=tuple(prefix + node for node in region.nodes),
+        epilogue=region.epilogue,
+        kernel="; ".join(kernels) or None,
+        fallback="; ".join(reasons) or None,
+        measured=tuple(dict.fromkeys(plan.measured for plan in made if plan.measured)),
+        error=max((error for plan in made for name, error in plan.errors if name == plan.kernel), default=None),
+        workspace=max((plan.workspace for plan in made), default=0),
+        gains=tuple(dict.fromkeys(gain for plan in made for gain in gain_of(plan))),
+        number=region.number,
+    )
+
+
+def gain_of(plan: Plan) -> Iterator[tuple[float, float]]:
+    """The seconds of torch's library with a pass behind it, and of the kernel in use, if both were measured."""
+    times = dict(plan.measured)
+    library = [seconds for name, seconds in plan.measured if name.startswith("library")]
+    if library and plan.kernel in times:
+        yield min(library), times[plan.kernel]
+
+
+# ------------------------------------------------------------------------------------------ how much there is to do
+
+_FREE: Final = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze", "expand",
+     "expand_as", "broadcast_to", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "select", "chunk", "split",
+     "unbind", "getitem", "getattr", "size", "dim", "numel", "shape", "stride", "detach", "alias", "as_operand",
+     "plain", "check_rank", "type", "view_as", "unsafe_chunk", "unsafe_split", "_unsafe_view", "split_with_sizes"}
+)  # fmt: skip
+"""Functions and methods that make views, or answer questions."""
+_ARITHMETIC_ON_SIZES: Final = ("operator", "_operator", "builtins", "math")
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node is an operation: no argument, attribute, view or question, as far as its name tells."""
+    if node.op == "call_module":
+        return True
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = name_of(node)
+    if name in _FREE or name.endswith("_nesting"):
+        return False
+    home = getattr(node.target, "__module__", None)
+    return home not in _ARITHMETIC_ON_SIZES or any(map(_is_tensor, node.all_input_nodes))
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node calls, in short."""
+    if node.op == "call_module" or isinstance(node.target, str):
+        return str(node.target)
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.partition(".")[0]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether a value is a tensor, as far as it can be told: a size comes of `size`, of `shape`, and of other sizes."""
+    if node.op in ("placeholder", "get_attr", "call_module"):
+        return True
+    name = name_of(node)
+    if name in ("size", "dim", "numel", "getattr"):
+        return name == "getattr" and node.args[1] not in ("shape", "ndim", "dtype", "device")
+    home = getattr(node.target, "__module__", None)
+    return home not in _ARITHMETIC_ON_SIZES or any(map(_is_tensor, node.all_input_nodes))
+
+
+def operations_of(graphs: Iterable[FusedModule]) -> Operations:
+    """What a call of these graphs, each once, consists of."""
+    before = kernels = 0
+    has_python = False
+    calls: Counter[str] = Counter()
+    for module in graphs:
+        state = state_of(module)
+        captured = state.captured.graph
+        if captured is None:
+            has_python = True
+            continue
+        before += _count(captured, module)
+        programs = state.programs.programs if state.programs is not None else []
+        if programs:
+            kernels += programs[0].launches
+            calls += programs[0].calls
+            continue
+        fused = {region.fused for region in state.regions}
+        kernels += len(fused)
+        calls.update(
+            _label(node, module) for node in module._graph.nodes if node.name not in fused and _counts(node, module)
+        )
+    return Operations(before, kernels, tuple(calls.most_common()), has_python)
+
+
+def _count(graph: fx.Graph, module: FusedModule) -> int:
+    return sum(_counts(node, module) for node in graph.nodes)
+
+
+def _counts(node: fx.Node, module: FusedModule) -> bool:
+    """Whether a node is an operation, and none that is counted in a graph of its own."""
+    if node.op == "call_module" and is_fused(module.get_submodule(str(node.target))):
+        return False
+    return computes(node)
+
+
+def _label(node: fx.Node, module: FusedModule) -> str:
+    return type(module.get_submodule(str(node.target))).__name__ if node.op == "call_module" else name_of(node)

@@ -1,0 +1,313 @@
+"""Measured on request: a call of the model and of its eager form, step by step, and what the device can do at most."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils import _pytree as pytree
+
+from fxfuse.benchmark import benchmark
+from fxfuse.module import FusedModule, is_fused, state_of
+from fxfuse.problem import TensorMeta
+from fxfuse.program.binding import Binding
+from fxfuse.program.values import Refused, Step
+from fxfuse.recapture import as_eager
+from fxfuse.state import unchanged
+
+CALLS_BEFORE: Final = 6
+"""Calls before anything is measured: Dynamo captures at the third, and the second of a graph's own is recorded."""
+PROFILED: Final = 5
+"""Calls that are profiled, of which the shortest counts."""
+SECONDS: Final = 1.0
+"""For which eager and fused calls are timed as a whole."""
+_COPIED_BYTES: Final = {"cuda": 1 << 28, "cpu": 1 << 26}
+"""Of the copy that measures bandwidth: more than caches hold."""
+_PRODUCT: Final = {"cuda": 4096, "cpu": 512}
+"""Rows and columns of the matrices whose product measures speed."""
+_PEAK_SECONDS: Final = 0.3
+"""For which each peak is measured."""
+_ANNOTATION: Final = "fxfuse step "
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel, operator or launch."""
+
+    name: str
+    start: float
+    """Seconds since the first of its track began."""
+    seconds: float
+    graph: str = ""
+    nodes: tuple[str, ...] = ()
+    """Of that graph: those that it computes; none where that is not known."""
+    ours: bool = False
+    """Whether it is a kernel of fxfuse."""
+
+
+@dataclass(frozen=True)
+class Track:
+    """What one call did, in order."""
+
+    name: str
+    spans: tuple[Span, ...]
+    is_timed: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a model, and of its device."""
+
+    device: str
+    eager: float
+    """Median seconds of a call."""
+    fused: float
+    tracks: tuple[Track, ...]
+    bandwidth: float
+    """Bytes a second of the fastest copy: those that it reads and those that it writes."""
+    speeds: tuple[tuple[str, float], ...]
+    """Floating-point operations a second of torch's fastest matrix product, for dtypes ("float32")."""
+    values: Seen
+    """What nodes were like in that call, as far as they could be looked at."""
+
+
+def warm_up(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Calls the model with copies of the arguments until it runs as it will from then on."""
+    args, kwargs = _copies(args, kwargs)
+    with unchanged(model):
+        for _ in range(CALLS_BEFORE):
+            model(*args, **kwargs)
+
+
+def _copies(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().clone(), (tuple(args), dict(kwargs))
+    )
+    return copies
+
+
+def measured(
+    model: nn.Module, graphs: Sequence[tuple[str, FusedModule]], args: Sequence[Any], kwargs: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype],
+) -> Measured:  # fmt: skip
+    """Calls the model, which is warmed up, and its eager form with copies of the arguments, and measures both.
+
+    Args:
+        model: what optimize() returned, or torch.compile made.
+        graphs: those of its graphs whose programs are to be watched, with their names.
+        dtypes: of matrix products whose speed is to be measured.
+    """
+    args, kwargs = _copies(args, kwargs)
+    eager = _Eager(model)
+    times = benchmark(eager, model, args, ("eager",), kwargs=kwargs, seconds=SECONDS)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    device = next((tensor.device for tensor in (*tensors, *model.parameters())), torch.device("cpu"))
+    with unchanged(model):
+        steps: list[tuple[str, Step]] = []
+        before = _profiled(lambda: eager(*args, **kwargs), device, steps)
+        with _watched(graphs, steps):
+            after = _profiled(lambda: model(*args, **kwargs), device, steps)
+        values = values_in_call(model, args, kwargs)
+    tracks = Track("eager", before), Track("fxfuse", after)
+    speeds = tuple((str(dtype).removeprefix("torch."), speed_of(device, dtype)) for dtype in dict.fromkeys(dtypes))
+    fused = times.median("fxfuse")
+    return Measured(times.device, times.median("eager"), fused, tracks, bandwidth_of(device), speeds, values)
+
+
+Seen: TypeAlias = dict[FusedModule, dict[str, Any]]
+"""What graphs' nodes were like, by name; tensors as TensorMeta."""
+
+
+def values_in_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seen:
+    """What the nodes of a model's own graph, and of those that it calls, are like in a call that runs node by node.
+
+    Empty for graphs that Dynamo made, which note their tensors, for what runs as Python, and inside of that.
+    """
+    found: Seen = {}
+    if isinstance(model, FusedModule):
+        _run_noting(model, args, kwargs, found)
+    return found
+
+
+def _run_noting(module: FusedModule, args: Sequence[Any], kwargs: Mapping[str, Any], found: Seen) -> Any:
+    """module(*args, **kwargs), node by node if its graph takes such arguments."""
+    state = state_of(module)
+    bound = None
+    if state.captured.graph is not None:
+        with contextlib.suppress(Refused):  # an attribute that is no tensor
+            bound = Binding(state.captured.root, module._graph).of(tuple(args), dict(kwargs))
+    if bound is None:
+        return module(*args, **kwargs)
+    return _Noting(module, found).run(*bound.arguments)
+
+
+class _Noting(fx.Interpreter):
+    """Runs a graph, and notes what its nodes are like."""
+
+    def __init__(self, module: FusedModule, found: Seen) -> None:
+        super().__init__(module)
+        self._found = found
+        self._values = found.setdefault(module, {})
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if type(value) is torch.Tensor and value.layout is torch.strided:
+            self._values[n.name] = TensorMeta.of(value, value.device)
+        elif isinstance(value, bool | int | float):
+            self._values[n.name] = value
+        return value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module: Any = self.submodules[target]
+        return _run_noting(module, args, kwargs, self._found) if is_fused(module) else module(*args, **kwargs)
+
+
+def steps_of(graphs: Sequence[tuple[str, FusedModule]]) -> Track:
+    """What the programs of a model do, in order, untimed."""
+    spans: list[Span] = []
+    for name, module in graphs:
+        programs = state_of(module).programs
+        for step in programs.programs[0].steps if programs is not None and programs.programs else ():
+            spans.append(Span(step.what, float(len(spans)), 1.0, name, step.nodes, step.is_launch))
+    return Track("fxfuse", tuple(spans), is_timed=False)
+
+
+class _Eager(nn.Module):
+    """The model as it was before optimize() or torch.compile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.model, FusedModule):
+            return self.model._orig_mod(*args, **kwargs)  # type: ignore[operator]
+        with as_eager():
+            return state_of(self.model).captured.root.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _watched(graphs: Sequence[tuple[str, FusedModule]], steps: list[tuple[str, Step]]) -> Iterator[None]:
+    """Inside, the programs' steps run within ranges that a profiler notes; a range's number is its place in `steps`."""
+
+    def around(graph: str) -> Callable[[Step], contextlib.AbstractContextManager[Any]]:
+        def note(step: Step) -> contextlib.AbstractContextManager[Any]:
+            steps.append((graph, step))
+            return record_function(f"{_ANNOTATION}{len(steps) - 1}")
+
+        return note
+
+    with contextlib.ExitStack() as stack:
+        for name, module in graphs:
+            programs = state_of(module).programs
+            for program in programs.programs if programs is not None else ():
+                stack.enter_context(program.watched(around(name)))
+        yield
+
+
+def _profiled(call: Callable[[], Any], device: torch.device, steps: Sequence[tuple[str, Step]]) -> tuple[Span, ...]:
+    """The spans of the shortest of a few calls."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    found: list[tuple[Span, ...]] = []
+    call()
+    for _ in range(PROFILED):
+        with profile(activities=activities) as seen:
+            call()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+        found.append(spans_of(seen.events() or (), steps, on_gpu))
+    return min(found, key=lambda spans: spans[-1].start + spans[-1].seconds if spans else 0.0)
+
+
+def spans_of(events: Iterable[Any], steps: Sequence[tuple[str, Step]], on_gpu: bool) -> tuple[Span, ...]:
+    """A profiler's events as spans: kernels on a GPU, the outermost operators on a CPU; a program's steps among them.
+
+    Args:
+        events: torch.profiler's FunctionEvents.
+        steps: what the ranges are whose names end with numbers, with the names of their graphs.
+    """
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    there = [event for event in events if event.device_type == kind and (on_gpu or _is_operator(event.name))]
+    there.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+    ranges = [event for event in there if event.name.startswith(_ANNOTATION)]
+    starts = [event.time_range.start for event in ranges]
+    shown = [event for event in there if event not in ranges] if on_gpu else _outermost(there)
+    origin = min((event.time_range.start for event in shown), default=0.0)
+    spans: list[Span] = []
+    for event in shown:
+        begin, end = event.time_range.start, event.time_range.end
+        around = ranges[bisect.bisect_right(starts, begin) - 1] if starts and starts[0] <= begin else None
+        if around is None or around.time_range.end < begin:
+            spans.append(Span(event.name, (begin - origin) * 1e-6, (end - begin) * 1e-6))
+            continue
+        graph, step = steps[int(around.name.removeprefix(_ANNOTATION))]
+        name = step.what if event is around else event.name
+        spans.append(
+            Span(name, (begin - origin) * 1e-6, (end - begin) * 1e-6, graph, step.nodes, step.is_launch)
+        )
+    return tuple(spans)
+
+
+def _is_operator(name: str) -> bool:
+    """Whether an event on a CPU is an operator or a program's step, and not a range that contains some."""
+    return "::" in name or name.startswith(_ANNOTATION)
+
+
+def _outermost(events: Iterable[Any]) -> list[Any]:
+    """Of events in the order of their beginnings, those that lie in no other."""
+    found: list[Any] = []
+    for event in events:
+        if not found or event.time_range.start >= found[-1].time_range.end:
+            found.append(event)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- peaks
+
+
+def bandwidth_of(device: torch.device) -> float:
+    """Bytes a second that the device copies at most, measured: those read and those written."""
+    source = torch.zeros(_COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES[device.type] / _shortest(lambda: target.copy_(source), device)
+
+
+def speed_of(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of torch's matrix product, under torch's switches as they are, measured."""
+    size = _PRODUCT[device.type]
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _shortest(lambda: torch.mm(one, other), device)
+
+
+def _shortest(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of the calls that fit into a part of a second; two at least, the first of which is none
+    of them."""
+
+    def once() -> float:
+        if device.type != "cuda":
+            started = time.perf_counter()
+            call()
+            return time.perf_counter() - started
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+    with torch.no_grad():
+        call()
+        deadline = time.perf_counter() + _PEAK_SECONDS
+        best = once()
+        while time.perf_counter() < deadline:
+            best = min(best, once())
+    return best
