@@ -48,7 +48,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _apart(expected: Any, made: Any) -> float:
+def distance_between(expected: Any, made: Any) -> float:
     """The largest distance between two results' tensors, where they are finite, as a part of the expected one's norm;
     infinite where they are not the same tensors."""
     pairs = [[leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)] for result in (expected, made)]
@@ -63,7 +63,10 @@ def _apart(expected: Any, made: Any) -> float:
 
 
 def warmed(
-    calls: dict[str, Call], device: torch.device, distance: Callable[[Any, Any], float] = _apart, apart: float = APART
+    calls: dict[str, Call],
+    device: torch.device,
+    distance: Callable[[Any, Any], float] = distance_between,
+    apart: float = APART,
 ) -> dict[str, str]:
     """Calls each contestant until it is at its speed. Takes out of `calls` those that fail: their reasons.
 

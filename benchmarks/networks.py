@@ -104,7 +104,7 @@ class Row:
         return self.network, self.precision
 
 
-def _trained(model: nn.Module) -> nn.Module:
+def trained(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):  # as if trained: not the identity that fresh statistics are
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
@@ -127,7 +127,7 @@ class _Trial:
         network = NETWORKS[name]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
-        model = _trained(network.build()).to(device, how.dtype)
+        model = trained(network.build()).to(device, how.dtype)
         shape = (1, *network.shape[1:]) if small else network.shape
         x = torch.randint(network.tokens, shape, device=device) if network.tokens else torch.randn(shape, device=device)
         x = x.to(how.dtype) if x.is_floating_point() else x

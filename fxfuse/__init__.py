@@ -19,6 +19,7 @@ from fxfuse.errors import (
 from fxfuse.ops import register_pointwise
 from fxfuse.optimize import optimize
 from fxfuse.report import Report, explain
+from fxfuse.source import source
 from fxfuse.verify import Verification, verify
 
 __version__ = "0.1.0"
@@ -41,5 +42,6 @@ __all__ = [
     "explain",
     "optimize",
     "register_pointwise",
+    "source",
     "verify",
 ]

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,18 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.cuda_graphs import Replays
-from fxfuse.errors import FxfuseError
+from fxfuse.errors import FxfuseError, FxfuseWarning
 from fxfuse.module import FusedModule, state_of
 from fxfuse.replacement import Settings
 
-_MODES: Final = ("default", "max-autotune", "max-autotune-no-cudagraphs")
+REDUCE_OVERHEAD: Final = "reduce-overhead"
+_MODES: Final = ("default", REDUCE_OVERHEAD, "max-autotune", "max-autotune-no-cudagraphs")
 
 _graphs: Final[weakref.WeakKeyDictionary[FusedModule, tuple[_Caller, ...]]] = weakref.WeakKeyDictionary()
 """The graphs in use, in the order in which they were compiled, each with the models whose call asked for it."""
@@ -48,27 +51,48 @@ def compile_graph(
 
     Args:
         gm, example_inputs: as Dynamo gives them.
-        mode: torch.compile's. Candidates are measured in every mode ("max-autotune" asks for nothing more).
+        mode: torch.compile's. "reduce-overhead" is the option `cuda_graphs` on a GPU; elsewhere a warning says once
+            that it changes nothing. Candidates are measured in every mode ("max-autotune" asks for nothing more).
         options: torch.compile's: `strict`, `fp32` and `cuda_graphs`, as fxfuse.optimize takes them. The second call of
             a kind is captured, since there is no example; parameters and buffers are read where they lie.
 
     The first call computes with torch and compiles all kernels that it would have needed, in parallel.
 
-    Raises FxfuseError for other modes and options.
+    Raises FxfuseError for other modes and options, with the names of those there are.
     """
     if mode is not None and mode not in _MODES:
-        raise FxfuseError(f"backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
+        raise FxfuseError(f"torch.compile's backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
     given = dict(options or {})
     known = [*(item.name for item in dataclasses.fields(Settings)), "cuda_graphs"]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise FxfuseError(f"backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}")
-    cuda_graphs = given.pop("cuda_graphs", False)
+        raise FxfuseError(
+            f"torch.compile's backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}, "
+            "which are fxfuse.optimize's"
+        )
+    cuda_graphs = given.pop("cuda_graphs", mode == REDUCE_OVERHEAD and _on_gpu(gm, example_inputs))
     if not isinstance(cuda_graphs, bool):
         raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
     fused = fused_graph(gm, Settings(**given), Replays(lends=True) if cuda_graphs else False)
     _graphs[fused] = _callers(gm)
     return plans.prepared_by_first_call(fused)
+
+
+def _on_gpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether CUDA graphs can be what mode="reduce-overhead" asks for. Where they cannot, a warning says so once."""
+    leaves = pytree.tree_leaves((list(example_inputs), *(list(named) for named in (gm.parameters(), gm.buffers()))))
+    found = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves)
+    if not found and not _overhead_stays:
+        _overhead_stays.append(True)
+        warnings.warn(
+            f'fxfuse: mode="{REDUCE_OVERHEAD}" replays CUDA graphs, and this model is not on a GPU: '
+            "it runs as it does without that mode.", FxfuseWarning, stacklevel=3,
+        )  # fmt: skip
+    return found
+
+
+_overhead_stays: Final[list[bool]] = []
+"""Not empty once the warning was given."""
 
 
 def compiled_graphs(model: nn.Module | None = None) -> tuple[FusedModule, ...]:
@@ -151,7 +175,7 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         texts = {
             "METADATA": f"Name: {_NAME}\nVersion: {sys.modules[_NAME].__version__}\n",
-            "entry_points.txt": f"[torch_dynamo_backends]\n{_NAME} = {__name__}:{compile_graph.__name__}\n",
+            "entry_points.txt": f"[torch_dynamo_backends]\n{_NAME} = {_NAME}.dynamo:{compile_graph.__name__}\n",
         }
         return texts.get(filename)
 

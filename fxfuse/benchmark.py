@@ -20,12 +20,18 @@ from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.errors import FxfuseError
 from fxfuse.state import unchanged
 
+EAGER, OWN = "eager", "fxfuse"
+"""Names of contestants."""
+
 L2_FLUSH_BYTES: Final = 256 << 20
 """Read between timed runs on a GPU, several times any L2, so that every run starts from memory."""
 AHEAD_CYCLES: Final = 400_000
 """For which a GPU waits before a timed run (0.2 ms at 2 GHz), so that it does not wait in between for the CPU to issue
 the run's kernels: Python needs 0.02 to 0.1 ms for a layer's."""
 AHEAD_SECONDS: Final = AHEAD_CYCLES / 2e9
+WARM_UP: Final = 5
+"""Calls before any that counts: compilers work in the first of them, fxfuse's programs begin at the third, at which
+Dynamo captures what fx cannot trace."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,18 @@ class Timing:
     first_call: float
     """The first call, compilation included."""
     runs: int
+    compile_time: float = 0.0
+    """What the first WARM_UP calls took beyond as many median ones: compilers, measuring, recording. What
+    fxfuse.optimize compiled before, for `example_inputs`, is not in it."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A table of timings; str() renders it."""
+    """A table of timings; str() renders it.
+
+    Its columns: the median and the least time of a call; eager's median divided by this one ("-" if eager was not asked
+    for); what the first calls took longer than later ones (`Timing.compile_time`); calls that were timed.
+    """
 
     timings: tuple[Timing, ...]
     device: str
@@ -54,19 +67,19 @@ class Benchmark:
         return next(timing.median for timing in self.timings if timing.name == name)
 
     def __str__(self) -> str:
-        base = self.timings[-1].median  # fxfuse comes last
+        eager = next((timing.median for timing in self.timings if timing.name == EAGER), None)
         rows = [
             (
                 t.name,
                 f"{t.median * 1e3:.3f}",
                 f"{t.minimum * 1e3:.3f}",
-                f"{t.median / base:.2f}x",
-                f"{t.first_call:.2f}",
+                "-" if eager is None else f"{eager / t.median:.2f}x",
+                f"{t.compile_time:.2f}",
                 t.runs,
             )
             for t in self.timings
         ]
-        headers = ("", "median ms", "min ms", "of fxfuse's", "first call s", "runs")
+        headers = ("", "median ms", "min ms", "speed-up over eager", "compile time s", "runs")
         notes = "".join(f"\nleft out: {failure}" for failure in self.failures)
         table = tabulate(rows, headers=headers, tablefmt="simple_outline", disable_numparse=True)
         return f"{self.device}\n{table}{notes}"
@@ -88,7 +101,7 @@ def benchmark(
             run.
         kwargs: keyword arguments beside positional ones.
         compare: of "eager", "torch.compile" and "max-autotune" (torch.compile's mode of that name).
-        seconds: how long to measure all contestants together, first calls not counted.
+        seconds: how long to measure all contestants together, the calls that warm them up not counted.
 
     On a GPU each run is timed with events after flushing the L2 cache. The first 0.2 ms that the CPU takes to issue it
     are hidden, as in a program that keeps the GPU busy. Runs under torch.no_grad(). Raises FxfuseError for an unknown
@@ -96,32 +109,38 @@ def benchmark(
     """
     args, keywords = arguments_of(inputs, kwargs, "inputs")
     peers: dict[str, Callable[..., Any]] = {name: _peer(model, name) for name in compare}
-    peers["fxfuse"] = fast
+    peers[OWN] = fast
     contestants = {name: functools.partial(peer, *args, **keywords) for name, peer in peers.items()}
     device = _device_of(model, (args, keywords))
     time_once = gpu_timer(device) if device.type == "cuda" else _cpu_time
     with unchanged(model, fast):
-        first_calls = {name: _first_call(call, device) for name, call in contestants.items()}
-        failed = {name for name, (_, error) in first_calls.items() if error is not None}
-        if "fxfuse" in failed:
-            error = first_calls["fxfuse"][1]
-            assert error is not None
-            raise error
+        warm_up: dict[str, list[float]] = {}
+        failed: dict[str, Exception] = {}
+        for name, call in contestants.items():
+            try:
+                warm_up[name] = [_waited_for(call, device) for _ in range(WARM_UP)]
+            except Exception as error:  # a peer's compiler may fail in any way; the others are still worth measuring
+                if name == OWN:
+                    raise
+                failed[name] = error
         running = {name: call for name, call in contestants.items() if name not in failed}
         times: dict[str, list[float]] = {name: [] for name in running}
-        for call in running.values():  # the second call still allocates and autotunes
+        for call in running.values():  # the timer's own first use
             time_once(call, ())
         with _garbage_of_runs_only():
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline or len(times["fxfuse"]) < 3:
+            while time.monotonic() < deadline or len(times[OWN]) < 3:
                 for name, call in running.items():
                     times[name].append(time_once(call, ()))
-    timings = tuple(
-        Timing(name, statistics.median(samples), min(samples), first_calls[name][0], len(samples))
-        for name, samples in times.items()
-    )
-    failures = tuple(f"{name}: {first_calls[name][1]}" for name in sorted(failed))
+    timings = tuple(_timing(name, samples, warm_up[name]) for name, samples in times.items())
+    failures = tuple(f"{name}: {failed[name]}" for name in sorted(failed))
     return Benchmark(timings, _describe(device), failures)
+
+
+def _timing(name: str, samples: Sequence[float], warm_up: Sequence[float]) -> Timing:
+    median = statistics.median(samples)
+    compile_time = max(0.0, sum(warm_up) - len(warm_up) * median)
+    return Timing(name, median, min(samples), warm_up[0], len(samples), compile_time)
 
 
 @contextlib.contextmanager
@@ -139,7 +158,7 @@ def _garbage_of_runs_only() -> Iterator[None]:
 
 
 def _peer(model: nn.Module, name: str) -> Callable[..., Any]:
-    if name == "eager":
+    if name == EAGER:
         return model
     if name in ("torch.compile", "max-autotune"):
         mode = "default" if name == "torch.compile" else name
@@ -159,15 +178,13 @@ def _describe(device: torch.device) -> str:
     return f"CPU ({torch.get_num_threads()} threads), torch {torch.__version__}"
 
 
-def _first_call(call: Callable[[], Any], device: torch.device) -> tuple[float, Exception | None]:
+def _waited_for(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the call's results are there."""
     started = time.perf_counter()
-    try:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:  # a peer's compiler may fail in any way; the others are still worth measuring
-        return float("nan"), error
-    return time.perf_counter() - started, None
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def _cpu_time(call: Callable[..., Any], inputs: Sequence[Any]) -> float:

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import cache, toolchain
+from fxfuse import cache, dump, toolchain
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.locks import free_in_children
 
@@ -130,11 +130,40 @@ def load(source: Source) -> Launch:
     Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`.
     """
     key = _key(source)
+    dump.kernel(source.text, source.label, key, source.is_cuda, _flags(source))
     found = _loaded.get(key) or _load_cached(key, source)
     if found is None:
         check_may_build()
         found = _build_once(source, key)
+    _source_of[found] = source
+    for sources in getattr(_thread, "noted", ()):
+        sources.append(source)
     return found
+
+
+_source_of: Final[dict[Launch, Source]] = {}
+
+
+def source_of(launch: Launch) -> Source | None:
+    """The text of a kernel that was loaded in this process; None if it is none."""
+    return _source_of.get(launch)
+
+
+def file_of(source: Source) -> str:
+    """What FXFUSE_DUMP calls the file with its text."""
+    return dump.file_name(source.label, _key(source), source.is_cuda)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Source]]:
+    """Inside, a list to which each kernel's source is added that this thread loads."""
+    outer: tuple[list[Source], ...] = getattr(_thread, "noted", ())
+    sources: list[Source] = []
+    _thread.noted = (*outer, sources)
+    try:
+        yield sources
+    finally:
+        _thread.noted = outer
 
 
 class NotBuilt(Exception):

@@ -132,7 +132,7 @@ class _Tracer(fx.Tracer):
         constants: Constants,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=ops.own_functions())
         self._recording = Recording(self)
         self._lasting = lasting
         self.unknown: dict[int, torch.Tensor] = {}
@@ -220,7 +220,7 @@ class _Tracer(fx.Tracer):
         self._buffer_paths = {id(value): path for path, value in [*swapped, *root.named_buffers()]}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with _ranks_checked_later(), self._recording, answering():
+            with _ranks_checked_later(), _own_functions_wrapped(), self._recording, answering():
                 return super().trace(root, concrete_args)
 
     @contextlib.contextmanager
@@ -363,6 +363,28 @@ def _ranks_checked_later() -> Iterator[None]:
             stack.callback(setattr, layer, "_check_input_dim", check)
             setattr(layer, "_check_input_dim", recording(check, ranks))  # noqa: B010
         yield
+
+
+@contextlib.contextmanager
+def _own_functions_wrapped() -> Iterator[None]:
+    """Inside, functions that are operations of the user's are wrapped (torch.fx.wrap) in the module that defines them.
+
+    fx itself finds them, by `autowrap_functions`, in the modules of the forwards that it traces through.
+    """
+    table: dict[tuple[int, str], Any] = getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {})
+    added = {
+        (id(function.__globals__), name): function.__globals__
+        for function in ops.own_functions()
+        for name, value in function.__globals__.items()
+        if value is function
+    }
+    added = {key: names for key, names in added.items() if key not in table}
+    table.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            del table[key]
 
 
 DRAWS: Final = "it draws or sets random numbers in a way that a graph does not hold"

@@ -21,14 +21,15 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx, nn
 
-from fxfuse import channels_last, plans, recapture
+from fxfuse import channels_last, dump, ops, plans, recapture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untraced, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
 from fxfuse.hooks import has_hooks
+from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
 from fxfuse.patterns import MODE_DEPENDENT, Skipped, is_region_alone
-from fxfuse.program import Programs
+from fxfuse.program import Program, Programs
 from fxfuse.recapture import Recapture
 from fxfuse.replacement import FusedRegion, Replaced, Settings, is_disabled, with_regions_replaced
 from fxfuse.state import Attributes, same_attributes
@@ -125,6 +126,7 @@ class FusedModule(fx.GraphModule):
         state.replays = Replays() if cuda_graphs is True else cuda_graphs or None
         self.training = root.training
         self._derive(captured)
+        _living.add(self)
         state.own_attributes = frozenset(self.__dict__)
 
     def _derive(self, captured: Captured) -> None:
@@ -148,6 +150,8 @@ class FusedModule(fx.GraphModule):
         finalizer.atexit = False
         state.forget = finalizer
         self.graph = replaced.graph
+        if dump.is_on():
+            _dump(self)
 
     @property
     def graph(self) -> fx.Graph:
@@ -304,6 +308,71 @@ class FusedModule(fx.GraphModule):
         """For torch.package, as __reduce__: fx's own would store this graph, and everything the module knows."""
         _, arguments = self.__reduce__()
         return _rebuild_from_package, arguments
+
+
+_living: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
+
+
+def listing_of(module: FusedModule, name: str) -> Listing:
+    """What is known of a module's graph, for people."""
+    state = state_of(module)
+    programs = () if state.programs is None else tuple(state.programs.programs)
+    return Listing(name, state.captured.graph, module._graph, state.regions, programs)
+
+
+def _dump(module: FusedModule) -> None:
+    """Writes FXFUSE_DUMP's files about a graph, now and whenever more is known."""
+    state, name = state_of(module), type(_root_of(module)).__name__
+    folder, alive = dump.new_name(name), weakref.ref(module)
+    write_graphs(folder, listing_of(module, name))
+
+    def rewrite() -> None:
+        module = alive()
+        if module is not None:
+            write_map(folder, listing_of(module, name))
+
+    dump.when_planned([region.number for region in state.regions], rewrite)
+
+    def program_made(number: int, program: Program) -> None:
+        write_program(folder, number, program)
+        rewrite()
+
+    if state.programs is not None:
+        state.programs.when_made = program_made
+
+
+def _derive_without(row: ops.PointwiseOp) -> None:
+    """Derives all graphs anew that have to do with an operation which register_pointwise has replaced by another.
+
+    What Dynamo or torch.export captured stays as it is captured: a function that is no spelling any more computes what
+    it always did. Other models are traced again, since the code that they call may be another now.
+    """
+    changed = [module for module in list(_living) if _has_to_do_with(row, state_of(module))]
+    for module in changed:
+        state = state_of(module)
+        if isinstance(state.captured.root, fx.GraphModule):
+            module._renew(lambda captured=state.captured: captured)  # type: ignore[misc]
+        else:
+            module._retrace()
+    for module in list(_living) if changed else ():
+        state = state_of(module)
+        if state.replays is not None:  # perhaps with what another module runs
+            state.replays = state.replays.fresh()
+
+
+def _has_to_do_with(row: ops.PointwiseOp, state: FusedState) -> bool:
+    if any(row.is_called_in(region.epilogue) for region in state.regions):
+        return True
+    root, graph = state.captured.root, state.captured.graph
+    for node in graph.nodes if graph is not None else ():
+        target = type(root.get_submodule(str(node.target))) if node.op == "call_module" else node.target
+        epilogues = [arg for arg in node.args if isinstance(arg, str)] if node.op == "call_function" else []
+        if any(map(row.is_called_in, epilogues)) or (node.op.startswith("call") and target in row.spellings):
+            return True
+    return False
+
+
+ops.on_replacement.append(_derive_without)
 
 
 def drop_source_with(forward: Callable[..., Any]) -> None:

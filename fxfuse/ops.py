@@ -18,6 +18,7 @@ import inspect
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -77,6 +78,10 @@ class PointwiseOp:
     """The row that computes the same into a tensor of its own."""
     recast: bool = False
     """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
+
+    def is_called_in(self, epilogue: str) -> bool:
+        """Whether an epilogue's text has the operation, perhaps in place."""
+        return re.search(rf"\b{self.name}_?\(", epilogue) is not None
 
     def build(self, *args: Any) -> Expr:
         """The expression for bound arguments: expressions, or numbers that become constants."""
@@ -710,11 +715,18 @@ def register_pointwise(
         def cubed(x):
             return x * x * x
 
-        torch.fx.wrap(cubed)     # so that tracing keeps it as one node; at module level
         fxfuse.register_pointwise("cubed", reference=cubed, code="{0} * {0} * {0}", spellings=(cubed,))
 
+    Calls of a function that is a spelling stay one node of the graph, by `fxfuse.optimize` if the model calls it by a
+    global name, by Dynamo always. Otherwise the function is traced through, and the result is the same.
+
+    A name that was registered before is replaced, as when a notebook's cell runs again. Models that are optimised
+    already use the operation's new meaning from their next call on. Registering the same again changes nothing. Dynamo
+    of torch 2.3 does not notice that a function was defined again: call `torch.compiler.reset()` there.
+
     Args:
-        name: how the operation is called in an epilogue's text; an identifier that is not taken.
+        name: how the operation is called in an epilogue's text; an identifier that no operation of fxfuse's own has,
+            and that does not end in an underscore.
         reference: the operation in torch, on tensors of any shape and dtype, elementwise in its first argument.
             Used as fallback, for gradients and for dtype promotion.
         code: C++ expression with {0}, {1}, … for the arguments (float); the functions of the math headers
@@ -723,17 +735,14 @@ def register_pointwise(
         params: parameter names with defaults (`fxfuse.ops.REQUIRED` for none); one required argument if omitted.
         interval: rule for the result's range (see fxfuse.interval); no knowledge if omitted.
 
-    Raises FxfuseError if the name is taken or not an identifier, or the code does not fit the parameters.
+    Raises FxfuseError if the name cannot be an operation's or is one of fxfuse's own, if the code does not fit the
+    parameters, or if a spelling is another operation's; nothing has changed then.
     """
-    if (
-        not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
-        or name in ("acc", "inf", "nan")
-        or (name[0] in "ot" and name[1:].isdigit())
-    ):
-        raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
-    if name in _by_name:
-        raise FxfuseError(f"register_pointwise: the operation {name!r} exists already")
+    _check_name(name)
+    old = _by_name.get(name)
     new = PointwiseOp(name, reference, code, interval, params or UNARY, tuple(spellings), recast=True)
+    if new == old:
+        return new
     try:
         expand_code(new, [f"x{i}" for i in range(len(new.params))], "t")
     except (IndexError, KeyError, ValueError) as error:
@@ -745,13 +754,70 @@ def register_pointwise(
     ]
     if strange:
         raise FxfuseError(f"register_pointwise: {strange[0]!r} is no function, module type or method name")
-    taken = [item for item in spellings if item in _by_spelling or _method(str(item)) in _by_spelling]
-    if taken:
-        raise FxfuseError(f"register_pointwise: {taken[0]!r} already spells another operation")
+    for item in spellings:
+        other = _by_spelling.get(_method(item) if isinstance(item, str) else item)
+        if other is not None and other.row is not old:
+            raise FxfuseError(f"register_pointwise: {item!r} already spells the operation {other.row.name!r}")
+    if old is not None:
+        for item in old.spellings:
+            del _by_spelling[_method(item) if isinstance(item, str) else item]
+        _overwriting.pop(f"{name}_", None)
     _by_name[name] = new
     for item in spellings:
         _by_spelling[_method(item) if isinstance(item, str) else item] = Spelling(new, False)
+    if _DYNAMO in sys.modules:
+        keep_in_dynamos_graphs()
+    if old is not None:
+        for forget in on_replacement:
+            forget(old)
     return new
+
+
+on_replacement: Final[list[Callable[[PointwiseOp], None]]] = []
+"""Functions that forget what was derived from a row that register_pointwise has replaced."""
+
+_BUILT_IN: Final = frozenset(_by_name)
+_DYNAMO: Final = "torch._dynamo"
+
+
+def _check_name(name: str) -> None:
+    """Raises FxfuseError unless a user's operation can be called so."""
+    if (
+        not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        or name in ("acc", "inf", "nan")
+        or (name[0] in "ot" and name[1:].isdigit())
+    ):
+        raise FxfuseError(f"register_pointwise: {name!r} cannot be an operation's name")
+    if name.endswith("_"):
+        raise FxfuseError(f"register_pointwise: {name!r} ends in an underscore, which stands for an operation in place")
+    if name in _BUILT_IN:
+        raise FxfuseError(
+            f"register_pointwise: {name!r} is an operation of fxfuse's own, which cannot be replaced; "
+            "choose another name"
+        )
+
+
+def own_functions() -> tuple[Callable[..., Any], ...]:
+    """The functions that spell operations of the user's."""
+    rows = [row for name, row in _by_name.items() if name not in _BUILT_IN]
+    return tuple(item for row in rows for item in row.spellings if inspect.isfunction(item))
+
+
+def own_code(expression: Expr) -> tuple[tuple[str, str], ...]:
+    """Names and C++ texts of the user's operations in an expression: what its own text does not say of them."""
+    called = dict.fromkeys(node.op for node in postorder(expression) if isinstance(node, Call))
+    return tuple((name, row(name).code) for name in called if (row(name).in_place_of or name) not in _BUILT_IN)
+
+
+def keep_in_dynamos_graphs() -> None:
+    """Lets Dynamo keep calls of `own_functions` as nodes, where it would trace through them.
+
+    Called once Dynamo is about to capture a model: importing it takes a second.
+    """
+    import torch._dynamo
+
+    for function in own_functions():
+        torch._dynamo.allow_in_graph(function)
 
 
 def expand_code(op: PointwiseOp, args: Sequence[str], prefix: str) -> tuple[list[tuple[str, str]], str]:

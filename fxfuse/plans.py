@@ -17,12 +17,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from fxfuse import build, gated, split
+from fxfuse import build, dump, gated, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import Expr, operand_count
 from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.locks import free_in_children
+from fxfuse.ops import PointwiseOp, on_replacement
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
     CONVOLUTIONS,
@@ -99,6 +100,7 @@ def reasons_without_plan(region: int) -> list[str]:
 
 def forget(regions: Sequence[int]) -> None:
     """Drops all that is known of regions that no longer exist."""
+    dump.forget(regions)
     for region in regions:
         shortcuts.pop(region, None)
         _latest.pop(region, None)
@@ -106,6 +108,20 @@ def forget(regions: Sequence[int]) -> None:
         written.pop(region, None)
         for called in without_plan.values():
             called.discard(region)
+
+
+def forget_operation(row: PointwiseOp) -> None:
+    """Drops the plans of all regions that have an operation of this name, which means something else now."""
+    with _lock:
+        for region, found in list(_plans.items()):
+            texts = {key[1] for key in list(found) if isinstance(key[0], str)}  # the others are of the same problems
+            if any(row.is_called_in(text) for text in texts):
+                shortcuts.pop(region, None)
+                _latest.pop(region, None)
+                _plans.pop(region, None)
+
+
+on_replacement.append(forget_operation)
 
 
 def assign(region: int, key: Key, plan: Plan) -> None:
@@ -211,7 +227,7 @@ def run(
         strides = _free_strides(result, x, operands)
         if strides is not None and plan.kernel is not None:
             strides = problem.reference(x, weight, bias, operands).stride()
-        _keep(found, key, problem, plan, strides)
+        _keep(region, found, key, problem, plan, strides)
         return result if strides is None else _with_strides(result, strides)
     if region and directly:
         _note(region, key, plan, x, weight, bias, operands)
@@ -444,7 +460,8 @@ class Drafts:
             plan = draft.result()()
             with _lock:
                 for call in self._calls[draft]:
-                    _keep(_plans.setdefault(call.region, {}), call.key, call.problem, plan, call.strides)
+                    found = _plans.setdefault(call.region, {})
+                    _keep(call.region, found, call.key, call.problem, plan, call.strides)
         for other in self._others:
             other.result()
 
@@ -491,7 +508,9 @@ def prepared_by_first_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None) -> None:
+def _keep(
+    region: int, found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None
+) -> None:
     """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
     if plan.provisional:
         return
@@ -499,6 +518,7 @@ def _keep(found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, stride
     found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
     for oldest in list(found)[: max(0, len(found) - MOST_KEPT)]:
         found.pop(oldest, None)  # another thread may have done it
+    dump.plan_made(region)
 
 
 def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
@@ -608,7 +628,14 @@ def _device_draft(problem: Problem, acc: torch.Tensor) -> Draft:
         from fxfuse.cuda.plan import draft
     else:
         from fxfuse.cpu.plan import draft
-    return draft(problem, acc)
+    with build.noted() as sources:
+        made = draft(problem, acc)
+
+    def decide() -> Plan:
+        plan = made()
+        return plan if plan.sources else dataclasses.replace(plan, sources=tuple(sources))
+
+    return decide
 
 
 def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:

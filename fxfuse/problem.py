@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fxfuse import ops
+from fxfuse.build import Source
 from fxfuse.errors import ExpressionError, UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, operand_count, parse, postorder, rewrite
 from fxfuse.layout import Strides, channels_last_strides, contiguous_strides, is_channels_last
@@ -164,6 +165,8 @@ class Plan:
     """Whether it is for this call only: nothing could be measured now."""
     computes: Pass | None = None
     """What its only launch does, if kernels that others join could do that, too."""
+    sources: tuple[Source, ...] = ()
+    """The kernels that it launches, if it is known."""
 
 
 def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
@@ -175,6 +178,7 @@ def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
         "; ".join(plan.reason for plan in plans if plan.reason is not None) or None,
         workspace=first.workspace + second.workspace,
         provisional=first.provisional or second.provisional,
+        sources=first.sources + second.sources,
     )
 
 
@@ -201,6 +205,10 @@ def parsed(epilogue: str) -> Expr:
     if isinstance(expression, Const):
         raise ExpressionError(f"the epilogue {expression} is a number; it must read acc or an operand")
     return expression
+
+
+# how many arguments an operation takes is checked once
+ops.on_replacement.append(lambda _: parsed.cache_clear())
 
 
 def _shortened(expression: Expr) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import plans
+from fxfuse import ops, plans
 from fxfuse.hooks import hooks_of
 from fxfuse.locks import free_in_children
 from fxfuse.state import Draws, unchanged
@@ -282,6 +282,7 @@ class Recapture:
                 own = types.FunctionType(code, names, closure=forward.__closure__)
                 weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
                 backend = functools.partial(_fused, self._settings, weakref.ref(self._graphs))
+                ops.keep_in_dynamos_graphs()
                 self._run = torch.compile(own, backend=backend, fullgraph=True)
             return self._run
 

@@ -46,7 +46,7 @@ def session_cache(tmp_path_factory):
 def own_operations():
     """What a test module registers in the op table is gone after it."""
     with pytest.MonkeyPatch.context() as patch:
-        for table in ("_by_name", "_by_spelling"):
+        for table in ("_by_name", "_by_spelling", "_overwriting"):
             patch.setattr(ops, table, dict(getattr(ops, table)))
         yield
 

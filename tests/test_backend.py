@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Net, Net2, assert_as_eager, batch_norm, conv, epilogues, linear, outcome, randn
-from torch import nn
+from torch import fx, nn
 
 import fxfuse
+from fxfuse import backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own
 
@@ -172,8 +173,8 @@ def test_options_and_modes():
     assert isinstance(outcome(compiled(model, options={"fp32": "fast", "strict": True}), x), torch.Tensor)
     assert isinstance(outcome(compiled(model, mode="max-autotune"), x), torch.Tensor)
     for options, message in (
-        ({"mode": "reduce-overhead"}, "no mode 'reduce-overhead'"),
-        ({"options": {"speed": 3}}, "no option 'speed'"),
+        ({"mode": "fastest"}, "no mode 'fastest'; it has default, reduce-overhead, max-autotune, max-auto"),
+        ({"options": {"speed": 3}}, "no option 'speed'; it has strict, fp32, cuda_graphs"),
         ({"options": {"fp32": "slow"}}, 'fp32 is "exact" or "fast"'),
         ({"options": {"strict": "yes"}}, "strict is True or False, not 'yes'"),
         ({"options": {"cuda_graphs": "yes"}}, "cuda_graphs is True or False, not 'yes'"),
@@ -181,6 +182,31 @@ def test_options_and_modes():
         torch.compiler.reset()
         with pytest.raises(Exception, match=message):
             compiled(model, **options)(x)
+
+
+def test_reduce_overhead_says_once_on_a_cpu_that_it_changes_nothing(monkeypatch, fresh_dynamo):
+    monkeypatch.setattr(backend, "_overhead_stays", [])
+    x = randn(3, 8)
+    with pytest.warns(fxfuse.FxfuseWarning, match="not on a GPU: it runs as it does without") as warned:
+        for layers in (1, 2):
+            torch.compiler.reset()
+            model = nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(layers))).eval()
+            with torch.no_grad():
+                for _ in range(3):
+                    assert_as_eager(model, compiled(model, mode="reduce-overhead"), x)
+    assert len(warned) == 1
+    assert not any(fxfuse.explain(graph).cuda_graphs for graph in fresh_dynamo())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_reduce_overhead_is_cuda_graphs_on_a_gpu(mode, monkeypatch):
+    """What is on a GPU is told by the arguments, of which parameters are some."""
+    captured = []
+    monkeypatch.setattr(backend, "fused_graph", lambda gm, settings, cuda_graphs: captured.append(cuda_graphs) or gm)
+    on_gpu = torch.empty(3, device="meta")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), raising=False)
+    backend.compile_graph(fx.symbolic_trace(nn.ReLU()), (torch.ones(2), on_gpu), mode=mode)
+    assert [bool(graphs) for graphs in captured] == [mode == "reduce-overhead"]
 
 
 def test_strict_is_an_option():

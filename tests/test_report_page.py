@@ -399,7 +399,7 @@ def test_a_browser_finds_and_shows_nodes(page):
     chosen = browse(page, "--dump-dom", fragment="#node=/a_fused")
     assert classes(chosen, "chosen") >= 1
     assert classes(chosen, "same") == 4, "the region, and the three nodes that it replaces"
-    assert "<dd class=\"code\">a, silu, mul</dd>" in chosen
+    assert '<dd class="code">a, silu, mul</dd>' in chosen
 
 
 @needs_browser

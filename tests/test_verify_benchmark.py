@@ -254,6 +254,50 @@ def test_fxfuse_alone():
     original = model()
     found = fxfuse.benchmark(original, fxfuse.optimize(original), (X,), compare=(), seconds=0.01)
     assert [timing.name for timing in found.timings] == ["fxfuse"]
+    assert cells(found)["fxfuse"]["speed-up over eager"] == "-"
+
+
+def cells(found):
+    """The printed table, by row and column."""
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in str(found).splitlines() if "│" in line]
+    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[1:]}
+
+
+def test_columns_say_what_they_mean():
+    timings = (
+        benchmark.Timing("eager", 4e-3, 3e-3, 0.5, 7),
+        benchmark.Timing("torch.compile", 8e-3, 7e-3, 9.0, 7, compile_time=9.5),
+        benchmark.Timing("fxfuse", 2e-3, 1e-3, 1.0, 7, compile_time=1.25),
+    )
+    table = cells(benchmark.Benchmark(timings, "CPU"))
+    assert table["fxfuse"] == {
+        "": "fxfuse", "median ms": "2.000", "min ms": "1.000", "speed-up over eager": "2.00x",
+        "compile time s": "1.25", "runs": "7",
+    }  # fmt: skip
+    assert [table[name]["speed-up over eager"] for name in ("eager", "torch.compile")] == ["1.00x", "0.50x"]
+
+
+class Slow(nn.Module):
+    """Whose first calls take so many seconds by a clock of its own, and all later ones one."""
+
+    now = 0.0
+
+    def __init__(self, *seconds):
+        super().__init__()
+        self.left = list(seconds)
+
+    def forward(self, x):
+        Slow.now += self.left.pop(0) if self.left else 1.0
+        return x
+
+
+def test_compile_time_is_what_the_first_calls_take_beyond_later_ones(monkeypatch):
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: Slow.now)
+    slow = Slow(30.0, 1.0, 20.0)
+    found = fxfuse.benchmark(Slow(), slow, (X,), compare=("eager",), seconds=0.0)
+    eager, own = found.timings
+    assert (eager.compile_time, eager.first_call) == (0.0, 1.0)
+    assert (own.compile_time, own.first_call, own.median) == (29.0 + 19.0, 30.0, 1.0)
 
 
 def test_an_unknown_peer_is_refused():

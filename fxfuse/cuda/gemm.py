@@ -458,9 +458,7 @@ def _accesses(problem: Problem) -> tuple[int, int]:
         x_rows = problem.m if problem.x_layout == "mk" else problem.k
         access_x = _access(problem, problem.x_alignment, x_rows, problem.x_stride, problem.x_step)
     weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
-    return access_x, _access(
-        problem, problem.weight_alignment, weight_rows, problem.weight_stride, problem.weight_step
-    )
+    return access_x, _access(problem, problem.weight_alignment, weight_rows, problem.weight_stride, problem.weight_step)
 
 
 def _access(problem: Problem, alignment: int, rows: int, stride: int, step: int) -> int:

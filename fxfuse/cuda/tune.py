@@ -19,6 +19,7 @@ import math
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, ops
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
@@ -131,12 +132,12 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         chosen = _find(candidates, stored)
         if chosen is not None:
             with _left_out_if_it_fails(chosen):  # then the others are tried, as if nothing were stored
-                plan = _plan(chosen, chosen.build(), stored)
+                plan = _plan(chosen, _built(chosen), stored)
                 return lambda: plan
     decided = not enabled() or (len(candidates) == 1 and apart is None)
     if decided or torch.cuda.is_current_stream_capturing():
         # a call that is captured before any other measures nothing; the next one does
-        plan = dataclasses.replace(_plan(candidates[0], candidates[0].build()), provisional=not decided)
+        plan = dataclasses.replace(_plan(candidates[0], _built(candidates[0])), provisional=not decided)
         return lambda: plan
     build.check_may_build()  # here, and not in the threads that compile
     contestants = _contestants(candidates)
@@ -196,8 +197,19 @@ def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan
     measured, errors = ((), ()) if choice is None else (choice.measured, choice.errors)
     return Plan(
         run, candidate.name, measured=measured, errors=errors, workspace=candidate.workspace,
-        computes=candidate.computes,
+        computes=candidate.computes, sources=_sources.get(run, ()),
     )  # fmt: skip
+
+
+_sources: Final[weakref.WeakKeyDictionary[Run, tuple[build.Source, ...]]] = weakref.WeakKeyDictionary()
+"""What candidates launch that were built."""
+
+
+def _built(candidate: Candidate) -> Run:
+    with build.noted() as sources:
+        run = candidate.build()
+    _sources[run] = tuple(sources)
+    return run
 
 
 def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:
@@ -231,7 +243,7 @@ def _compile(candidates: Sequence[Candidate]) -> tuple[list[tuple[Candidate, Run
 
     def attempt(candidate: Candidate) -> Run | Exception:
         with _left_out_if_it_fails(candidate) as failure:
-            return candidate.build()
+            return _built(candidate)
         return failure[0]
 
     with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool, build.interrupted_together():
@@ -367,7 +379,7 @@ def _key(problem: Problem) -> str:
 
     parts = (
         *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
-        problem.kind, problem.options, problem.epilogue, problem.pool,
+        problem.kind, problem.options, problem.epilogue, *ops.own_code(problem.expression), problem.pool,
         precision_of(problem),
         tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
         problem.weight and tensor(problem.weight, True),

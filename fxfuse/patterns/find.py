@@ -16,9 +16,7 @@ from fxfuse.patterns.region import Region, Skipped, close, grow
 from fxfuse.patterns.tensors import tensors_of
 
 
-def find_regions(
-    root: nn.Module, graph: fx.Graph, of_batches: bool = False
-) -> tuple[list[Region], list[Skipped]]:
+def find_regions(root: nn.Module, graph: fx.Graph, of_batches: bool = False) -> tuple[list[Region], list[Skipped]]:
     """Every region of `graph`, in graph order, and the nodes that were left alone with the reason.
 
     Args:

@@ -78,6 +78,12 @@ class Program:
         self._marks = writer.marks
         self.values = recorder.described()
         """What the graph's nodes are like in such a call, by name; tensors as TensorMeta."""
+        self.kernels = tuple(
+            (tuple(step.label.partition(": ")[0].split(", ")), build.source_of(step.event.function))
+            for step in writer.steps
+            if isinstance(step, Launch)
+        )
+        """What it launches, in order: the names of the nodes that a kernel computes, and its source."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
@@ -201,6 +207,9 @@ class Programs:
         self.reason: str | None = None
         """Why there are none."""
         self.programs: list[Program] = []
+        self.when_made: Callable[[int, Program], None] | None = None
+        """Is told of each new program, and how many there were with it."""
+        self._made = 0
         self._root, self._graph = root, graph
         self._repeats = Repeats()
         self._tries = 0
@@ -287,6 +296,9 @@ class Programs:
         self._repeats.count_anew()
         with self._lock:
             self.programs = [program, *self.programs][:MOST_KEPT]
+        self._made += 1
+        if self.when_made is not None:
+            self.when_made(self._made, program)
         return result
 
 

@@ -251,9 +251,7 @@ def spans_of(events: Iterable[Any], steps: Sequence[tuple[str, Step]], on_gpu: b
             continue
         graph, step = steps[int(around.name.removeprefix(_ANNOTATION))]
         name = step.what if event is around else event.name
-        spans.append(
-            Span(name, (begin - origin) * 1e-6, (end - begin) * 1e-6, graph, step.nodes, step.is_launch)
-        )
+        spans.append(Span(name, (begin - origin) * 1e-6, (end - begin) * 1e-6, graph, step.nodes, step.is_launch))
     return tuple(spans)
 
 

@@ -251,7 +251,7 @@ def _regions_table(rows: Sequence[_Row]) -> str:
 def _cells(cells: Sequence[str], numbers: int = 0) -> str:
     """Cells of a row, of which the last `numbers` hold numbers."""
     first = len(cells) - numbers
-    return "".join(f'<td{" class=number" if at >= first else ""}>{cell}</td>' for at, cell in enumerate(cells))
+    return "".join(f"<td{' class=number' if at >= first else ''}>{cell}</td>" for at, cell in enumerate(cells))
 
 
 def _time(row: _Row) -> str:
@@ -302,7 +302,7 @@ def _copies(report: Report, tracks: Sequence[measure.Track]) -> str:
 
 
 def _operator(name: str) -> str:
-    """"clone" of "aten::clone" and "aten.clone.default"."""
+    """ "clone" of "aten::clone" and "aten.clone.default"."""
     return name.removeprefix("aten::").removeprefix("aten.").partition(".")[0].rstrip("_")
 
 

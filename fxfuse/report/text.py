@@ -118,7 +118,7 @@ def operations(report: Report) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """"1 kernel", "2 kernels"."""
+    """ "1 kernel", "2 kernels"."""
     return f"{count} {name}{'' if count == 1 else 's'}"
 
 
