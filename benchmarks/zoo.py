@@ -74,14 +74,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
+from fxfuse.cli.networks import (
+    IMAGE,
+    Inputs,
+    InputsFor,
+    UnknownInputs,
+    as_if_trained,
+    from_timm,
+    from_torchvision,
+    from_transformers,
+)
 from fxfuse.state import seed
 
 BATCH = 16
 SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
 MOST_PARAMETERS = 150_000_000
-NOTHING = 1e-3
-"""Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
 REDRAWN = 3
 """Other inputs that steps get which look wrong."""
@@ -164,98 +172,14 @@ class NotDrawn(Exception):
     """A family that eager cannot run from what is known here."""
 
 
-Inputs = dict[str, torch.Tensor]
-"""By name; a tensor that has none is an image, the only positional argument."""
-
-IMAGE = ""
-
-
-def _shrunk(config: Any) -> dict[str, Any]:
-    """Arguments that make a configuration small: four layers, at most 768 channels."""
-    limits = {
-        "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "encoder_layers": 4, "decoder_layers": 4,
-        "hidden_size": 768, "intermediate_size": 3072, "d_model": 768, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
-        "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "vocab_size": 32768,
-    }  # fmt: skip
-    values = vars(config)
-    changed: dict[str, Any] = {
-        name: limit for name, limit in limits.items() if isinstance(values.get(name), int) and values[name] > limit
-    }
-    if "vocab_size" in changed:  # special tokens beyond it would be no rows of the embedding
-        beyond = (name for name, value in values.items() if isinstance(value, int) and value >= changed["vocab_size"])
-        changed |= dict.fromkeys((name for name in beyond if name.endswith("_token_id")), 1)
-    layers = values.get("num_hidden_layers")
-    if "num_hidden_layers" in changed:  # what is given for each layer
-        changed |= {name: value[: changed["num_hidden_layers"]] for name, value in values.items()
-                    if isinstance(value, list) and len(value) == layers}  # fmt: skip
-    for name in getattr(type(config), "sub_configs", {}):
-        if values.get(name) is not None:
-            changed[name] = {**values[name].to_dict(), **_shrunk(values[name])}
-    return changed
-
-
-def _transformers_model(family: str) -> tuple[nn.Module, Callable[[int], Iterator[Inputs]]]:
-    """A model and, for a batch, the inputs that may be what it takes."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    kind = transformers.CONFIG_MAPPING[family]
-    config = kind(**_shrunk(kind()))
-    config.use_cache = False
-    model_class = MODEL_MAPPING[kind]
-    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-    model = model_class(config)
-    text = config.get_text_config()
-    tokens = getattr(text, "vocab_size", None) or 1000
-    vision = getattr(config, "vision_config", config)
-
-    def made(batch: int) -> Iterator[Inputs]:
-        name = model.main_input_name
-        ids = torch.randint(2, min(tokens, 30000), (batch, 128))
-        if name == "pixel_values":
-            size = getattr(vision, "image_size", None) or 224
-            height, width = size if isinstance(size, list | tuple) else (size, size)
-            channels = getattr(vision, "num_channels", None) or 3
-            inputs = {name: torch.randn(batch, channels, height, width)}
-            yield inputs
-            yield {**inputs, "input_ids": ids}
-            return
-        if name == "input_values":
-            yield {name: torch.randn(batch, 16000)}
-            return
-        if name == "input_features":
-            bins = getattr(config, "num_mel_bins", None) or 80
-            inputs = {name: torch.randn(batch, bins, 2 * getattr(config, "max_source_positions", 1500))}
-            yield inputs
-            yield {**inputs, "decoder_input_ids": ids[:, :16]}
-            return
-        if name != "input_ids":
-            raise NotDrawn(f"its main input is {name}")
-        yield {name: ids}
-        yield {name: ids, "decoder_input_ids": ids[:, :64]}
-
-    return model, made
-
-
-def _image_model(network: Network) -> tuple[nn.Module, Callable[[int], Iterator[Inputs]]]:
-    """The first variant that is not too large, and its images."""
+def _model(network: Network) -> tuple[nn.Module, InputsFor]:
+    """The first variant that is not too large, and its inputs."""
     for name in network.variants:
-        if network.package == "timm":
-            import timm
-
-            model = timm.create_model(name, pretrained=False)
-            shape = tuple(model.default_cfg["input_size"])
-        else:
-            import torchvision
-
-            backbone = {"weights_backbone": None} if "." in network.family else {}
-            if network.family.partition(".")[0] in ("detection", "optical_flow"):
-                raise NotDrawn("its input is not one tensor")
-            model = torchvision.models.get_model(name, weights=None, **(backbone if "segm" in network.family else {}))
-            side = 299 if "inception" in name else 224
-            shape = (3, 16, side, side) if network.family.startswith("video") else (3, side, side)
+        if network.package == "transformers":
+            return from_transformers(name)
+        model, inputs_for = from_timm(name) if network.package == "timm" else from_torchvision(name)
         if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
-            return model, lambda batch: iter([{IMAGE: torch.randn(batch, *shape)}])  # noqa: B023
+            return model, inputs_for
     raise NotDrawn(f"none of {', '.join(network.variants)} has at most {MOST_PARAMETERS / 1e6:.0f} million parameters")
 
 
@@ -323,25 +247,13 @@ class Trial:
         return Trial(copy.deepcopy(self.model).to(dtype), inputs, self.train)
 
 
-def _as_if_trained(model: nn.Module) -> None:
-    """Gives values to what begins as nothing: otherwise heads and branches of zeros would hide what is before them."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
-            nn.init.uniform_(module.running_mean, -0.1, 0.1)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) < NOTHING:
-            nn.init.normal_(parameter, std=0.05)
-
-
 def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH, train: bool = False) -> Trial:
     """The network with inputs that eager answers in reasonable time. Raises NotDrawn."""
     torch.manual_seed(0)
     kept = torch.float32 if train else dtype  # steps have autocast
     try:
-        made = _transformers_model(network.family) if network.package == "transformers" else _image_model(network)
-        model, inputs_for = made
-        _as_if_trained(model)
+        model, inputs_for = _model(network)
+        as_if_trained(model)
         model = model.train(train).to(device, kept)
         if train:
             steps.without_dropout(model)
@@ -545,7 +457,7 @@ def one(given: Any, network: Network, only_build: bool) -> None:
         warnings.simplefilter("ignore")
         try:
             trial = build(network, dtype, device, given.batch, given.train)
-        except NotDrawn as reason:
+        except (NotDrawn, UnknownInputs) as reason:
             _say(row=asdict(replace(row, not_drawn=str(reason)[:200])))
             return
         name = f"{type(trial.model).__name__} {getattr(trial.model, 'default_cfg', {}).get('architecture', '')}".strip()

@@ -18,6 +18,7 @@ from fxfuse.errors import (
 )
 from fxfuse.ops import register_pointwise
 from fxfuse.optimize import optimize
+from fxfuse.progress import Progress, on_progress
 from fxfuse.report import Report, explain
 from fxfuse.source import source
 from fxfuse.verify import Verification, verify
@@ -32,6 +33,7 @@ __all__ = [
     "FxfuseError",
     "FxfuseWarning",
     "LaunchError",
+    "Progress",
     "Report",
     "ToolchainError",
     "UnsupportedError",
@@ -40,6 +42,7 @@ __all__ = [
     "cache",
     "compiled_graphs",
     "explain",
+    "on_progress",
     "optimize",
     "register_pointwise",
     "source",

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import cache, dump, toolchain
+from fxfuse import cache, dump, progress, toolchain
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.locks import free_in_children
 
@@ -45,7 +45,8 @@ Launch = Callable[..., None]
 """launch(params: bytes, context: int, *pointers: int); raises RuntimeError with the device's message."""
 
 CPU_FLAGS: Final = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp",
+    # load_inline names the standard that torch's headers, which guard.h includes, are written in: C++17, later C++20
+    "-O3", "-march=native", "-fopenmp",
     # Both are safe for NaN and inf: errno is never read, and no floating-point trap handler is installed.
     "-fno-math-errno", "-fno-trapping-math",
     # a * b + c is contracted where cpu/kernels/math.h says so and nowhere else: its error bounds depend on it
@@ -287,7 +288,9 @@ def _build_once(source: Source, key: str) -> Launch:
         if build is None:
             build = _running[key] = _Build(source, key, toolchain.Job(), Future())
             _waiting.append(build)
+            progress.add("compile", source.label, total=1)
             threading.Thread(target=_work, args=(source.is_cuda,), name=f"fxfuse: {source.label}").start()
+    progress.deliver()
     with interrupted_together():
         return build.launch.result()
 
@@ -368,10 +371,16 @@ def _leave(build: _Build, result: Launch | BaseException) -> None:
     with _lock:
         if _running.get(build.key) is build:
             del _running[build.key]
+            progress.add("compile", build.source.label, done=1)
+    try:
+        progress.deliver()  # before those who wait go on, and perhaps print
+    finally:
+        if isinstance(result, BaseException):
+            build.launch.set_exception(result)
+        else:
+            build.launch.set_result(result)
     if isinstance(result, BaseException):
-        build.launch.set_exception(result)
         return
-    build.launch.set_result(result)
     with _lock:
         _finished += 1
         prune = _finished % _PRUNE_EVERY == 1

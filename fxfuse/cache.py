@@ -3,6 +3,8 @@
     for entry in fxfuse.cache.entries():
         print(entry.label, entry.bytes)
 
+`fxfuse cache` does the same in a shell.
+
 The cache (FXFUSE_CACHE_DIR, else the user's cache folder) holds one folder for each compiled kernel, and what was
 measured (`choices`). Whatever is loaded is a regular file of this user in folders of this user that nobody else can
 write, without a symbolic link on the way below the cache; it says which key it is for, and its digest is checked.
@@ -48,6 +50,7 @@ _MOST_LIBRARY: Final = 1 << 30
 _KEY: Final = "[0-9a-f]{32}"
 _ENTRY: Final = re.compile(rf"({_KEY})(-[0-9a-f]{{8}})?")
 """A kernel: its key, and which compilers made it (none in the entries of fxfuse 0.1)."""
+_CHOICE: Final = re.compile(rf"{_KEY}\.json")
 _UNFINISHED: Final = re.compile(rf"failed-{_KEY}|\.{_KEY}-\w+|\.removed-\w+")
 
 UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -350,6 +353,42 @@ def remove(path: Path) -> None:
 # ----------------------------------------------------------------------------------------- for everybody
 
 
+@dataclass(frozen=True)
+class Status:
+    """What there is in the cache, and what may be done with it."""
+
+    directory: Path
+    exists: bool
+    problem: str | None
+    """Why nothing is loaded from it or stored in it, in words: it is no folder of this user's own; None if it is."""
+    writable: bool
+    """Whether new kernels are kept in it, or it can be made. If not, each process builds in a temporary folder."""
+    kernels: int
+    choices: int
+    """Measured choices among candidates, and other measurements."""
+    bytes: int
+    """Of kernels and choices."""
+    limit: int
+    """Bytes of kernels that are kept when it is pruned."""
+
+
+def status() -> Status:
+    """The state of the cache. Changes nothing."""
+    cache = directory()
+    exists, problem = os.path.lexists(cache), None
+    if exists:
+        try:
+            _check_private(cache.stat(), cache)
+        except OSError as error:
+            problem = str(error)
+    made_in = next(path for path in (cache, *cache.parents) if path.exists())
+    writable = problem is None and made_in.is_dir() and os.access(made_in, os.W_OK | os.X_OK)
+    kernels = _scan(cache, _ENTRY)
+    choices = _scan(cache / "choices", _CHOICE)
+    size = sum(map(_size, [*kernels, cache / "choices"]))
+    return Status(cache, exists, problem, writable, len(kernels), len(choices), size, _limit())
+
+
 def entries() -> list[Entry]:
     """The kernels in the cache, last used first."""
     found = []
@@ -446,11 +485,18 @@ def _remove_counted(path: Path) -> int:
     return 0 if os.path.lexists(path) else size
 
 
+def parse_bytes(text: str) -> int:
+    """A number of bytes from "1000000", "500M" or "2G" (powers of 1024). Raises ValueError for other text."""
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no number of bytes, such as 500M or 2G")
+    return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
+
+
 def _limit() -> int:
     text = os.environ.get("FXFUSE_CACHE_LIMIT", "").strip()
-    match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)i?B?", text, re.IGNORECASE)
-    if match is None:
-        if text:
-            logger.warning("fxfuse: FXFUSE_CACHE_LIMIT=%r is no number of bytes, such as 500M or 2G", text)
+    try:
+        return parse_bytes(text or str(LIMIT))
+    except ValueError as error:
+        logger.warning("fxfuse: FXFUSE_CACHE_LIMIT: %s", error)
         return LIMIT
-    return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")

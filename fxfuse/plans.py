@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from fxfuse import build, dump, gated, split
+from fxfuse import build, dump, gated, progress, split
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import Expr, operand_count
@@ -219,7 +219,9 @@ def run(
             found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
             plan = plan or found.get(_posed(key, problem))
             if plan is None:
-                plan = _draft(problem, strict)()
+                draft = _draft(problem, strict)
+                with progress.steps("measure", int(_is_measured(problem))):
+                    plan = draft()
         try:
             result = plan.run(x, weight, bias, operands)
         except Exception as error:
@@ -401,16 +403,22 @@ class _Pending:
 
 
 def _at_hand(problem: Problem, strict: bool) -> Plan | None:
-    if not problem.is_chain and problem.x.device.type == "cuda":
-        from fxfuse.cuda.tune import is_undecided
-
-        if is_undecided(problem):  # quicker to tell than by trying
-            return None
+    if _is_measured(problem):  # quicker to tell than by trying
+        return None
     try:
         with build.built_only():
             return _draft(problem, strict)()
     except build.NotBuilt:
         return None
+
+
+def _is_measured(problem: Problem) -> bool:
+    """Whether candidates for it are yet to be measured, if there are several."""
+    if problem.is_chain or problem.x.device.type != "cuda":
+        return False
+    from fxfuse.cuda.tune import is_undecided
+
+    return is_undecided(problem)
 
 
 @contextlib.contextmanager
@@ -456,12 +464,18 @@ class Drafts:
 
         Waits for what is done beside.
         """
-        for draft in as_completed(self._calls):
-            plan = draft.result()()
-            with _lock:
-                for call in self._calls[draft]:
-                    found = _plans.setdefault(call.region, {})
-                    _keep(call.region, found, call.key, call.problem, plan, call.strides)
+        labels = {
+            draft: calls[0].problem.label for draft, calls in self._calls.items() if _is_measured(calls[0].problem)
+        }
+        with progress.steps("measure", len(labels)) as measured:
+            for draft in as_completed(self._calls):
+                plan = draft.result()()
+                with _lock:
+                    for call in self._calls[draft]:
+                        found = _plans.setdefault(call.region, {})
+                        _keep(call.region, found, call.key, call.problem, plan, call.strides)
+                if draft in labels:
+                    measured(labels[draft])
         for other in self._others:
             other.result()
 

@@ -31,7 +31,7 @@ def source(fast: nn.Module, region: int | None = None) -> str:
     """
     if not isinstance(fast, nn.Module):
         raise FxfuseError(f"source takes an optimised model, not a {type(fast).__name__}")
-    models = [fast] if isinstance(fast, FusedModule) else compiled_graphs(fast)
+    models = [fast] if isinstance(fast, FusedModule) else compiled_graphs(fast) if hasattr(fast, "_orig_mod") else ()
     if not models:
         raise FxfuseError(
             f"this {type(fast).__name__} has no kernels: source takes what fxfuse.optimize(model) returns, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,11 @@ class Report:
     def __str__(self) -> str:
         return self.text(self.verbose)
 
+    def as_dict(self) -> dict[str, Any]:
+        """All that it says, as dicts, lists, strings and numbers."""
+        said = (one for one in dataclasses.fields(self) if one.compare and one.name != "verbose")
+        return {one.name: _plain(getattr(self, one.name)) for one in said}
+
     def _repr_html_(self) -> str:
         """A compact table, for notebooks."""
         from fxfuse.report import notebook
@@ -131,3 +137,9 @@ class Report:
         from fxfuse.report import page
 
         page.write(self, path, inputs, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value

@@ -1,0 +1,201 @@
+"""Progress while kernels compile and are measured: events for callbacks, and else tqdm's bars on a terminal.
+
+    with fxfuse.on_progress(lambda event: print(event.stage, event.done, "of", event.total, event.label)):
+        fast = fxfuse.optimize(model, (x,))
+
+Without a callback, bars are drawn on stderr if that is a terminal and tqdm is installed (FXFUSE_PROGRESS=0: never).
+
+Steps are counted where a compiler is started or a measurement made, which takes a thousand times as long as counting: a
+call whose plan is known does not come here. Nobody waits for a callback but the thread that calls it. A forked process
+counts from zero and draws nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from torch.utils.hooks import RemovableHandle
+
+from fxfuse.locks import free_in_children
+
+logger = logging.getLogger("fxfuse")
+
+Stage: TypeAlias = Literal["compile", "measure"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one stage is, after a step began or ended."""
+
+    stage: Stage
+    """"compile": kernels, by a compiler. "measure": problems, whose candidates are timed on a GPU."""
+    done: int
+    total: int
+    """Steps that were asked for so far: it grows while a model's first call finds more. The stage is over when `done`
+    reaches it; what is asked for later counts from zero."""
+    label: str
+    """What the step is about, as "linear: relu(acc + o0)"; "" if that is not known yet."""
+
+
+Callback: TypeAlias = Callable[[Progress], object]
+
+_callbacks: Final[OrderedDict[int, Callback]] = OrderedDict()
+_counts: Final[dict[Stage, list[int]]] = {"compile": [0, 0], "measure": [0, 0]}
+"""Steps done and asked for."""
+_events: Final[collections.deque[Progress]] = collections.deque()
+_counting = free_in_children(threading.Lock())
+_delivering = free_in_children(threading.Lock())
+"""Held by the thread that delivers; others leave their events to it, and wait for nobody."""
+
+
+def on_progress(callback: Callback) -> RemovableHandle:
+    """Calls `callback` with a `Progress` whenever a kernel begins or ends to compile, or was measured.
+
+    It is called in the thread that made the step, which may be any, and never twice at once. It must not call optimised
+    models. If it raises, it is removed, and the error is logged. While there is a callback, no bars are drawn.
+
+    Returns a handle: `handle.remove()`, or leaving it as a context manager, ends it.
+    """
+    handle = RemovableHandle(_callbacks)
+    _callbacks[handle.id] = callback
+    return handle
+
+
+def add(stage: Stage, label: str, *, total: int = 0, done: int = 0) -> None:
+    """Counts steps that are asked for, or done; `deliver` then tells of it."""
+    with _counting:
+        counts = _counts[stage]
+        counts[1] += total
+        counts[0] = min(counts[0] + done, counts[1])
+        if not counts[1]:  # steps from before a fork
+            return
+        _events.append(Progress(stage, counts[0], counts[1], label))
+        if counts[0] == counts[1]:
+            counts[:] = 0, 0
+
+
+def deliver() -> None:
+    """Hands events to callbacks, in order, unless another thread is at it."""
+    while _events and _delivering.acquire(blocking=False):
+        try:
+            while _events:
+                _deliver(_events.popleft())
+        finally:
+            _delivering.release()
+
+
+@contextlib.contextmanager
+def steps(stage: Stage, total: int) -> Iterator[Callable[[str], None]]:
+    """Inside, `total` steps are made: what it gives is called after each, with its label.
+
+    Those that were not made on leaving, as after an error, count as done.
+    """
+    left = total
+
+    def step(label: str) -> None:
+        nonlocal left
+        left -= 1
+        add(stage, label, done=1)
+        deliver()
+
+    if total:
+        add(stage, "", total=total)
+        deliver()
+    try:
+        yield step
+    finally:
+        if left:
+            add(stage, "", done=left)
+            deliver()
+
+
+def _deliver(event: Progress) -> None:
+    callbacks: list[tuple[int | None, Callback]] = [*_callbacks.items()]
+    if callbacks:
+        _bars.close()  # those from before there was one
+    for number, callback in callbacks or [(None, _bars.show)]:
+        try:
+            callback(event)
+        except Exception:  # a display's failure must not be a build's
+            logger.warning("fxfuse: %r failed and shows no more progress", callback, exc_info=True)
+            if number is None:
+                _bars.end()
+            else:
+                _callbacks.pop(number, None)
+
+
+# ------------------------------------------------------------------------------------------------- bars
+
+_TITLES: Final[dict[Stage, str]] = {"compile": "fxfuse compiles", "measure": "fxfuse measures"}
+_FORMAT: Final = "{desc} {n_fmt}/{total_fmt} |{bar:24}| {elapsed}{postfix}"  # no time left: the total is not known
+
+
+class _Bars:
+    """A bar of tqdm's for each stage that is not over."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[Stage, Any] = {}
+        self._ended = False
+
+    def show(self, event: Progress) -> None:
+        bar = self._drawn.get(event.stage)
+        if bar is None:
+            make = None if self._ended or event.done == event.total else _tqdm()
+            if make is None:
+                return
+            bar = self._drawn[event.stage] = make(
+                total=event.total, desc=_TITLES[event.stage], bar_format=_FORMAT, leave=False, dynamic_ncols=True
+            )
+        bar.n, bar.total = event.done, event.total
+        bar.set_postfix_str(event.label, refresh=False)
+        bar.refresh()
+        if event.done == event.total:
+            self._drawn.pop(event.stage).close()
+
+    def close(self) -> None:
+        """Removes what is drawn."""
+        while self._drawn:
+            self._drawn.popitem()[1].close()
+
+    def end(self) -> None:
+        """Draws no more: in a forked process, a lock of tqdm's might be held by nobody."""
+        self._drawn.clear()
+        self._ended = True
+
+
+_bars: Final = _Bars()
+
+
+def _tqdm() -> Any:
+    """tqdm's class for bars, if one is to be seen."""
+    if os.environ.get("FXFUSE_PROGRESS") == "0" or sys.stderr is None or not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+
+    class Bar(tqdm):
+        monitor_interval = 0  # without a thread that redraws bars
+
+    return Bar
+
+
+def _renew() -> None:
+    """In a forked process, the steps that threads were at are nobody's."""
+    _events.clear()
+    for counts in _counts.values():
+        counts[:] = 0, 0
+    _bars.end()
+
+
+os.register_at_fork(after_in_child=_renew)
