@@ -6,6 +6,7 @@ Start with `optimize`; `explain`, `verify` and `benchmark` say what it did, how 
 from fxfuse import cache
 from fxfuse.backend import compiled_graphs
 from fxfuse.benchmark import Benchmark, benchmark
+from fxfuse.deploy import LoadedModule, Saved, load, merge, save
 from fxfuse.errors import (
     BuildError,
     CaptureError,
@@ -13,6 +14,8 @@ from fxfuse.errors import (
     FxfuseError,
     FxfuseWarning,
     LaunchError,
+    MissingKernelError,
+    PackageError,
     ToolchainError,
     UnsupportedError,
 )
@@ -33,8 +36,12 @@ __all__ = [
     "FxfuseError",
     "FxfuseWarning",
     "LaunchError",
+    "LoadedModule",
+    "MissingKernelError",
+    "PackageError",
     "Progress",
     "Report",
+    "Saved",
     "ToolchainError",
     "UnsupportedError",
     "Verification",
@@ -42,9 +49,12 @@ __all__ = [
     "cache",
     "compiled_graphs",
     "explain",
+    "load",
+    "merge",
     "on_progress",
     "optimize",
     "register_pointwise",
+    "save",
     "source",
     "verify",
 ]

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import cache, dump, progress, toolchain
+from fxfuse import cache, dump, packaged, progress, toolchain
 from fxfuse.errors import BuildError, ToolchainError
 from fxfuse.locks import free_in_children
 
@@ -67,6 +67,8 @@ class Source:
     """Compute capability of the GPU to build for; None for CPU code."""
     label: str = "kernel"
     """What it is, for messages: "linear: relu(acc + o0)"."""
+    cpu: str = "native"
+    """For CPU code, the instructions that it may use, as -march says; those of this machine by default."""
 
     @property
     def is_cuda(self) -> bool:
@@ -106,14 +108,21 @@ def _key(source: Source) -> str:
     """What a kernel depends on beside its compilers, as 32 hexadecimal digits."""
     parts = [
         source.text, repr(source.architecture), package_digest(), repr(_flags(source)),
-        torch.__version__, sys.version, "" if source.is_cuda else _machine(),
+        torch.__version__, sys.version, "" if source.is_cuda or source.cpu != "native" else _machine(),
     ]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def portable_key(source: Source) -> str:
+    """What a kernel computes, for a GPU's architecture or any CPU, whichever machine compiles it: a package's key."""
+    flags = CPU_FLAGS if source.architecture is None else _flags(source)
+    parts = [source.text, repr(source.architecture), package_digest(), repr(flags)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _flags(source: Source) -> tuple[str, ...]:
     if source.architecture is None:
-        return CPU_FLAGS
+        return tuple(f"-march={source.cpu}" if flag.startswith("-march=") else flag for flag in CPU_FLAGS)
     major, minor = source.architecture
     specific = "a" if (major, minor) == (9, 0) else ""  # with the instructions that only Hopper has
     return (*CUDA_FLAGS, f"-gencode=arch=compute_{major}{minor}{specific},code=sm_{major}{minor}{specific}")
@@ -126,16 +135,18 @@ _loading = free_in_children(threading.Lock())
 
 
 def load(source: Source) -> Launch:
-    """The compiled kernel: from this process, from the cache, or built now (seconds).
+    """The compiled kernel: from this process, from the cache, from a package, or built now (seconds).
 
-    Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`.
+    Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`,
+    MissingKernelError in calls of a package (packaged.only).
     """
     key = _key(source)
     dump.kernel(source.text, source.label, key, source.is_cuda, _flags(source))
-    found = _loaded.get(key) or _load_cached(key, source)
+    found = _loaded.get(key) or _load_cached(key, source) or _load_packaged(source)
     if found is None:
-        check_may_build()
+        check_may_build(source.label)
         found = _build_once(source, key)
+    packaged.note_kernel(key, source)
     _source_of[found] = source
     for sources in getattr(_thread, "noted", ()):
         sources.append(source)
@@ -190,10 +201,11 @@ def may_build() -> bool:
     return not getattr(_thread, "built_only", False)
 
 
-def check_may_build() -> None:
-    """Raises NotBuilt inside `built_only`."""
+def check_may_build(label: str) -> None:
+    """Raises NotBuilt inside `built_only`, MissingKernelError in a call of a package that compiles nothing."""
     if not may_build():
         raise NotBuilt
+    packaged.check_may_build(label)
 
 
 def _load_cached(key: str, source: Source) -> Launch | None:
@@ -210,6 +222,33 @@ def _load_cached(key: str, source: Source) -> Launch | None:
                 cache.touch(entry)
                 return launch
         return None
+
+
+def _load_packaged(source: Source) -> Launch | None:
+    """A kernel that a package brought, whose instructions are known here."""
+    if not packaged.kernels or source.cpu != "native":
+        return None
+    return packaged.kernels.get(portable_key(source))
+
+
+def library_of(source: Source) -> tuple[str, Path]:
+    """A kernel's key, and its library in the cache, where it is built if it is not there.
+
+    Raises ToolchainError or BuildError, FileNotFoundError if the cache keeps nothing.
+    """
+    key = _key(source)
+    for attempt in (1, 2):
+        for entry in cache.find(key, toolchain.identity(source.is_cuda)):
+            with contextlib.suppress(*cache.UNREADABLE):
+                return key, cache.library_of(entry)
+        if attempt == 1:  # a package brought it, or it was removed meanwhile
+            _build_once(source, key)
+    raise FileNotFoundError(f"the kernel cache did not keep {source.label}")
+
+
+def import_library(key: str, library: Path) -> Launch:
+    """The function launch of the kernel `key` in a library. Raises ImportError or OSError if it cannot be loaded."""
+    return _import(key, library)
 
 
 def _import(key: str, library: Path) -> Launch:

@@ -27,6 +27,14 @@ class BuildError(FxfuseError):
     """A generated kernel did not compile; the message has the compiler's words and the source's path."""
 
 
+class MissingKernelError(ToolchainError):
+    """A call of a loaded package needs a kernel that the package does not have, and none is compiled."""
+
+
+class PackageError(FxfuseError):
+    """A model cannot be saved as a package, or a package cannot be loaded: the message says why and what helps."""
+
+
 class LaunchError(FxfuseError):
     """A kernel could not be launched; the message names the kernel and the device's error."""
 

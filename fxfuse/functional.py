@@ -270,6 +270,15 @@ _register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fak
 """Says what an operator gives for fake and for meta tensors; it has this name since torch 2.4."""
 
 
+def _with_empty_lists(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`implementation`, called with empty lists where AOTInductor's packages give None in their place."""
+
+    def given(x, weight, bias, operands, epilogue, *values, pool=(), **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return implementation(x, weight, bias, operands or [], epilogue, *values, pool=pool or [], **caller)
+
+    return given
+
+
 def _implement(kind: str) -> None:
     overload = operator(kind)
 
@@ -322,12 +331,12 @@ def _implement(kind: str) -> None:
         return cast_first
 
     for device in ("cpu", "cuda"):
-        _LIBRARY.impl(kind, kernel, device.upper())
-        _LIBRARY.impl(kind, autocast(device), f"Autocast{device.upper()}")
-    _LIBRARY.impl(kind, autograd, "Autograd")
+        _LIBRARY.impl(kind, _with_empty_lists(kernel), device.upper())
+        _LIBRARY.impl(kind, _with_empty_lists(autocast(device)), f"Autocast{device.upper()}")
+    _LIBRARY.impl(kind, _with_empty_lists(autograd), "Autograd")
     _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
     for key in _EAGER_KEYS:
-        _LIBRARY.impl(kind, transformed, key)
+        _LIBRARY.impl(kind, _with_empty_lists(transformed), key)
 
 
 for _kind in ANCHORS:

@@ -361,12 +361,12 @@ def _apart(expected: Any, made: Any) -> float:
     for want in leaves_of(expected):
         if isinstance(want, torch.Tensor) and want.dtype in FURTHEST:
             alike = [have for have in found if (have.shape, have.dtype) == (want.shape, want.dtype)]
-            apart = min((_distance(want, have) for have in alike), default=0.0)
+            apart = min((distance(want, have) for have in alike), default=0.0)
             worst = max(worst, apart / FURTHEST[want.dtype][want.is_cuda])
     return worst
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """As a part of the norm, where both are finite."""
     finite = one.isfinite() & other.isfinite()
     size, apart = (float(part.detach().double()[finite].norm()) for part in (one, one - other))

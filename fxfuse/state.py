@@ -365,11 +365,11 @@ def called_unchanged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: bool) -> Any:
     with unchanged(model, gradients=gradients):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (tuple(args), dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, copied, (tuple(args), dict(kwargs)))
         return model(*args, **kwargs)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph.
 
     Its strides are the tensor's, which decide what is compiled, also those of a part of another one.

@@ -340,9 +340,9 @@ def test_explain_prints_the_report(models, capsys):
 def test_explain_in_full_and_as_a_page(models, capsys, tmp_path):
     page = tmp_path / "report.html"
     arguments = ("explain", "my_models:with_inputs", "--device", "cpu", "--verbose", "--html", str(page))
-    code, out, err = run(capsys, *arguments)
+    code, out, _ = run(capsys, *arguments)
     assert code == 0 and "runs as a program" in out, "it was called often enough"
-    assert page.read_text().lower().startswith("<!doctype html>") and str(page) in err
+    assert page.read_text().lower().startswith("<!doctype html>")
 
 
 def test_explain_as_json(models, capsys):

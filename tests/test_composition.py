@@ -198,11 +198,42 @@ def test_torch_export_leaves_attributes_as_they_were(nested):
     assert_as_eager(model, fast, randn(3, 8), exact=False)
 
 
-def test_an_exported_program_can_be_optimised_again():
+@pytest.mark.parametrize("how", PROGRAMS)
+def test_an_exported_program_can_be_optimised_again(how):
     model = Optional().eval()
-    program = torch.export.export(fxfuse.optimize(model), (randn(3, 8),))
+    program = PROGRAMS[how](torch.export.export(fxfuse.optimize(model), (randn(3, 8),)))
     with torch.no_grad():
         assert_as_eager(model, fxfuse.optimize(program), randn(3, 8), exact=False)
+
+
+class Varied(nn.Module):
+    """A linear, a convolution and a chain; no region but the last one has operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.conv = nn.Linear(8, 8), nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, x):
+        image = torch.relu(self.conv(torch.tanh(self.fc(x))[None, None]))
+        return image.sum((0, 1)) + (x * 2).relu()
+
+
+@pytest.mark.slow
+def test_aotinductors_packages_call_the_fused_operators(tmp_path):
+    """Where fxfuse is imported; empty lists of operands reach operators as None."""
+    inductor = pytest.importorskip("torch._inductor")
+    if not hasattr(inductor, "aoti_load_package"):
+        pytest.skip(f"torch {torch.__version__} has no such packages")
+    model, x = Varied().eval(), randn(3, 8)
+    with torch.no_grad():
+        program = torch.export.export(fxfuse.optimize(model), (x,))
+        assert fused_operators(program.graph) == 3
+        compiled = inductor.aoti_load_package(
+            inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        )
+        torch.testing.assert_close(compiled(x), model(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("how", COPIES)

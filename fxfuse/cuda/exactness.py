@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from fxfuse import cache
+from fxfuse import cache, packaged
 from fxfuse.cuda.gemm_problem import Errors
 from fxfuse.cuda.precision import Precision, precision
 from fxfuse.layout import is_channels_last
@@ -85,7 +85,7 @@ def recall(key: str, read: Callable[[Any], _T]) -> _T | None:
             continue
         except cache.UNREADABLE as error:
             logger.info("fxfuse: what was measured cannot be read and is measured anew: %s", error)
-    return None
+    return read(packaged.choices[key]) if key in packaged.choices else None
 
 
 def remember(key: str, value: Mapping[str, Any]) -> None:
@@ -121,8 +121,14 @@ def eager_error(problem: Problem) -> Errors | None:
     None where nothing may be measured now, or memory does not suffice, and nothing is remembered.
     """
     key = _key(problem)
-    if key in _of_eager:
-        return _of_eager[key]
+    found = _of_eager[key] if key in _of_eager else _measured(problem, key)
+    if found is not None:
+        packaged.note_choice(key, {"normal": found[0], "uniform": found[1]})
+    return found
+
+
+def _measured(problem: Problem, key: str) -> Errors | None:
+    """The same, which this process has not asked for yet."""
     stored = recall(key, lambda value: (float(value["normal"]), float(value["uniform"])))
     if stored is not None:
         return _of_eager.setdefault(key, stored)

@@ -28,11 +28,18 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse import build, ops
+from fxfuse import build, ops, packaged
 from fxfuse.benchmark import gpu_timer
 from fxfuse.cuda import exactness
 from fxfuse.cuda.exactness import enabled, precision_of
-from fxfuse.errors import BuildError, ExpressionError, LaunchError, ToolchainError
+from fxfuse.errors import (
+    BuildError,
+    ExpressionError,
+    LaunchError,
+    MissingKernelError,
+    ToolchainError,
+    UnsupportedError,
+)
 from fxfuse.locks import free_in_children
 from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta
 
@@ -130,16 +137,20 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
             others = apart()
             return lambda: dataclasses.replace(others(), measured=stored.measured)
         chosen = _find(candidates, stored)
+        if packaged.is_alone():
+            return _at_hand(candidates, chosen, stored)
         if chosen is not None:
             with _left_out_if_it_fails(chosen):  # then the others are tried, as if nothing were stored
                 plan = _plan(chosen, _built(chosen), stored)
                 return lambda: plan
+    if packaged.is_alone():
+        return _at_hand(candidates)
     decided = not enabled() or (len(candidates) == 1 and apart is None)
     if decided or torch.cuda.is_current_stream_capturing():
         # a call that is captured before any other measures nothing; the next one does
         plan = dataclasses.replace(_plan(candidates[0], _built(candidates[0])), provisional=not decided)
         return lambda: plan
-    build.check_may_build()  # here, and not in the threads that compile
+    build.check_may_build(problem.label)  # here, and not in the threads that compile
     contestants = _contestants(candidates)
     ready, error = _compile(contestants)
     if error is not None and not ready:
@@ -149,6 +160,22 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         return lambda: _decide(problem, ready, rest)
     other = apart()
     return lambda: _decide_beside(problem, ready, other())
+
+
+def _at_hand(candidates: Sequence[Candidate], chosen: Candidate | None = None, stored: _Choice | None = None) -> Draft:
+    """The candidate that was `chosen`, else the best whose kernel need not be compiled.
+
+    Raises MissingKernelError, the first one's, if there is none.
+    """
+    missing: MissingKernelError | None = None
+    for candidate in candidates if chosen is None else [chosen, *candidates]:
+        try:
+            with _left_out_if_it_fails(candidate):
+                plan = _plan(candidate, candidate.build(), stored if candidate is chosen else None)
+                return lambda: plan
+        except MissingKernelError as error:
+            missing = missing or error
+    raise missing or UnsupportedError("no kernel of the package can be used")
 
 
 def most_contestants(processors: int) -> int:
@@ -364,8 +391,8 @@ def _generators() -> str:
     return build.digest_of(sorted(Path(__file__).parent.glob("*.py")))
 
 
-def _key(problem: Problem) -> str:
-    """What a choice depends on, as a file's name."""
+def _key(problem: Problem, gpu: tuple[str, int] | None = None) -> str:
+    """What a choice depends on, as a file's name; `gpu` in the place of the one at hand."""
 
     def tensor(meta: TensorMeta, fixed: bool) -> tuple[Any, ...]:
         order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.strides[dim], dim))
@@ -378,7 +405,7 @@ def _key(problem: Problem) -> str:
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
     parts = (
-        *_gpu(problem.x.device), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
+        *(gpu or _gpu(problem.x.device)), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, *ops.own_code(problem.expression), problem.pool,
         precision_of(problem),
         tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
@@ -393,9 +420,13 @@ def _recall(problem: Problem) -> _Choice | None:
     key = _key(problem)
     if key not in _choices:
         stored = exactness.recall(key, _choice)
+        for gpu in packaged.gpus:  # what was measured on another GPU of the architecture is better than nothing
+            value = packaged.choices.get(_key(problem, gpu)) if stored is None else None
+            stored = stored if value is None else _choice(value)
         if stored is None:
             return None
         _choices[key] = stored
+    packaged.note_choice(key, dataclasses.asdict(_choices[key]))
     return _choices[key]
 
 

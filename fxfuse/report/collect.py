@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxfuse import plans
 from fxfuse.backend import compiled_graphs
 from fxfuse.channels_last import Layouts, bytes_of
+from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
 from fxfuse.module import FusedModule, is_fused, state_of, stops
 from fxfuse.problem import Plan
@@ -24,7 +25,7 @@ def explain(fast: nn.Module, verbose: bool = False) -> Report:
     """The report on a model that optimize() returned, submodules that were fused on their own included.
 
     Args:
-        fast: what optimize() returned, or torch.compile(model, backend="fxfuse") once it has been called.
+        fast: what optimize() or load() returned, or torch.compile(model, backend="fxfuse") once it has been called.
         verbose: whether the report prints all that it knows, and not a few lines.
 
     Raises FxfuseError for any other module.
@@ -64,6 +65,8 @@ def _roots(fast: nn.Module) -> list[tuple[str, FusedModule]]:
     """The fused modules that a report on `fast` is about, with their names. Raises FxfuseError."""
     if isinstance(fast, FusedModule):
         return [("", fast)]
+    if isinstance(fast, LoadedModule):
+        return [(f"call{number}", graph) for number, graph in enumerate(fast.graphs, 1)]
     inner = getattr(fast, "_orig_mod", None)  # of torch.compile
     graphs = compiled_graphs(fast) if isinstance(fast, nn.Module) else ()
     if graphs:
