@@ -352,6 +352,32 @@ def test_explain_as_json(models, capsys):
     assert [region["epilogue"] for region in document["regions"]] == ["relu(acc)"]
 
 
+@pytest.mark.parametrize("spec", ["my_models:with_inputs", "linear"])
+def test_compile_writes_a_file_that_load_runs(spec, models, capsys, tmp_path):
+    path = tmp_path / "model.fxfuse"
+    code, out, _ = run(capsys, "compile", spec, "--device", "cpu", "-o", str(path), "--json")
+    document = json.loads(out)
+    assert code == 0 and document["bytes"] == path.stat().st_size and document["calls"] and document["kernels"]
+    loaded = fxfuse.load(path, sha256=document["sha256"])
+    assert [str(entry) for entry in loaded.entries] == document["calls"] and len(loaded.state_dict()) == 2
+
+
+def test_compile_without_weights_and_for_other_cpus(models, capsys, tmp_path):
+    path = tmp_path / "model.fxfuse"
+    arguments = ("compile", "linear", "--device", "cpu", "-o", str(path), "--no-weights", "--arch", "x86-64-v2")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and f"fast = fxfuse.load({str(path)!r})" in out
+    with pytest.raises(fxfuse.PackageError, match="state_dict"):
+        fxfuse.load(path)
+    code, _, err = run(capsys, "compile", "linear", "--device", "cpu", "-o", str(path), "--arch", "sm_80")
+    assert code == 1 and "sm_80" in err
+
+
+def test_merge_of_one_package_says_what_it_takes(models, capsys, tmp_path):
+    code, _, err = run(capsys, "merge", str(tmp_path / "all.fxfuse"), str(tmp_path / "one.fxfuse"))
+    assert code == 1 and "at least two packages" in err
+
+
 def test_bench_prints_a_table(models, capsys):
     arguments = ("bench", "my_models:with_inputs", "--device", "cpu", "--compare", "eager", "--seconds", "0")
     code, out, _ = run(capsys, *arguments)

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import fxfuse
-from fxfuse.cli import bench, cache, doctor, explain, terminal
+from fxfuse.cli import bench, cache, compile, doctor, explain, terminal
 from fxfuse.errors import FxfuseError
 
 RIGHT, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: argparse has 2 for usage, shells have 128 + SIGINT."""
 
-COMMANDS: Final = (doctor, explain, bench, cache)
+COMMANDS: Final = (doctor, explain, bench, compile, cache)
 """In the order of the help."""
 
 _EPILOGUE: Final = """\
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """What a command line is parsed with."""
     parser = argparse.ArgumentParser(
-        prog="fxfuse", description="Fused kernels for PyTorch models: look at what fxfuse does, and measure it.",
+        prog="fxfuse", description="Fused kernels for PyTorch models: look at them, measure them, ship them.",
         epilog=_EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fxfuse {fxfuse.__version__}")
