@@ -60,11 +60,7 @@ class TrainingStep:
             raise Refused("what it changes shares memory with something else that it was given")
         self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
-        # their forwards, since they have no hooks
-        self._run = [
-            plans.prepared_by_first_call(lambda *args, half=half: half.forward(*args))
-            for half in (self.forward, self.backward)
-        ]
+        self._is_prepared = False
         self._constants, self._settings, self.autocast = bound.constants, _settings(bound.tensors), _autocast()
         self._guard = Guard(bound.tensors)
         self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
@@ -93,15 +89,39 @@ class TrainingStep:
 
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """Results, and what is to be kept beside them."""
+        if self._is_prepared:
+            return self._forwarded(given)
+        self._is_prepared = True
+        with plans.preparing():
+            found = self._forwarded(given)
+            self._try_backward(self.kept_of(given, *found))
+        return found
+
+    def _forwarded(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         with _without_autocast():
-            found = self._run[0](*given)
+            found = self.forward.forward(*given)  # not a call: it has no hooks
         results = (_lying(result, strides) for result, strides in zip(found, self._strides, strict=False))
         return tuple(results), found[self.joint.results :]
+
+    def _try_backward(self, kept: Sequence[torch.Tensor]) -> None:
+        """Runs the backward once before anybody asks for it, so that its kernels are compiled beside the forward's."""
+        try:
+            zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
+            self.run_backward(kept, zeros)
+        except torch.cuda.OutOfMemoryError:  # then they are compiled when it is called
+            logger.info("fxfuse: too little memory to prepare the backward beside the forward")
+
+    def kept_of(
+        self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], more: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the backward takes beside gradients."""
+        sources = {"given": given, "result": results, "more": more}
+        return [sources[kind][number] for kind, number in self.joint.kept]
 
     def run_backward(self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[Any]:
         alike = [_lying(gradient, meta.strides) for gradient, meta in zip(gradients, self.joint.gradients, strict=True)]
         with _without_autocast():
-            return self._run[1](*kept, *alike)  # type: ignore[no-any-return]
+            return self.backward.forward(*kept, *alike)  # type: ignore[no-any-return]
 
 
 def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -134,8 +154,7 @@ class _Function(torch.autograd.Function):
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
         ctx.given, ctx.versions = given, [each._version for each in given]
         # the backward's alone: what it does not need may be changed in the meantime
-        sources = {"given": given, "result": results, "more": more}
-        ctx.save_for_backward(*(sources[kind][number] for kind, number in joint.kept))
+        ctx.save_for_backward(*step.kept_of(given, results, more))
         return results
 
     @staticmethod

@@ -12,14 +12,14 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COPIES, Net, Net2, batch_norm, linear, randn
+from helpers import CAPABILITY, COPIES, Net, Net2, batch_norm, linear, randn
 from test_loops import GPUS, where
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import joint
+from fxfuse import joint, plans
 from fxfuse.module import FusedModule, state_of
 from fxfuse.program.binding import PATIENCE
 
@@ -1574,6 +1574,7 @@ def test_what_a_gpu_takes_apart(name, channels_last, gpu):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")
 @pytest.mark.parametrize(
     ("tokens", "autocast", "counts"), [(53, False, [2, 4]), (48, False, [2, 4]), (48, True, [0, 0])]
 )
@@ -1588,6 +1589,24 @@ def test_products_of_attention_are_kernels_of_ours_on_a_gpu(tokens, autocast, co
     (step,) = made(fast)
     halves = [list(half.graph.nodes) for half in (step.forward, step.backward)]
     assert [[node.target is fxfuse.functional.bmm for node in nodes].count(True) for nodes in halves] == counts
+
+
+def test_kernels_of_both_halves_are_compiled_together(monkeypatch):
+    """At the second call, before anybody asks for a gradient: the backward waits for no compiler."""
+    asked = []
+    collect = plans.collect
+    monkeypatch.setattr(plans, "collect", lambda note: collect(lambda call: (asked.append(call.region), note(call))))
+    model = Net(lambda m, x: m.b(torch.tanh(m.a(x)) * 2).sigmoid() * 3, a=linear(), b=linear())
+    fast, x = fxfuse.optimize(model), randn(5, 8)
+    fast(x)
+    asked.clear()
+    result = fast(x)
+    (step,) = made(fast)
+    regions = [{region.number for region in state_of(half).regions} for half in (step.forward, step.backward)]
+    assert all(regions) and set(asked) == regions[0] | regions[1]
+    asked.clear()
+    backward(result)
+    assert not asked
 
 
 def test_what_nobody_uses_has_no_gradient():
