@@ -30,33 +30,47 @@ _FOREIGN: Final = sys.stdlib_module_names | {"torch", "numpy", "fxfuse"}
 """Packages whose objects hold nothing that a user's forward keeps there (but for containers)."""
 
 
+class TorchRandomState:
+    """The states of torch's global generators: all that operators of torch draw from."""
+
+    def __init__(self) -> None:
+        with _STATES:
+            self._states = [(generator, generator.get_state()) for generator in _generators()]
+
+    def restore(self) -> None:
+        with _STATES:
+            for generator, state in self._states:
+                generator.set_state(state)
+
+    def is_present(self) -> bool:
+        """Whether nobody has drawn since."""
+        now = TorchRandomState()
+        with torch._C.DisableTorchFunction():  # of a trace under way
+            states = zip(self._states, now._states, strict=False)  # a GPU may have been met for the first time
+            return all(before.equal(after) for (_, before), (_, after) in states)
+
+
 class RandomState:
-    """The states of Python's, numpy's and torch's global generators."""
+    """Those, and the states of Python's and numpy's."""
 
     def __init__(self) -> None:
         numpys = _numpy_random()
         self._python = random.getstate()
         self._numpy: Any = None if numpys is None else numpys.get_state()
-        with _STATES:
-            self._torch = [(generator, generator.get_state()) for generator in _generators()]
+        self._torch = TorchRandomState()
 
     def restore(self) -> None:
         random.setstate(self._python)
         numpys = _numpy_random()
         if self._numpy is not None and numpys is not None:
             numpys.set_state(self._numpy)
-        with _STATES:
-            for generator, state in self._torch:
-                generator.set_state(state)
+        self._torch.restore()
 
     def is_present(self) -> bool:
         """Whether nobody has drawn since."""
-        now = RandomState()
-        if self._python != now._python or not _is_same_numpy(self._numpy, now._numpy):
-            return False
-        with torch._C.DisableTorchFunction():  # of a trace under way
-            states = zip(self._torch, now._torch, strict=False)  # a GPU may have been met for the first time
-            return all(before.equal(after) for (_, before), (_, after) in states)
+        numpys = _numpy_random()
+        now = None if numpys is None else numpys.get_state()
+        return self._python == random.getstate() and _is_same_numpy(self._numpy, now) and self._torch.is_present()
 
 
 _STATES: Final = free_in_children(threading.RLock())

@@ -29,7 +29,7 @@ from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
 from fxfuse.program.values import PLAIN, Refused, device_of
-from fxfuse.state import RandomState
+from fxfuse.state import TorchRandomState
 
 logger = logging.getLogger("fxfuse")
 
@@ -148,7 +148,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: TrainingStep, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         joint = step.joint
-        ctx.step, ctx.random = step, RandomState() if joint.draws else None
+        ctx.step, ctx.random = step, TorchRandomState() if joint.draws else None
         ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
@@ -198,7 +198,7 @@ def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
             "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "
             "a backward with create_graph=True, which computes the forward again; change it afterwards, or a copy of it"
         )
-    now = RandomState()
+    now = TorchRandomState()
     try:
         if ctx.random is not None:
             ctx.random.restore()
