@@ -117,6 +117,14 @@ def without_compilers():
     return {**kept, "PATH": "/nonexistent", "PYTHONPATH": str(Path(fxfuse.__file__).parents[1])}
 
 
+def test_the_bytes_of_a_tensor_that_nobody_else_has_are_its_own():
+    """As those of a GPU's, of which a copy is written."""
+    for count in (64, 1000, 100_000):
+        view = archive.bytes_of(torch.arange(count).clone())
+        others = [torch.full((count,), 7) for _ in range(8)]
+        assert bytes(view) == bytes(archive.bytes_of(torch.arange(count))), others[0]
+
+
 @pytest.fixture(scope="module")
 def their_models(tmp_path_factory):
     """A module that only this process can import."""

@@ -208,4 +208,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     if not storage.nbytes():
         return memoryview(b"")
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage  # type: ignore[attr-defined]  # alive for as long as the view
+    return memoryview(memory).cast("B")
