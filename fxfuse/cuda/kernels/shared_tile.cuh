@@ -71,6 +71,7 @@ class TileCopy {
     int64_t stride_;       // of the matrix's rows, in elements
     int extent_;           // of m or n
     int k_left_;           // from this thread's piece of the first pass to the end of K
+    int along_row_;        // elements of its pieces that exist, where rows are not along K
     uint32_t row_, byte_;  // of that piece in the tile
     uint32_t kept_[kKept];  // source_offset of passes
 
@@ -83,6 +84,7 @@ public:
           row_(thread / kPiecesPerRow),
           byte_(thread % kPiecesPerRow * kPieceBytes) {
         k_left_ = k - (kKMajor ? col() : static_cast<int>(row_));
+        along_row_ = existing(extent_ - col());
 #pragma unroll
         for (int pass = 0; pass < kKept; ++pass) kept_[pass] = source_offset(pass);
     }
@@ -90,17 +92,18 @@ public:
     // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
     // barrier, tell when it is full.
     __device__ __forceinline__ void start(uint32_t shared) {
+        const int whole = kKMajor ? existing(k_left_) : along_row_;
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const char* source = this->source(pass);
             const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
-            const int count = kKMajor ? k_left_ : k_left_ > pass * kPerPassOfK ? extent_ - col() : 0;
+            const int count = kKMajor || k_left_ > pass * kPerPassOfK ? whole : 0;
             if constexpr (kThroughRegisters) {
                 ptx::store_shared_16(destination, gather(reinterpret_cast<const T*>(source), count));
             } else if constexpr (kPieceBytes == kChunkBytes) {
-                ptx::cp_async_16(destination, source, bytes_of(count));
+                ptx::cp_async_16(destination, source, count * Tile::kElementBytes);
             } else {
-                ptx::cp_async_small<kPieceBytes>(destination, source, bytes_of(count));
+                ptx::cp_async_small<kPieceBytes>(destination, source, count * Tile::kElementBytes);
             }
         }
         tile_ += kKMajor ? Tile::kTileK : Tile::kTileK * stride_;
@@ -108,10 +111,8 @@ public:
     }
 
 private:
-    // Of a piece of which so many elements exist.
-    static __device__ __forceinline__ int bytes_of(int count) {
-        return min(max(count, 0), kPieceElements) * Tile::kElementBytes;
-    }
+    // Elements of a piece, of which so many are left in its row.
+    static __device__ __forceinline__ int existing(int left) { return min(max(left, 0), kPieceElements); }
 
     __device__ __forceinline__ int col() const { return static_cast<int>(byte_) / Tile::kElementBytes; }
 
