@@ -86,10 +86,15 @@ IMAGE = 56  # height and width of the images in the convolutions
 def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
     """The first candidates of a large, a wide, a skinny and an odd problem, with the weight in both layouts.
 
-    In 3xTF32 also of one whose sums cuBLAS divides: Hopper's kernel adds up more carefully there.
+    In 3xTF32 also of one whose sums cuBLAS divides: Hopper's kernel adds up more carefully there. And the first two of
+    several products whose rows end within a read.
     """
     element = 4 if OUTPUTS[precision] == torch.float32 else 2
     for layout in ("nk", "kn"):
+        n, k = (512, 509) if layout == "nk" else (509, 512)
+        many = gemm_problem.Problem(512, n, k, precision, layout, 512, 512, n, batches=16, hopper=True)
+        many = replace(many, x_step=512 * 512, weight_step=512 * 512, shared_memory=HOPPER_SHARED)
+        yield from gemm.candidates(many)[: first or 2]
         for m, n, k, alignment in (
             (1024, 8192, 8192, 16),
             (128, 8192, 8192, 16),

@@ -263,6 +263,23 @@ def test_access_is_what_alignment_allows(
         assert tuple(config(kernel.type)[8:10]) == access
 
 
+@pytest.mark.parametrize(
+    ("changes", "ragged"),
+    [
+        ({}, False),
+        ({"k": 63, "x_stride": 64, "weight_stride": 64}, True),
+        ({"k": 63, "x_stride": 63, "weight_stride": 63}, False),  # read element by element
+        ({"weight_layout": "kn", "n": 63, "weight_stride": 64}, True),
+        ({"weight_layout": "kn", "x_layout": "km", "m": 127, "x_stride": 128}, True),
+        ({"n": 63, "m": 127, "out_stride": 63}, False),  # of neither side's rows
+    ],
+)
+def test_rows_that_end_within_a_read_have_kernels_of_their_own(changes: dict[str, Any], ragged: bool) -> None:
+    """The others are not to pay for it."""
+    kernels = candidates(replace(linear(128, 64, 64, "tf32"), **changes))
+    assert kernels and all(("Ragged<" in kernel.type) is ragged for kernel in kernels)
+
+
 def test_layouts_have_kernels_of_their_own() -> None:
     assert {config(kernel.type)[7] for kernel in candidates(linear(64, 64, 64))} == {"Major::kK"}
     matmul = replace(linear(64, 64, 64), weight_layout="kn")

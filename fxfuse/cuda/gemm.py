@@ -122,9 +122,8 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
     """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
     if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk") or problem.batches > 1:
         return []
-    whole = problem.k * problem.element_bytes % MAX_ACCESS == 0
-    if not whole or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:  # they count beyond K's end
-        return []
+    if _is_ragged(problem) or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:
+        return []  # they count beyond K's end
     element = ELEMENT[problem.precision]
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
     params = struct.pack("<8q", 1, problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
@@ -391,6 +390,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         rows = "MatrixColumns"
     if problem.batches > 1:
         family, rows = f"batched {family}", f"Batched<{rows}>"
+    if _is_ragged(problem):
+        rows = f"Ragged<{rows}>"
     if problem.weights == 2:
         family = f"gated {family}"
     struct_name = "SplitGemm" if splits > 1 else "WgmmaGemm" if tile.goes_on else "Gemm"
@@ -452,16 +453,26 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0)
 
 
 def _accesses(problem: Problem) -> tuple[int, int]:
-    """Bytes per read of x and of the weight."""
-    access_x = problem.x_alignment
-    if problem.windows is None:
-        x_rows = problem.m if problem.x_layout == "mk" else problem.k
-        access_x = _access(problem, problem.x_alignment, x_rows, problem.x_stride, problem.x_step)
-    weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
-    return access_x, _access(problem, problem.weight_alignment, weight_rows, problem.weight_stride, problem.weight_step)
-
-
-def _access(problem: Problem, alignment: int, rows: int, stride: int, step: int) -> int:
-    """Bytes per read of a matrix: the largest power of two that divides all that moves its address (TileCopy)."""
+    """Bytes per read of x and of the weight: the largest powers of two that divide all that moves their addresses."""
     size = problem.element_bytes
-    return math.gcd(MAX_ACCESS, alignment, stride * size if rows > 1 else 0, step * size)
+    x_rows = problem.m if problem.x_layout == "mk" else problem.k
+    weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
+    of_x = (problem.x_stride if x_rows > 1 else 0, problem.x_step)
+    of_weight = [problem.weight_stride if weight_rows > 1 else 0, problem.weight_step]
+    if problem.windows is not None:
+        of_x = (0, 0)
+        of_weight.append(problem.k)  # there are no kernels for ragged rows of filters
+    return (
+        math.gcd(MAX_ACCESS, problem.x_alignment, *(step * size for step in of_x)),
+        math.gcd(MAX_ACCESS, problem.weight_alignment, *(step * size for step in of_weight)),
+    )
+
+
+def _is_ragged(problem: Problem) -> bool:
+    """Whether rows, of x or of the weight, end within what is read at once (TileCopy)."""
+    if problem.windows is not None:
+        return False
+    x_row = problem.k if problem.x_layout == "mk" else problem.m
+    weight_row = problem.k if problem.weight_layout == "nk" else problem.n
+    pairs = zip((x_row, weight_row), _accesses(problem), strict=True)
+    return any(row * problem.element_bytes % access for row, access in pairs)

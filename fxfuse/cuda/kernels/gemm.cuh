@@ -23,7 +23,7 @@ namespace fxfuse {
 // Rows of x that lie a constant distance apart.
 struct MatrixRows {
     static constexpr Major kMajor = Major::kK;
-    static constexpr bool kBatched = false;
+    static constexpr bool kBatched = false, kRagged = false;
 
     int64_t stride;  // in elements
 
@@ -64,6 +64,17 @@ struct Batched : Rows {
     static Batched make(const Host& rows, int) { return rows; }
 
     int64_t count, x_step, weight_step;  // steps: from one to the next, in elements
+};
+
+// The same where rows, of x or of the weight, end within a piece that is read at once (TileCopy).
+template <class Rows>
+struct Ragged : Rows {
+    static constexpr bool kRagged = true;
+    using Host = Ragged;
+    static Ragged make(const Host& rows, int) { return rows; }
+
+    template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
+    using Copy = TileCopy<Tile, kThreads, kAccess, true>;
 };
 
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
@@ -118,7 +129,7 @@ struct Gemm {
     using TileX = OperandTile<Element, Rows::kMajor, kTileM>;
     using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
     using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
-    using CopyW = TileCopy<TileW, kThreads, Config::kAccessW>;
+    using CopyW = TileCopy<TileW, kThreads, Config::kAccessW, Rows::kRagged>;
     using ReadX = Fragments<TileX, Side::kA>;
     using ReadW = Fragments<TileW, Side::kB>;
     template <class Shape>

@@ -47,7 +47,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::kWeights, Base::tile_count;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
     using TileOfOne = OperandTile<Element, Major::kK, Base::kTileCols>;
-    using CopyOfOne = TileCopy<TileOfOne, kThreads, Config::kAccessW>;
+    using CopyOfOne = TileCopy<TileOfOne, kThreads, Config::kAccessW, Rows::kRagged>;
 
     struct CopyW {
         CopyOfOne first, last;  // the same if there is one weight

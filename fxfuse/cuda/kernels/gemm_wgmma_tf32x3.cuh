@@ -55,7 +55,7 @@ struct Tf32x3Roles {
     using TileX = typename Base::TileX;
     using TileW = typename Base::TileW;
     using CopyX = typename Base::Rows::template Copy<TileX, kWarpgroup, Config::kAccessX, Config::kThreads>;
-    using CopyW = TileCopy<TileW, kWarpgroup, Config::kAccessW>;
+    using CopyW = TileCopy<TileW, kWarpgroup, Config::kAccessW, Base::Rows::kRagged>;
     using Ring = Tf32x3Ring<Config, TileX, TileW>;
     using Producer = Tf32x3Producer<Config, TileX, TileW>;
     using Consumer = Tf32x3Consumer<Config, TileX, TileW>;

@@ -47,9 +47,10 @@ private:
 
 // One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Beyond the end of K tiles are
 // filled with zeros; beyond the last m or n with copies of others, because nobody stores what comes of them. kAccess is
-// the largest power of two up to 16 that divides the matrix's address and its row stride, in bytes; of the last piece of
-// a row only what exists is read. A tile spans less than 4 GB of the matrix.
-template <class Tile, int kThreads, int kAccess>
+// the largest power of two up to 16 that divides the matrix's address and its row stride, in bytes. A piece is inside or
+// outside as a whole; kRagged: of the last one of a row only what exists is read, which takes four instructions more for
+// each. A tile spans less than 4 GB of the matrix.
+template <class Tile, int kThreads, int kAccess, bool kRagged = false>
 class TileCopy {
     using T = typename Tile::Element;
     static constexpr bool kKMajor = Tile::kMajor == Major::kK;
@@ -71,7 +72,6 @@ class TileCopy {
     int64_t stride_;       // of the matrix's rows, in elements
     int extent_;           // of m or n
     int k_left_;           // from this thread's piece of the first pass to the end of K
-    int along_row_;        // elements of its pieces that exist, where rows are not along K
     uint32_t row_, byte_;  // of that piece in the tile
     uint32_t kept_[kKept];  // source_offset of passes
 
@@ -84,7 +84,6 @@ public:
           row_(thread / kPiecesPerRow),
           byte_(thread % kPiecesPerRow * kPieceBytes) {
         k_left_ = k - (kKMajor ? col() : static_cast<int>(row_));
-        along_row_ = existing(extent_ - col());
 #pragma unroll
         for (int pass = 0; pass < kKept; ++pass) kept_[pass] = source_offset(pass);
     }
@@ -92,18 +91,19 @@ public:
     // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
     // barrier, tell when it is full.
     __device__ __forceinline__ void start(uint32_t shared) {
-        const int whole = kKMajor ? existing(k_left_) : along_row_;
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const char* source = this->source(pass);
             const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
-            const int count = kKMajor || k_left_ > pass * kPerPassOfK ? whole : 0;
+            const bool exists = k_left_ > pass * kPerPassOfK;
+            const int count = kKMajor ? k_left_ : exists ? extent_ - col() : 0;
+            const int bytes = kRagged ? bytes_of(count) : exists ? kPieceBytes : 0;
             if constexpr (kThroughRegisters) {
                 ptx::store_shared_16(destination, gather(reinterpret_cast<const T*>(source), count));
             } else if constexpr (kPieceBytes == kChunkBytes) {
-                ptx::cp_async_16(destination, source, count * Tile::kElementBytes);
+                ptx::cp_async_16(destination, source, bytes);
             } else {
-                ptx::cp_async_small<kPieceBytes>(destination, source, count * Tile::kElementBytes);
+                ptx::cp_async_small<kPieceBytes>(destination, source, bytes);
             }
         }
         tile_ += kKMajor ? Tile::kTileK : Tile::kTileK * stride_;
@@ -111,8 +111,10 @@ public:
     }
 
 private:
-    // Elements of a piece, of which so many are left in its row.
-    static __device__ __forceinline__ int existing(int left) { return min(max(left, 0), kPieceElements); }
+    // Of a piece, of which so many elements are left in its row.
+    static __device__ __forceinline__ int bytes_of(int left) {
+        return min(max(left, 0), kPieceElements) * Tile::kElementBytes;
+    }
 
     __device__ __forceinline__ int col() const { return static_cast<int>(byte_) / Tile::kElementBytes; }
 

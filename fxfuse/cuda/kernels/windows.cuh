@@ -16,7 +16,7 @@ namespace fxfuse {
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
 struct WindowRows {
     static constexpr Major kMajor = Major::kK;
-    static constexpr bool kBatched = false;
+    static constexpr bool kBatched = false, kRagged = false;
 
     // Told nothing, ptxas spills in a 64x64 tile of halves rather than pass 96 registers; told this, in large ones of
     // floats.
