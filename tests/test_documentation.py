@@ -6,6 +6,7 @@ A comment of HTML, which no reader sees, says what else a block needs:
     <!-- prints: code -->       the next block is what this code prints
     <!-- not run: reason -->    the next block is not run
     <!-- needs a GPU -->        the next block is not run without one
+    <!-- needs torch 2.6 -->    nor the next block with an older torch
     <!-- in a shell -->         the next block is run by bash, in which `fxfuse` is the command of this checkout
 
 The site that mkdocs makes of the documents has no warnings; pictures and reports are committed, small and whole.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import fxfuse
 
@@ -59,6 +61,9 @@ class Block:
     def reason_not_to_run(self) -> str | None:
         if any(mark == "needs a GPU" for mark in self.marks) and not torch.cuda.is_available():
             return "needs a GPU"
+        for mark in self.marks:
+            if mark.startswith("needs torch ") and TorchVersion(torch.__version__) < mark.removeprefix("needs torch "):
+                return mark
         return next((mark for mark in self.marks if mark.startswith("not run:")), None)
 
     @property
@@ -256,6 +261,11 @@ z = y + 1
 ```
 torch.cuda.not_there()
 ```
+
+<!-- needs torch 99.0 -->
+```
+torch.not_there_either()
+```
 """
 
 
@@ -267,6 +277,7 @@ def test_blocks_are_found_with_what_is_said_of_them():
         ("z = y + 1", ()),
         ("3", ("prints: print(z)",)),
         ("torch.cuda.not_there()", ("needs a GPU",)),
+        ("torch.not_there_either()", ("needs torch 99.0",)),
     ]
     lines = DOCUMENT.splitlines()
     assert all(block.code.splitlines()[0].strip() in lines[block.line - 1] for block in blocks if not block.hidden)
