@@ -186,12 +186,26 @@ def test_every_page_is_in_the_navigation_and_the_readme_is_one_screen():
 # --------------------------------------------------------------------------------------------------- the pictures
 
 
-def charts():
-    path = ROOT / "benchmarks" / "charts.py"
-    spec = importlib.util.spec_from_file_location("charts", path)
+def script(path):
+    """The module of a script, which does not run."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def charts():
+    return script("benchmarks/charts.py")
+
+
+def test_the_picture_of_how_it_works_is_of_the_graphs_there_are(monkeypatch, tmp_path):
+    pictures = script("docs/pictures.py")
+    committed = pictures.PICTURE.read_text()
+    monkeypatch.setattr(pictures, "PICTURE", tmp_path / "way.svg")
+    monkeypatch.setattr(pictures, "DOCS", tmp_path / "docs")
+    pictures.main()
+    drawn = [re.findall(r"<text [^>]*>([^<]*)", text) for text in ((tmp_path / "way.svg").read_text(), committed)]
+    assert drawn[0] == drawn[1] and "tanh(silu(acc) * 0.5)" in drawn[1]
 
 
 def test_every_chart_is_committed_small_and_shown():
