@@ -11,6 +11,7 @@ from torch import nn
 import fxfuse
 from fxfuse import plans, toolchain
 from fxfuse.errors import ToolchainError
+from fxfuse.module import _DYNAMO_KEEPS_OBJECTS as CAPTURES_BY_DYNAMO
 from fxfuse.problem import Plan
 from fxfuse.report import Report, SkippedReport
 from fxfuse.report.collect import gain_of
@@ -28,6 +29,31 @@ def test_regions_that_nobody_called_are_not_called_fused():
     fast = fxfuse.optimize(two_layers())
     assert headline(fast) == "2 regions found, not called yet"
     assert headline(fxfuse.optimize(nn.Sequential(nn.Dropout()))) == "0 regions fused"
+
+
+class InTrainingByDynamo(nn.Module):
+    """fx cannot trace it in training, but in evaluation it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x):
+        y = torch.relu(self.fc(x))
+        return sum(y.chunk(2, -1)) if self.training else y
+
+
+def test_graphs_of_dynamo_that_another_mode_has_are_not_reported():
+    fast = fxfuse.optimize(InTrainingByDynamo())
+    with torch.no_grad():
+        for _ in range(4):
+            fast(randn(2, 8))
+        if CAPTURES_BY_DYNAMO:
+            assert "captured by Dynamo as 1 graph" in str(fxfuse.explain(fast, verbose=True))
+        fast.eval()
+        fast(randn(2, 8))
+    report = fxfuse.explain(fast)
+    assert report.dynamo == () and [region.epilogue for region in report.regions] == ["relu(acc)"]
 
 
 def test_without_no_grad_torch_runs_the_regions_and_the_report_says_so():

@@ -65,9 +65,10 @@ def save(
 
     Args:
         fast: what fxfuse.optimize returned, in evaluation mode.
-        inputs, others: the arguments of one call each: a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments. Sizes in which examples differ may vary in the package where torch.export finds that they can;
-            all other sizes, and arguments that are no tensors, are what they are here.
+        inputs: the arguments of an example call: a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments.
+        others: those of further examples. Sizes in which examples differ may vary in the package where torch.export
+            finds that they can; all other sizes, and arguments that are no tensors, are what they are here.
         dynamic_shapes: which sizes may vary instead, by the names of forward's parameters, as torch.export.export takes
             them: {"x": {0: torch.export.Dim("batch")}}.
         weights: whether parameters and buffers are in the file. If not, fxfuse.load is given them.

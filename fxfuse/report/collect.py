@@ -131,11 +131,13 @@ def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
 
 
 def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
-    """Dynamo's graphs of what fx could not trace, by the path of their module."""
+    """Dynamo's graphs of what fx cannot trace in its present mode, by the path of their module."""
     found: dict[str, tuple[FusedModule, ...]] = {}
     for path, module in fast.named_modules():
-        recapture = state_of(module).recapture if isinstance(module, FusedModule) else None
-        if recapture is not None and recapture.graphs and not any(_is_below(path, other) for other in found):
+        if not isinstance(module, FusedModule) or any(_is_below(path, other) for other in found):
+            continue
+        recapture, captured = state_of(module).recapture, state_of(module).captured
+        if recapture is not None and recapture.graphs and any(stops(captured)):
             found[path] = recapture.graphs
     return found
 

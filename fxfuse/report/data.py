@@ -127,9 +127,10 @@ class Report:
 
         Args:
             path: the file, which is overwritten.
-            inputs, kwargs: the arguments of a call, as `verify` takes them. If given, the model and its eager form are
-                called with copies of them a few times, without gradients, and timed: kernel by kernel on a GPU,
-                operator by operator on a CPU. The device's bandwidth and speed are measured, too, for the roofline.
+            inputs: the arguments of a call, as `verify` takes them. If given, the model and its eager form are called
+                with copies of them a few times, without gradients, and timed: kernel by kernel on a GPU, operator by
+                operator on a CPU. The device's bandwidth and speed are measured, too, for the roofline.
+            kwargs: keyword arguments of that call beside positional ones.
 
         Raises FxfuseError for inputs of another kind, OSError if the file cannot be written, and whatever the model
         raises when it is called.
