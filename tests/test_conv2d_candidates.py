@@ -90,7 +90,7 @@ def access(of: Conv2dProblem) -> tuple[int, str, int]:
         (problem(precision="bf16", layout="nhwc"), ["Gemm"]),
         (problem(layout="nhwc"), ["Gemm"]),
         (problem(layout="nhwc", kernel=(1, 1)), ["Gemm"]),
-        (problem(layout="nhwc", precision="tf32x3"), ["Gemm"]),
+        (replace(problem(layout="nhwc", precision="tf32x3"), eager_error=(43e-8, 33e-8)), ["Gemm"]),
         (problem(layout="nhwc", images=1, size=(7, 7), channels=512), ["SplitGemm", "Gemm"]),
         (problem(layout="nhwc", weight_layout="nchw"), ["Conv2d"]),  # filters in another order than the windows'
         (problem(layout="nhwc", weight_layout="nchw", kernel=(1, 1)), ["Gemm"]),

@@ -305,10 +305,15 @@ def _count(graph: fx.Graph, module: FusedModule) -> int:
 
 def _counts(node: fx.Node, module: FusedModule) -> bool:
     """Whether a node is an operation, and none that is counted in a graph of its own."""
-    if node.op == "call_module" and is_fused(module.get_submodule(str(node.target))):
+    if node.op == "call_module" and is_fused(_called(node, module)):
         return False
     return computes(node)
 
 
 def _label(node: fx.Node, module: FusedModule) -> str:
-    return type(module.get_submodule(str(node.target))).__name__ if node.op == "call_module" else name_of(node)
+    return type(_called(node, module)).__name__ if node.op == "call_module" else name_of(node)
+
+
+def _called(node: fx.Node, module: FusedModule) -> nn.Module:
+    """Of the captured model: a child may be called as an attribute of graph modules is."""
+    return state_of(module).captured.root.get_submodule(str(node.target))
