@@ -7,6 +7,7 @@ import re
 import stat
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,6 +268,7 @@ def test_a_folder_that_cannot_be_made_stops_nobody(monkeypatch, tmp_path, caplog
 def test_a_candidates_plan_knows_what_it_launches(monkeypatch):
     """Of several that are compiled, the one that is chosen."""
     sources = {name: build.Source(f"// {name}") for name in ("first", "second")}
+    problem = SimpleNamespace(label="a problem")
     monkeypatch.setattr(build, "_load_cached", lambda key, source: lambda *args: None)
 
     def candidate(name):
@@ -278,7 +280,7 @@ def test_a_candidates_plan_knows_what_it_launches(monkeypatch):
 
     candidates = [candidate(name) for name in sources]
     monkeypatch.setattr(tune, "enabled", lambda: False)
-    assert tune.draft(None, candidates)().sources == (sources["first"],)
+    assert tune.draft(problem, candidates)().sources == (sources["first"],)
     monkeypatch.setattr(tune, "enabled", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tune, "_contestants", list)
@@ -286,4 +288,4 @@ def test_a_candidates_plan_knows_what_it_launches(monkeypatch):
     monkeypatch.setattr(tune, "_measure", lambda problem, ready: {"first": 2.0, "second": 1.0})
     monkeypatch.setattr(tune, "_errors", lambda problem, ready: {})
     monkeypatch.setattr(tune, "_remember", lambda problem, choice: None)
-    assert tune.draft(None, candidates)().sources == (sources["second"],)
+    assert tune.draft(problem, candidates)().sources == (sources["second"],)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Final, TypeVar
 
@@ -251,8 +251,7 @@ def computes(node: fx.Node) -> bool:
     name = name_of(node)
     if name in _FREE or name.endswith("_nesting"):
         return False
-    home = getattr(node.target, "__module__", None)
-    return home not in _ARITHMETIC_ON_SIZES or any(map(_is_tensor, node.all_input_nodes))
+    return not _is_arithmetic(node) or _reads_tensor(node)
 
 
 def name_of(node: fx.Node) -> str:
@@ -263,15 +262,28 @@ def name_of(node: fx.Node) -> str:
     return name.partition(".")[0]
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    """Whether a value is a tensor, as far as it can be told: a size comes of `size`, of `shape`, and of other sizes."""
-    if node.op in ("placeholder", "get_attr", "call_module"):
-        return True
-    name = name_of(node)
-    if name in ("size", "dim", "numel", "getattr"):
-        return name == "getattr" and node.args[1] not in ("shape", "ndim", "dtype", "device")
-    home = getattr(node.target, "__module__", None)
-    return home not in _ARITHMETIC_ON_SIZES or any(map(_is_tensor, node.all_input_nodes))
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether it may compute with sizes."""
+    return getattr(node.target, "__module__", None) in _ARITHMETIC_ON_SIZES
+
+
+def _reads_tensor(node: fx.Node) -> bool:
+    """Whether an input is a tensor, as far as it can be told: sizes come of `size`, of `shape`, and of other sizes."""
+    left, seen = deque(node.all_input_nodes), set(node.all_input_nodes)
+    while left:
+        one = left.popleft()
+        name = name_of(one)
+        if one.op in ("placeholder", "get_attr", "call_module"):
+            return True
+        if name in ("size", "dim", "numel", "getattr"):
+            if name == "getattr" and one.args[1] not in ("shape", "ndim", "dtype", "device"):
+                return True
+        elif not _is_arithmetic(one):
+            return True
+        else:
+            left += [other for other in one.all_input_nodes if other not in seen]
+            seen.update(one.all_input_nodes)
+    return False
 
 
 def operations_of(graphs: Iterable[FusedModule]) -> Operations:
