@@ -199,7 +199,8 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
     times = {
         splits: estimated_time(tile, problem, splits)
         for splits in possible_splits(tile, problem)
-        if is_accurate(tile, problem, _fewest_shares(tile, problem, splits))
+        if (sums := summation(tile, problem, _fewest_shares(tile, problem, splits))) is not None
+        and sums[0] != "kStepwise"  # such sums have no registers left for others' parts on sm_80
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return [*counts, best] if best > 1 and times[best] < most else counts
