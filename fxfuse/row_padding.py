@@ -75,14 +75,14 @@ def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor
 
 
 def _read_by_products(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Ragged matrices, or what these are views of, and how often products multiply each of their elements."""
+    """What products read whose rows begin anywhere, and how often they multiply each of its elements."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target in _PRODUCTS:
             a, b = node.args[-2:]
             for matrix, columns in ((a, b.meta["val"].shape[-1]), (b, a.meta["val"].shape[-2])):
                 source = _source(matrix)
-                if source is not None and _is_ragged(source):
+                if source is not None and _begins_anywhere(source):
                     found[source] = found.get(source, 0) + columns
     return found
 
@@ -119,7 +119,7 @@ def _source(matrix: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def _is_ragged(node: fx.Node) -> bool:
+def _begins_anywhere(node: fx.Node) -> bool:
     """Whether it lies without gaps, in rows that begin anywhere and are long enough for some."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_contiguous() or not value.numel():
