@@ -12,6 +12,8 @@
 
 #include <cstdint>
 #include <exception>
+#include <unordered_map>
+#include <unordered_set>
 
 namespace fxfuse_guard {
 
@@ -35,10 +37,14 @@ struct Words {
 
 inline uint64_t bits(c10::DispatchKeySet keys) { return keys.raw_repr(); }  // not const in older torch
 
+inline const c10::TensorImpl* tensor_of(PyObject* object, uint64_t offset) {
+    return *reinterpret_cast<c10::TensorImpl* const*>(reinterpret_cast<const char*>(object) + offset);
+}
+
 inline void describe(PyObject* object, uint64_t offset, Words& words, uint64_t* address) {
     words.next(reinterpret_cast<uint64_t>(Py_TYPE(object)));
     if (!words.alike) return;  // no tensor perhaps
-    const auto* tensor = *reinterpret_cast<c10::TensorImpl* const*>(reinterpret_cast<const char*>(object) + offset);
+    const auto* tensor = tensor_of(object, offset);
     const auto device = tensor->device();
     words.next(bits(tensor->key_set()));
     words.next(static_cast<uint64_t>(c10::typeMetaToScalarType(tensor->dtype())) |
@@ -66,30 +72,57 @@ inline bool hold(PyObject* dictionaries, PyObject* members) {
     return next == PyList_GET_SIZE(members);
 }
 
+// Marks the tensors of a list whose memory no tensor has but some of that list.
+inline void mark_alone(PyObject* list, uint64_t offset, uint8_t* marks) {
+    std::unordered_map<const c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> owners;
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    for (const bool counts : {true, false}) {
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            const auto* tensor = tensor_of(PyList_GET_ITEM(list, i), offset);
+            const c10::Storage& storage = tensor->storage();
+            auto& own = owners[storage.unsafeGetStorageImpl()];
+            if (counts) {
+                own.insert(tensor);
+            } else {
+                marks[i] = storage.use_count() == own.size();
+            }
+        }
+    }
+}
+
+// Whether tensors and tables are as they were, or notes how they are; and where the tensors lie.
+inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* addresses) {
+    Words words{reinterpret_cast<uint64_t*>(arguments[1]), arguments[2] != 0};
+    words.alike = hold(reinterpret_cast<PyObject*>(arguments[4]), reinterpret_cast<PyObject*>(arguments[5]));
+    const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+    words.next(bits(keys.included_));
+    words.next(bits(keys.excluded_));
+    uint64_t all = 0;
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    for (Py_ssize_t i = 0; i < count && words.alike; ++i) {
+        describe(PyList_GET_ITEM(list, i), arguments[0], words, addresses + i);
+        all |= addresses[i];
+    }
+    addresses[count] = all;
+    return words.alike;
+}
+
 }  // namespace fxfuse_guard
 
 // arguments: offset, words, whether to note them, addresses (one more than there are tensors: all of them, by bits), and
 // two lists: dictionaries, and what they must hold. `context`: a list of tensors. The caller holds all of them.
+// Without words: marks, a byte each in the place of addresses, the tensors that have their memory alone.
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile
     auto* list = reinterpret_cast<PyObject*>(context);
-    auto* addresses = reinterpret_cast<uint64_t*>(arguments[3]);
-    Words words{reinterpret_cast<uint64_t*>(arguments[1]), arguments[2] != 0};
-    uint64_t all = 0;
     int code = 0;
     try {
-        words.alike = hold(reinterpret_cast<PyObject*>(arguments[4]), reinterpret_cast<PyObject*>(arguments[5]));
-        const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-        words.next(bits(keys.included_));
-        words.next(bits(keys.excluded_));
-        const Py_ssize_t count = PyList_GET_SIZE(list);
-        for (Py_ssize_t i = 0; i < count && words.alike; ++i) {
-            describe(PyList_GET_ITEM(list, i), arguments[0], words, addresses + i);
-            all |= addresses[i];
+        if (arguments[1] == 0) {
+            mark_alone(list, arguments[0], reinterpret_cast<uint8_t*>(arguments[3]));
+        } else if (!compare(list, arguments, reinterpret_cast<uint64_t*>(arguments[3]))) {
+            code = kDiffers;
         }
-        addresses[count] = all;
-        if (!words.alike) code = kDiffers;
     } catch (const std::exception&) {
         code = kNoPlainTensor;
     }

@@ -38,7 +38,8 @@ class Joint:
     forward: fx.GraphModule
     """Takes the tensors; gives `results` tensors, then those to keep that are neither given nor results."""
     backward: fx.GraphModule
-    """Takes those that are `kept`, then the gradients of results; gives those of the tensors, or None for some."""
+    """Takes those that are `kept`, the gradients of results, and which of them are lent (Lent); gives the gradients of
+    the tensors, or None for some."""
     results: int
     differentiable: tuple[int, ...]
     """Which results have gradients."""
@@ -50,6 +51,8 @@ class Joint:
     """Those of results, as the backward was traced for them."""
     changed: frozenset[int]
     """The buffers, by number, into which the forward writes."""
+    kept_bytes: int
+    """Of what the forward makes and keeps for the backward alone."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced
@@ -264,6 +267,8 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
         pad_rows(backward.graph, {*gradients.all_input_nodes})
     _lay_as_leaves(backward.graph, tensors)
+    with backward.graph.inserting_after([node for node in backward.graph.nodes if node.op == "placeholder"][-1]):
+        backward.graph.placeholder("lent")
     for half in (forward, backward):
         half.recompile()
     values = [node.meta["val"] for node in tangents]
@@ -276,6 +281,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         depends=_dependences(backward, tangents),
         gradients=tuple(TensorMeta.of(value, value.device) for value in values),
         changed=frozenset(primals.index(node) for node in changed),
+        kept_bytes=sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in more),
         draws=any(map(_draws, forward.graph.nodes)),
         reference=traced,
         layouts=layouts,

@@ -28,7 +28,7 @@ from fxfuse.program import MOST_KEPT, are_plain, described, is_captured, switche
 from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
-from fxfuse.program.values import PLAIN, Refused, device_of
+from fxfuse.program.values import PLAIN, Lent, Refused, device_of
 from fxfuse.state import TorchRandomState
 
 logger = logging.getLogger("fxfuse")
@@ -60,6 +60,7 @@ class TrainingStep:
             raise Refused("what it changes shares memory with something else that it was given")
         self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
+        self._own = [at for at, (kind, _) in enumerate(joint.kept) if kind == "more"]
         self._is_prepared = False
         self._constants, self._settings, self.autocast = bound.constants, _settings(bound.tensors), _autocast()
         self._guard = Guard(bound.tensors)
@@ -107,7 +108,7 @@ class TrainingStep:
         """Runs the backward once before anybody asks for it, so that its kernels are compiled beside the forward's."""
         try:
             zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
-            self.run_backward(kept, zeros)
+            self.run_backward(kept, zeros, is_last=True)  # as it is to be called; there is no program yet
         except torch.cuda.OutOfMemoryError:  # then they are compiled when it is called
             logger.info("fxfuse: too little memory to prepare the backward beside the forward")
 
@@ -118,10 +119,25 @@ class TrainingStep:
         sources = {"given": given, "result": results, "more": more}
         return [sources[kind][number] for kind, number in self.joint.kept]
 
-    def run_backward(self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def run_backward(
+        self, kept: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], is_last: bool
+    ) -> Sequence[Any]:
+        """Gradients of the given tensors.
+
+        Args:
+            is_last: whether nobody asks for what the forward made and kept afterwards.
+        """
         alike = [_lying(gradient, meta.strides) for gradient, meta in zip(gradients, self.joint.gradients, strict=True)]
+        lent = self._lent(kept) if is_last else Lent()
         with _without_autocast():
-            return self.backward.forward(*kept, *alike)  # type: ignore[no-any-return]
+            return self.backward.forward(*kept, *alike, lent)  # type: ignore[no-any-return]
+
+    def _lent(self, kept: Sequence[torch.Tensor]) -> Lent:
+        """What of that the forward made for the backward alone, and nobody has got hold of."""
+        marks = bytearray(len(kept))
+        for at, mark in zip(self._own, self._guard.alone([kept[at] for at in self._own]), strict=True):
+            marks[at] = mark
+        return Lent(marks)
 
 
 def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -152,6 +168,7 @@ class _Function(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
+        ctx.lent = False
         ctx.given, ctx.versions = given, [each._version for each in given]
         # the backward's alone: what it does not need may be changed in the meantime
         ctx.save_for_backward(*step.kept_of(given, results, more))
@@ -160,6 +177,11 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         step, kept = ctx.step, ctx.saved_tensors
+        if ctx.lent:
+            raise FxfuseError(
+                "an earlier backward of this graph has failed, and what the forward kept for it may be gone; "
+                "call the model again, and then backward"
+            )
         arrived = [gradients[at] for at in step.joint.differentiable]
         whole = [
             torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
@@ -167,8 +189,11 @@ class _Function(torch.autograd.Function):
         ]
         if torch.is_grad_enabled():
             return None, *_derivable(ctx, whole)
-        batched = any(map(_is_batched, whole))
-        found = step.joint.backward(*kept, *whole) if batched else step.run_backward(kept, whole)
+        if any(map(_is_batched, whole)):
+            found = step.joint.backward(*kept, *whole, Lent())
+        else:
+            ctx.lent = is_last = not _keeps_graph()
+            found = step.run_backward(kept, whole, is_last)
         defined = {number for number, gradient in enumerate(arrived) if gradient is not None}
         if len(defined) < len(arrived):
             found = [
@@ -176,6 +201,12 @@ class _Function(torch.autograd.Function):
                 for each, depends in zip(found, step.joint.depends, strict=True)
             ]
         return None, *found
+
+
+_keeps_graph: Final[Callable[[], bool]] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+"""Whether there may be another backward of what the one that runs now goes through."""
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:

@@ -275,7 +275,9 @@ def assert_trains_as_eager(name, wrap, way="optimised", fused=STEPS - 1, seed=No
         pytest.skip(f"eager itself raises {error!r}")
     exact = train((exact_wrap or wrap)(copy.deepcopy(model).double()), **options)
     run, backwards = TrainingStep.run_backward, []
-    with mock.patch.object(TrainingStep, "run_backward", lambda *args: backwards.append(args[0]) or run(*args)):
+    with mock.patch.object(
+        TrainingStep, "run_backward", lambda *args, **options: backwards.append(args[0]) or run(*args, **options)
+    ):
         found = train(WAYS[way](model, wrap), **options)
     for kind, have in found.items():
         assert_errors_as_eagers(have, expected[kind], exact[kind], where=kind)

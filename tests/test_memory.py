@@ -73,6 +73,80 @@ def test_arenas_are_there_while_something_lives_in_them(seed):
     assert most >= max(map(sum, zip(living, (others[moment] for moment in moments), strict=True)))
 
 
+def with_lent(generator, steps):
+    """Given memory that some of these steps read, and how many bytes."""
+    found = {}
+    for number in range(12):
+        slot = values.Slot("given", f"g{number}", index=number)
+        for step in sorted(generator.integers(0, len(steps), 2).tolist()):
+            slot.touch(step)
+        found[slot] = (int(generator.integers(1, 96)) << 18) + int(generator.integers(0, 2)) * 4
+        last = steps[slot.last]
+        if isinstance(last, values.Launch):
+            (written,) = (one for one, _ in last.references if one.kind == "memory")
+            last.in_place = [*last.in_place, (slot, written)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_results_lie_in_lent_memory_after_its_last_use_only(seed):
+    generator = np.random.default_rng(seed)
+    steps, slots = drawn_steps(generator)
+    lent = with_lent(generator, steps)
+    alone = memory.arenas_of(steps, slots)
+    arenas = memory.arenas_of(steps, slots, lent)
+    borrowed = [arena for arena in arenas if arena.lender is not None]
+    placed = [slot for arena in arenas for block in arena.blocks for slot in block.slots if slot.kind == "memory"]
+    assert borrowed and sorted(slot.name for slot in placed) == sorted(slot.name for slot in slots)
+    for arena in borrowed:
+        assert arena.size <= lent[arena.lender]
+        first, *others = arena.blocks
+        assert first.slots[0] is arena.lender and first.offset == 0
+        for slot in first.slots[1:]:  # each in the place of the one before
+            assert slot.offset == 0 and slot.nbytes == arena.size
+        lives = [(0, arena.size, 0, arena.lender.last)]
+        lives += [(0, arena.size, slot.first, slot.last) for slot in first.slots[1:]]
+        lives += [(block.offset, block.nbytes, block.first, block.last) for block in others]
+        for number, (offset, nbytes, begin, _) in enumerate(lives):
+            assert offset + nbytes <= arena.size
+            for at, size, since, until in lives[:number]:
+                in_place = (offset, nbytes) == (at, size) and begin >= until  # as one kernel computes it
+                apart = begin > until or since > lives[number][3] or offset >= at + size or at >= offset + nbytes
+                assert apart or in_place
+    nothing = [0] * len(steps)
+    own = [arena for arena in arenas if arena.lender is None]
+    assert max(memory._at_once(own, nothing)) <= max(memory._at_once(alone, nothing))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lent_memory_is_let_go_of_after_its_last_use_and_where_that_matters(seed):
+    generator = np.random.default_rng(seed)
+    steps, slots = drawn_steps(generator)
+    lent = with_lent(generator, steps)
+    arenas = memory.arenas_of(steps, slots, lent)
+    released = memory.releases(steps, arenas, lent)
+    when = {slot: step for step, some in released.items() for slot in some}
+    assert len(when) == sum(map(len, released.values()))
+    last = {slot: slot.last for slot in lent} | {arena.lender: arena.last for arena in arenas if arena.lender}
+    assert all(step > last[slot] for slot, step in when.items())
+
+    def total(gone):
+        """By step, the bytes of all memory, if lent memory is gone from some step on."""
+        here = memory._allocated_by_torch(steps, range(len(steps)))
+        for arena in arenas:
+            for step in range(min(block.first for block in arena.blocks), arena.last + 1):
+                here[step] += 0 if arena.lender else arena.size
+        for slot, nbytes in lent.items():
+            for step in range(min(gone.get(slot, len(steps)), len(steps))):
+                here[step] += nbytes
+        return here
+
+    at_once = max(total({slot: step + 1 for slot, step in last.items()}))
+    assert max(total(when)) <= at_once * (1 + memory.NOT_WORTH_A_CUT) + memory.SMALL
+    if max(total({})) <= at_once:
+        assert not released
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_lives_long_costs_no_memory_beside_torchs(seed):
     """Small results that live through many layers, of which each has large ones of its own, beside torch's."""

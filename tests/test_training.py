@@ -1659,3 +1659,94 @@ def test_what_torch_begins_and_a_kernel_overwrites():
         found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
         assert_errors_as_eagers(*found, where=f"call {call}")
     made(fast)
+
+
+# --------------------------------------------------------------------------------------- memory that a step keeps
+
+
+def wide():
+    """A model whose intermediate results are large enough to be worth letting go of."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())))
+
+
+def test_what_the_forward_kept_is_gone_after_its_last_use():
+    torch.manual_seed(0)
+    fast, model, exact = triple(wide())
+    x = randn(1024, 512)
+    warm(fast, x)
+    result = fast(x)
+    kept = result.grad_fn.saved_tensors
+    backward(result)
+    assert sum(each.untyped_storage().nbytes() == 0 for each in kept) >= 3
+    found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+    assert_errors_as_eagers(*found)
+
+
+def test_what_somebody_else_holds_stays():
+    torch.manual_seed(0)
+    fast, _, _ = triple(wide())
+    x = randn(1024, 512)
+    warm(fast, x)
+    result = fast(x)
+    others = [each.detach() for each in result.grad_fn.saved_tensors]
+    before = [each.clone() for each in others]
+    backward(result)
+    torch.testing.assert_close(others, before, rtol=0, atol=0)
+
+
+def test_a_graph_that_is_kept_has_as_many_backwards_as_one_likes():
+    torch.manual_seed(0)
+    fast, model, exact = triple(wide())
+    x = randn(1024, 512)
+    warm(fast, x)
+    found = []
+    for each, given in ((fast, x), (model, x), (exact, x.double())):
+        result = each(given)
+        loss = result.square().mean()
+        wanted = list(each.parameters())
+        found.append([torch.autograd.grad(loss, wanted, retain_graph=again) for again in (True, True, False)])
+    own, eager, expected = found
+    for at in range(3):
+        assert_errors_as_eagers(own[at], eager[at], expected[at], where=f"backward {at}")
+    assert all(torch.equal(one, other) for one, other in zip(own[0], own[2], strict=True))
+
+
+def test_a_backward_that_failed_is_not_repeated_with_what_is_left():
+    torch.manual_seed(0)
+    fast, _, _ = triple(wide())
+    x = randn(1024, 512)
+    warm(fast, x)
+    (step,) = made(fast)
+    result = fast(x)
+    forward = step.backward.forward
+
+    def failing(*args):
+        forward(*args)
+        raise MemoryError("none left")
+
+    step.backward.forward = failing
+    with pytest.raises(MemoryError):
+        result.sum().backward(retain_graph=False)
+    step.backward.forward = forward
+    with pytest.raises(fxfuse.FxfuseError, match="call the model again"):
+        result.sum().backward()
+    backward(fast(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")
+def test_a_step_takes_no_more_memory_than_eagers():
+    torch.manual_seed(0)
+    fast, model, _ = triple(wide().cuda())
+    x, most = randn(8192, 512).cuda(), []
+    for each in (fast, model):
+        for _ in range(4):
+            each.zero_grad()
+            backward(each(x))
+        each.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        backward(each(x))
+        most.append(torch.cuda.max_memory_allocated() - before)
+    assert most[0] <= most[1] * 1.02

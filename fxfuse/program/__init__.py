@@ -38,7 +38,7 @@ from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Refused, Step, address, device_of
+from fxfuse.program.values import PLAIN, Call, Launch, Lent, Refused, Step, address, device_of
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -68,7 +68,8 @@ class Program:
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
         steps, kept = without_constants(in_one_launch(_merged(recorder, device)), recorder.output)
-        writer = Writer(recorder, steps, kept, device)
+        lent = next((each for each in constants if isinstance(each, Lent)), b"")
+        writer = Writer(recorder, steps, kept, device, recorder.lent(lent))
         self.code = writer.code
         self.arena_size = max((arena.size for arena in writer.arenas), default=0)
         """Bytes for results of kernels at once, but for those that the caller gets."""
@@ -88,7 +89,7 @@ class Program:
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
         names["LAUNCHES"], names["REFERENCES"] = (part.buffer_info()[0] for part in self._kept[:2])
-        self.repeats = not any(_changes_what_is_given(step) for step in writer.steps)
+        self.repeats = not (writer.borrows or any(_changes_what_is_given(step) for step in writer.steps))
         """Whether the call can be made again after some of it has run."""
         exec(compile(self.code, "<fxfuse program>", "exec"), names)
         self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]

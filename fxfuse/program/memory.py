@@ -2,7 +2,8 @@
 
 Within an arena results that do not live at the same time share memory, and a result that is computed in the place of
 what it reads has that one's. An arena ends, and another begins later, where torch's own results would otherwise make a
-call need more memory at once: each arena is an allocation.
+call need more memory at once: each arena is an allocation. Memory that a call lends (values.py) is an arena, too, from
+when nothing more is read of it on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from fxfuse.program.values import Call, Launch, Slot, values_in
 
 ALIGNMENT: Final = 512
 """Bytes between results: as torch's allocator aligns them."""
+UNIT: Final = 16
+"""Bytes: a multiple of every dtype's, of which arenas have a number."""
 SMALL: Final = 1 << 20
 """Bytes that are not worth a second arena."""
 MOST_CUTS: Final = 32
@@ -56,6 +60,8 @@ class Arena:
     """In the table of addresses."""
     typed: set[str] = field(default_factory=set)
     """Dtypes as which Python sees it."""
+    lender: Slot | None = None
+    """Whose memory it is, if it is no allocation."""
 
     @staticmethod
     def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
@@ -73,10 +79,17 @@ class Arena:
         self.size = place(self.blocks)
 
 
-def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Arena]:
-    """Arenas for these results, whose offsets are set."""
-    blocks = blocks_of(steps, slots)
-    moments = _moments(steps)
+def arenas_of(
+    steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({})
+) -> list[Arena]:
+    """Arenas for these results, whose offsets are set.
+
+    Args:
+        lent: given memory that results may take after its last use, and how many bytes.
+    """
+    lent = {slot: nbytes // UNIT * UNIT for slot, nbytes in lent.items()}
+    blocks, moments = blocks_of(steps, slots, lent), _moments(steps)
+    borrowed, blocks = _borrowed(blocks, lent, moments)
     others = _allocated_by_torch(steps, moments)
     ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
@@ -86,13 +99,78 @@ def arenas_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Are
     arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
     for arena in arenas:
         arena.place()  # again: its blocks lie as the last cut has them
-    arenas = _joined(arenas, others)
+    arenas = [*_joined(arenas, others), *borrowed]
     for number, arena in enumerate(arenas):
         arena.name = f"arena{number}"
         for block in arena.blocks:
             for slot in block.slots:
                 slot.offset = block.offset
     return arenas
+
+
+def _borrowed(
+    blocks: Iterable[Block], lent: Mapping[Slot, int], moments: Sequence[int]
+) -> tuple[list[Arena], list[Block]]:
+    """Arenas in memory that is lent, the largest results first, each in the least that has room; and what has none."""
+    left: list[Block] = []
+    arenas: list[Arena] = []
+    for block in blocks:
+        lender = next((slot for slot in block.slots if slot in lent), None)
+        if lender is None:
+            left.append(block)
+        else:
+            arenas.append(Arena([block], 0, len(moments), lent[lender], lender=lender))
+    arenas.sort(key=lambda arena: arena.size)
+    rest: list[Block] = []
+    for block in sorted(left, key=lambda block: (-block.nbytes, block.first)):
+        for arena in arenas:
+            offset = _free(block, [(other.offset, other) for other in arena.blocks if _meet(block, other)])
+            if offset + block.nbytes <= arena.size:
+                block.offset = offset
+                arena.blocks.append(block)
+                break
+        else:
+            rest.append(block)
+    return [arena for arena in arenas if len(arena.blocks) > 1 or len(arena.blocks[0].slots) > 1], rest
+
+
+def releases(
+    steps: Sequence[Launch | Call], arenas: Iterable[Arena], lent: Mapping[Slot, int]
+) -> dict[int, list[Slot]]:
+    """By step, the memory that is lent and that nobody needs any more, if it is to be let go of before that step.
+
+    That takes time, and ends a list of launches: it is done where more memory would be there at once than at the moment
+    when most is needed.
+    """
+    everywhere = range(len(steps))
+    total = _allocated_by_torch(steps, everywhere)
+    dies = {slot: slot.last for slot in lent}
+    for arena in arenas:
+        if arena.lender is None:
+            for step in range(min(block.first for block in arena.blocks), arena.last + 1):
+                total[step] += arena.size
+        else:
+            dies[arena.lender] = arena.last
+    for slot, nbytes in lent.items():
+        for step in range(dies[slot] + 1):
+            total[step] += nbytes
+    most = max([SMALL, *total]) * (1 + NOT_WORTH_A_CUT)
+    found: dict[int, list[Slot]] = {}
+    dead: list[Slot] = []
+    by_death: dict[int, list[Slot]] = {}
+    for slot, last in dies.items():
+        by_death.setdefault(max(last, 0), []).append(slot)
+    for step in everywhere:
+        nbytes = sum(lent[slot] for slot in dead)
+        if nbytes >= SMALL and total[step] + nbytes > most:
+            found[step], dead = dead, []
+        dead += by_death.get(step, ())
+    return found
+
+
+def _meet(one: Block, other: Block) -> bool:
+    """Whether they live at the same time."""
+    return one.first <= other.last and other.first <= one.last
 
 
 def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int]) -> list[Arena] | None:
@@ -141,9 +219,10 @@ def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
     return total
 
 
-def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot]) -> list[Block]:
+def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int]) -> list[Block]:
     """A block for each slot, or one for several where a kernel may overwrite the last use of what it reads."""
     blocks = {slot: Block.of(slot) for slot in slots}
+    blocks.update((slot, Block([slot], 0, slot.last, nbytes)) for slot, nbytes in lent.items())
     for number, step in enumerate(steps):
         for read, written in step.in_place if isinstance(step, Launch) else ():
             before, after = blocks.get(read), blocks.get(written)
@@ -168,7 +247,7 @@ def place(blocks: Sequence[Block]) -> int:
     size, offsets = min(ways, key=lambda way: way[0])
     for block in blocks:
         block.offset = offsets[block]
-    return -(-size // 16) * 16
+    return -(-size // UNIT) * UNIT
 
 
 def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
@@ -180,16 +259,21 @@ def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
     for block in order:
         steps = range(block.first, block.last + 1)
         others = dict.fromkeys(other for step in steps for other in living.get(step, ()))
-        offset = 0
-        for begin, other in sorted(((offsets[other], other) for other in others), key=operator.itemgetter(0)):
-            if offset + block.nbytes <= begin:
-                break
-            offset = max(offset, -(-(begin + other.nbytes) // ALIGNMENT) * ALIGNMENT)
-        offsets[block] = offset
+        offsets[block] = offset = _free(block, [(offsets[other], other) for other in others])
         size = max(size, offset + block.nbytes)
         for step in steps:
             living.setdefault(step, []).append(block)
     return size, offsets
+
+
+def _free(block: Block, others: Iterable[tuple[int, Block]]) -> int:
+    """The lowest offset for a block beside others, at theirs, that live at the same time."""
+    offset = 0
+    for begin, other in sorted(others, key=operator.itemgetter(0)):
+        if offset + block.nbytes <= begin:
+            break
+        offset = max(offset, -(-(begin + other.nbytes) // ALIGNMENT) * ALIGNMENT)
+    return offset
 
 
 def _moments(steps: Sequence[Launch | Call]) -> list[int]:

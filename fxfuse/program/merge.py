@@ -115,6 +115,8 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
             label = plan.label(together[number])
             result.append(Launch(event, references, written, in_place=in_place, targets=targets, label=label))
         elif number not in found and number not in plan.absent:
+            if isinstance(step, Launch) and step.loops is not None and not step.loops.reductions:
+                step.in_place = _in_place([step.loops])
             _redirect(step, plan.same)
             result.append(step)
     return result

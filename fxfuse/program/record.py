@@ -194,6 +194,20 @@ class Recorder:
             if owner.slot is not slot:
                 self.distances.append((owner.slot.index, number, address(tensor) - owner.begin))
 
+    def lent(self, marks: bytes) -> dict[Slot, int]:
+        """Given memory that results may take after its last use, and how many bytes from where its slot begins.
+
+        Args:
+            marks: by tensor, whether its memory is lent (Lent).
+        """
+        found: dict[Slot, int] = {}
+        for tensor, mark in zip(self._tensors, marks, strict=False):
+            owner = self._owners[tensor.untyped_storage()._cdata]
+            begin = address(tensor) - owner.begin
+            if mark and begin >= 0 and not owner.slot.is_apart:
+                found[owner.slot] = max(found.get(owner.slot, 0), begin + extent(tensor))
+        return found
+
     def run(self) -> Any:
         """The graph's result. Afterwards `reason` says why there is no program, or is None."""
         env: dict[fx.Node, Any] = {}

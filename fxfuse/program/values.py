@@ -20,6 +20,11 @@ class Refused(Exception):
     """A graph or a call that no program can be recorded of; the text says why."""
 
 
+class Lent(bytes):
+    """An argument of a graph that says of the tensors of the call, one byte each, in whose memory results may lie once
+    nothing more is read of them: nobody else has it, and nobody asks for it after the call (Guard.alone)."""
+
+
 @dataclass(eq=False)
 class Slot:
     """A piece of memory: of an argument or parameter, of a result of torch's, or one that kernels' results take."""

@@ -6,13 +6,13 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from fxfuse.layout import contiguous_strides
-from fxfuse.program.memory import Arena, arenas_of
+from fxfuse.program.memory import Arena, arenas_of, releases
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import (
     DICTS,
@@ -26,6 +26,7 @@ from fxfuse.program.values import (
     functions_of,
     slots_of,
     values_in,
+    written_by,
 )
 
 
@@ -55,6 +56,12 @@ def _counting() -> Callable[[Sequence[torch.Tensor]], None]:
 
 count_up: Final = _counting()
 """Counts the versions of tensors up, by which torch knows that they have changed."""
+
+
+def release(tensors: Sequence[torch.Tensor]) -> None:
+    """Gives the memory of tensors back to torch's allocator."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
@@ -109,11 +116,13 @@ class Writer:
     """The text of a program, and what its names mean."""
 
     def __init__(
-        self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device
-    ) -> None:
+        self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device,
+        lent: Mapping[Slot, int],
+    ) -> None:  # fmt: skip
         """
         Args:
             kept: memory that was filled while the call was recorded.
+            lent: given memory, and how many bytes of it, that results may take after its last use.
         """
         self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
@@ -134,14 +143,14 @@ class Writer:
         self._read: set[int] = set()
         for slot in kept:
             slot.kind, self.names[slot.name] = "constant", slot.constant
-        self._assign_slots(kept)
+        self._assign_slots(kept, lent)
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
         """The text, and which of its lines are calls, or the call for some launches."""
 
     # ---- memory
 
-    def _assign_slots(self, kept: Sequence[Slot]) -> None:
+    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int]) -> None:
         memory: dict[Slot, None] = {}
         table: dict[Slot, None] = {}
         for number, step in enumerate(self.steps):
@@ -151,11 +160,17 @@ class Writer:
                     memory[slot] = None
                 if isinstance(step, Launch) and slot.kind != "given" and (slot.kind != "memory" or slot.escapes):
                     table[slot] = None
-        self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes])
+        changed = {slot for step in self.steps for slot in written_by(step)}
+        lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
+        self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
+        self._releases = releases(self.steps, self.arenas, lent)
+        self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
+        """Whether memory that is lent holds something else afterwards, or is gone."""
         indices = itertools.count(self._given + 1)  # behind the given ones, and what the guard says of them
         for arena in self.arenas:
-            arena.index = next(indices)
-            self._arena_of.update((slot, arena) for block in arena.blocks for slot in block.slots)
+            arena.index = next(indices) if arena.lender is None else arena.lender.index
+            own = (slot for block in arena.blocks for slot in block.slots if slot is not arena.lender)
+            self._arena_of.update((slot, arena) for slot in own)
         for slot, arena in self._arena_of.items():
             slot.index = arena.index
         for slot in table:
@@ -195,6 +210,9 @@ class Writer:
 
     def _write(self, recorder: Recorder) -> tuple[str, dict[int, tuple[Step, ...]]]:
         for number, step in enumerate(self.steps):
+            if number in self._releases:
+                self._flush(number - 1)
+                self._release(self._releases[number])
             if isinstance(step, Launch):
                 self._pending.append(step)
             else:
@@ -237,6 +255,12 @@ class Writer:
         self._pending.clear()
         self._drop(number)
 
+    def _release(self, slots: Sequence[Slot]) -> None:
+        """Gives memory back that was lent."""
+        self.names["release"] = release
+        self._read.update(slot.index for slot in slots)
+        self._line(f"release(({', '.join(slot.name for slot in slots)},))")
+
     def _name_of_given(self, value: Value) -> str:
         """The tensor of a call, or the first one in that memory, that a value is or is a view of."""
         name = value.name if value.name in self._given_names else value.slot.name
@@ -250,6 +274,8 @@ class Writer:
             return
         self._taken.add(owner)
         if isinstance(owner, Arena):
+            if owner.lender is not None:
+                return
             self._line(f"{owner.name} = empty(({owner.size},), (1,), uint8)")
             self._variables.add(owner.name)
         else:
@@ -263,7 +289,12 @@ class Writer:
         name = f"{arena.name}_{text}"
         if text not in arena.typed:
             arena.typed.add(text)
-            self._line(f"{name} = {arena.name}.view({text})")
+            whole = arena.name
+            if arena.lender is not None:
+                self._read.add(arena.lender.index)
+                count = arena.size // arena.lender.dtype.itemsize
+                whole = f"reinterpret({arena.lender.name}, ({count},), (1,), 0)"
+            self._line(f"{name} = {whole}.view({text})")
             self._variables.add(name)
             self._last_use[name] = arena.last
         return name

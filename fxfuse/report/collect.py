@@ -168,6 +168,7 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
     if training.reason is not None:
         yield f"gradients of {what} come from torch: {training.reason}"
     for step in training.steps:
+        yield f"in training, {what} keeps {step.joint.kept_bytes / 2**20:.1f} MB for the backward"
         for name, half in (("forward", step.forward), ("backward", step.backward)):
             assert isinstance(half, FusedModule)
             yield from _programs_of(f"in training, the {name} of {what}", half)
