@@ -30,6 +30,11 @@ from fxfuse.program.values import (
 )
 
 
+MOST_TAKEN: Final = 8
+"""Pieces of memory that are allocated before the launches that need them. A forward that keeps hundreds of results would
+else let the GPU wait until all are there: an allocation takes about as long as a launch."""
+
+
 def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
@@ -209,14 +214,20 @@ class Writer:
         return f"c{self._constants}"
 
     def _write(self, recorder: Recorder) -> tuple[str, dict[int, tuple[Step, ...]]]:
+        waiting: set[Slot | Arena] = set()
         for number, step in enumerate(self.steps):
             if number in self._releases:
                 self._flush(number - 1)
                 self._release(self._releases[number])
             if isinstance(step, Launch):
                 self._pending.append(step)
+                waiting.update(owner for owner in map(self._to_be_taken, slots_of(step)) if owner is not None)
+                if len(waiting) >= MOST_TAKEN:
+                    self._flush(number)
+                    waiting.clear()
             else:
                 self._flush(number - 1)
+                waiting.clear()
                 self._call(step)
                 self._drop(number)
         self._flush(len(self.steps) - 1)
@@ -267,15 +278,19 @@ class Writer:
         self._read.add(self._given_names[name])
         return name
 
+    def _to_be_taken(self, slot: Slot) -> Slot | Arena | None:
+        """What is to be allocated before a slot is used; None if it is there."""
+        owner = self._arena_of.get(slot, slot)
+        is_there = slot.kind != "memory" or owner in self._taken
+        return None if is_there or (isinstance(owner, Arena) and owner.lender is not None) else owner
+
     def _take(self, slot: Slot) -> None:
         """Takes an arena, or memory for what outlives the program, before it is used first."""
-        owner = self._arena_of.get(slot, slot)
-        if slot.kind != "memory" or owner in self._taken:
+        owner = self._to_be_taken(slot)
+        if owner is None:
             return
         self._taken.add(owner)
         if isinstance(owner, Arena):
-            if owner.lender is not None:
-                return
             self._line(f"{owner.name} = empty(({owner.size},), (1,), uint8)")
             self._variables.add(owner.name)
         else:
