@@ -2,10 +2,14 @@
 
     python benchmarks/training.py --output benchmarks/results
     python benchmarks/training.py --only BERT --precisions float32 bfloat16 --small
+    python benchmarks/training.py --graph --output benchmarks/results
 
 From torchvision and transformers, with random weights. "bfloat16" is torch.autocast around the forward. A step sets
 gradients to None, computes a loss and its gradients (steps.py); there is no optimiser. Errors are those of all
 parameters' gradients against float64, as a part of their norm, with dropout left out.
+
+With --graph, forward, loss and backward are one CUDA graph of each contestant, captured by torch.cuda.graph once it is
+at its speed; memory is then what the graph holds. Whoever waits for the GPU in a step has no graph, and is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from contestants import COMPILE, EAGER, OWN, Call, Contestant, measured, told, wait, warmed
+from contestants import COMPILE, EAGER, OWN, Call, Contestant, captured, measured, told, wait, warmed
 from networks import IMAGE
 from steps import CALLS, autocast, error, explained, left_to_torch, step, without_dropout
 from suite import PRECISIONS, arguments, provenance, read, write
@@ -114,7 +118,8 @@ class Row:
     @property
     def gain(self) -> float:
         """Of the better of the peers' times."""
-        return min(self.wall(name) for name in (EAGER, COMPILE) if name in self.contestants) / self.wall(OWN)
+        peers = [self.wall(name) for name in (EAGER, COMPILE) if name in self.contestants]
+        return min(peers, default=math.nan) / self.wall(OWN)
 
 
 def _step(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, precision: str) -> Call:
@@ -137,8 +142,25 @@ def _errors(calls: Mapping[str, Call], model: nn.Module, x: torch.Tensor) -> Ite
         yield name, error(expected, gradients)
 
 
-def measure(name: str, precision: str, compare: Sequence[str], seconds: float, small: bool, device: str) -> Row:
-    """One line."""
+def _as_graphs(calls: dict[str, Call], apart: float) -> tuple[dict[str, str], dict[str, float]]:
+    """Puts replays in the place of calls. Says of whom there are none, and why; and what graphs hold, in MB."""
+    left_out, memory = {}, {}
+    for name, call in list(calls.items()):
+        try:
+            expected = [one.clone() for one in call()]
+            calls[name], memory[name] = captured(call)
+            if error(expected, calls[name]()) > apart:
+                raise ArithmeticError("its graph computes something else than its steps")
+        except Exception as reason:
+            left_out[name] = told(reason)
+            del calls[name]
+    return left_out, memory
+
+
+def measure(
+    name: str, precision: str, compare: Sequence[str], seconds: float, small: bool, device: str, graph: bool = False
+) -> Row:
+    """One line. With `graph`, contestants are replays of their steps."""
     network = NETWORKS[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -163,9 +185,14 @@ def measure(name: str, precision: str, compare: Sequence[str], seconds: float, s
             left_out[contestant] = told(reason)
             del calls[contestant]
     errors = dict(_errors(calls, model, x))
-    left_out |= warmed(calls, x.device, error, explained(errors[EAGER]))
+    apart = explained(errors[EAGER])
+    left_out |= warmed(calls, x.device, error, apart)
+    held: dict[str, float] = {}
+    if graph:
+        without, held = _as_graphs(calls, apart)
+        left_out |= without
     found = measured(calls, x.device, seconds)
-    contestants = {who: asdict(one) for who, one in found.items()}
+    contestants = {who: asdict(replace(one, memory=held.get(who, one.memory))) for who, one in found.items()}
     return Row(name, precision, errors, first, contestants, left_out, left_to_torch(fxfuse.explain(fast)))
 
 
@@ -203,14 +230,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="networks whose names contain one of these")
     parser.add_argument("--precisions", nargs="*", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--compare", nargs="*", default=[COMPILE], choices=[COMPILE])
+    parser.add_argument("--graph", action="store_true", help="whole steps as CUDA graphs")
     parser.add_argument("--small", action="store_true", help="small models and inputs")
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time for each row")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no row is begun")
     given = parser.parse_args()
     device = torch.device(given.device)
+    if given.graph and device.type != "cuda":
+        parser.error("--graph needs a GPU")
+    results = "training-graph" if given.graph else "training"
     facts = provenance(device, given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())
-    rows = {row.key: row for row in (read(given.output, "training", facts, Row) if given.output is not None else [])}
+    heading += "\n\nEach step is one CUDA graph; memory is what it holds." if given.graph else ""
+    rows = {row.key: row for row in (read(given.output, results, facts, Row) if given.output is not None else [])}
     taken: list[Row] = []
     began = time.monotonic()
     with PRECISIONS["float32"].in_force(), warnings.catch_warnings():
@@ -219,16 +251,16 @@ def main() -> None:
             for name in NETWORKS:
                 if not any(part in name for part in given.only) or time.monotonic() - began > given.budget:
                     continue
-                row = measure(name, precision, given.compare, given.seconds, given.small, given.device)
-                row = replace(row, commit=facts["commit"])
+                options = given.compare, given.seconds, given.small, given.device, given.graph
+                row = replace(measure(name, precision, *options), commit=facts["commit"])
                 taken.append(row)
                 rows[row.key] = row
                 print(render([row]).splitlines()[-1], flush=True)
                 if given.output is not None:
                     every = list(rows.values())
-                    write(given.output, "training", facts, f"{heading}\n\n{render(every)}\n", every)
+                    write(given.output, results, facts, f"{heading}\n\n{render(every)}\n", every)
     print(f"\n{heading}\n\n{render(taken)}")
-    gains = [row.gain for row in taken]
+    gains = [row.gain for row in taken if math.isfinite(row.gain)]
     if gains:
         print(f"\ngeometric mean of best peer / fxfuse: {statistics.geometric_mean(gains):.2f}")
 

@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
-from fxfuse import build, recapture
+from fxfuse import build, recapture, stream_capture
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
@@ -341,7 +341,8 @@ class Recording:
                 if again is None or draws.of_its_own():
                     raise Unfit("it draws random numbers")
                 self._draws = again
-            results = self._graph.capture(lambda: forward(module, *args, **kwargs))
+            with stream_capture.keeping() as self._kept:
+                results = self._graph.capture(lambda: forward(module, *args, **kwargs))
         self._shared = _that_live_on(before["results"], results)
         kept = [*self._buffers, *module.parameters(), *module.buffers(), *lent]
         storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
@@ -550,7 +551,7 @@ def _is_watched() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or _is_watched_beyond_keys(torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else bool)
+        or _is_watched_beyond_keys(stream_capture.is_underway)
     )
 
 

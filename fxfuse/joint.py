@@ -25,6 +25,7 @@ from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
 from fxfuse.program import merge
+from fxfuse.program.observed import draws
 from fxfuse.program.values import Refused, device_of
 from fxfuse.row_padding import is_view, pad_rows, take_padded
 
@@ -227,9 +228,9 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     _simplify(joint.graph, [given[number] for number in traced.buffers])
     count = traced.results + len(traced.buffers)
-    draws = sum(map(_draws, joint.graph.nodes))
+    drawing = sum(map(_draws, joint.graph.nodes))
     forward, backward = _partition()(joint, None, num_fwd_outputs=count)
-    if draws > sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
+    if drawing > sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch makes one of two alike
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -400,7 +401,7 @@ def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple
 
 
 def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return draws(node.target, node.args, node.kwargs)
 
 
 # ------------------------------------------------------------------------------------------- torch's parts

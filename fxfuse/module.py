@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx, nn
 
-from fxfuse import channels_last, dump, ops, plans, recapture
+from fxfuse import channels_last, dump, ops, plans, recapture, stream_capture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untraced, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
@@ -607,6 +607,8 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
     def watching(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
         if _has_other_modes(state):
+            if stream_capture.is_underway():
+                return state.captured.root.forward(*args, **kwargs)
             with state.lock:
                 if _is_outdated(state):
                     self._retrace()
@@ -619,6 +621,8 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
             state.outdated = 1
             return state.captured.root.forward(*args, **kwargs)
         if _is_outdated(state):
+            if stream_capture.is_underway():  # a trace would read the state of the GPU's random numbers
+                return state.captured.root.forward(*args, **kwargs)
             with state.lock:
                 if _is_outdated(state):
                     self._retrace()
@@ -698,7 +702,9 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         given = tuple([name for name in in_order if fixed[name] == GIVEN])
         if (given, constants) == traced_for:
             return forward(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and (given, constants) not in state_of(self).variants:
+        if (given, constants) not in state_of(self).variants and (
+            torch.compiler.is_dynamo_compiling() or stream_capture.is_underway()
+        ):
             return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace
         # not called as a module: it shares the hooks, which run already
         return _variant(self, (given, constants)).forward(*args, **kwargs)

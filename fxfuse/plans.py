@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from fxfuse import build, dump, gated, progress, split
+from fxfuse import build, dump, gated, progress, split, stream_capture
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import Expr, operand_count
@@ -493,7 +493,7 @@ def preparing() -> Iterator[Drafts]:
     """
     drafts = Drafts()
     try:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if stream_capture.is_underway():
             yield drafts
             return
         with collect(drafts.note):

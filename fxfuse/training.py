@@ -3,6 +3,9 @@
 The second call in a row of one kind (shapes, dtypes, which tensors want gradients, autocast) is traced (joint.py). The
 two graphs run without gradients, so that they become programs; one autograd.Function stands for both. Gradients of
 gradients come from the graph itself, as torch computes it.
+
+Whoever captures a step as a CUDA graph (torch.cuda.graph, torch.cuda.make_graphed_callables) captures the programs.
+Nothing is traced meanwhile: a kind of call that has no step by then is captured as torch runs it, with a warning.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +23,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import functional, plans
-from fxfuse.errors import FxfuseError
+from fxfuse import functional, plans, stream_capture
+from fxfuse.errors import FxfuseError, FxfuseWarning
 from fxfuse.guard import Guard
 from fxfuse.joint import Joint, joint_of
 from fxfuse.locks import free_in_children
-from fxfuse.program import MOST_KEPT, are_plain, described, is_captured, switches
+from fxfuse.program import MOST_KEPT, are_plain, described, switches
 from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
@@ -38,6 +42,8 @@ Returned: TypeAlias = list[tuple[tuple[int, ...], int] | None]
 """Of a graph's results the strides and which memory it is; None for one that is no tensor."""
 GIVEN: Final = -1
 """Memory that the graph was given."""
+CALLS_BEFORE_CAPTURE: Final = 3
+"""Steps of a kind by which there are programs of both graphs, where fx could trace the model whole."""
 
 
 class TrainingStep:
@@ -164,7 +170,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: TrainingStep, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         joint = step.joint
-        ctx.step, ctx.random = step, TorchRandomState() if joint.draws else None
+        if is_captured := stream_capture.is_captured(given):
+            stream_capture.keep((*step.forward.buffers(), *step.backward.buffers()))
+        # torch tells nobody the state of a GPU's generator while its draws are captured
+        ctx.step, ctx.random = step, TorchRandomState() if joint.draws and not is_captured else None
         ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
         results, more = step.run_forward(given)
         ctx.mark_non_differentiable(*(each for at, each in enumerate(results) if at not in joint.differentiable))
@@ -218,7 +227,8 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Gradients that have gradients themselves: by torch, from the graph as it was before it was traced.
 
-    Raises FxfuseError if what the graph was given has been changed in place since, but for buffers that it changed.
+    Raises FxfuseError if what the graph was given has been changed in place since, but for buffers that it changed; and
+    if it drew random numbers while it was captured as a CUDA graph.
     """
     given, joint = ctx.given, ctx.step.joint
     if any(
@@ -229,14 +239,14 @@ def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
             "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "
             "a backward with create_graph=True, which computes the forward again; change it afterwards, or a copy of it"
         )
-    now = TorchRandomState()
-    try:
-        if ctx.random is not None:
-            ctx.random.restore()
-        with _autocast_as(ctx.step.autocast):
-            results = joint.reference(*given)
-    finally:
-        now.restore()
+    if joint.draws and ctx.random is None:
+        raise FxfuseError(
+            "gradients of gradients (create_graph=True) of a model that draws random numbers, as dropout does, cannot "
+            "be captured as a CUDA graph: they compute the forward again, with the same numbers. Set the probabilities "
+            "to 0, capture the model that fxfuse.optimize was given, or run this step without a capture"
+        )
+    with _drawing_again(ctx.random), _autocast_as(ctx.step.autocast):
+        results = joint.reference(*given)
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
     found = torch.autograd.grad(
         [results[at] for at in joint.differentiable], [given[number] for number in wanted], list(gradients),
@@ -244,6 +254,20 @@ def _derivable(ctx: Any, gradients: Sequence[torch.Tensor]) -> Iterator[Any]:
     )  # fmt: skip
     by_number = dict(zip(wanted, found, strict=True))
     return (by_number.get(number) for number in range(len(given)))
+
+
+@contextlib.contextmanager
+def _drawing_again(random: TorchRandomState | None) -> Iterator[None]:
+    """Inside, torch draws what it drew from that state on; without one, nothing is drawn."""
+    if random is None:
+        yield
+        return
+    now = TorchRandomState()
+    random.restore()
+    try:
+        yield
+    finally:
+        now.restore()
 
 
 # ------------------------------------------------------------------------------------------ what it depends on
@@ -301,6 +325,8 @@ class Training:
         self._repeats = Repeats()
         self._returned: Returned = []
         """By the last call that was looked at."""
+        self.captured_without_step = 0
+        """Calls that became part of somebody's CUDA graph as torch runs them."""
         try:
             if _top_hooks is None:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
@@ -328,6 +354,9 @@ class Training:
             return self.call(forward, args, kwargs)
         step = next((step for step in self.steps if step.is_for(bound)), None)
         if step is None and _may_have_step(bound):
+            if stream_capture.is_captured(bound.tensors):
+                self._tell_of_capture()
+                return forward(*args, **kwargs)
             is_second = self._repeats.look(lambda: _kind(bound))
             if is_second:
                 step = self._made(bound)
@@ -336,6 +365,15 @@ class Training:
                 self._returned = _returned(result, bound.tensors)
                 return result
         return forward(*args, **kwargs) if step is None else step(bound.tensors)
+
+    def _tell_of_capture(self) -> None:
+        """Says that torch's gradients are captured, which every replay computes."""
+        self.captured_without_step += 1
+        warnings.warn(
+            f"fxfuse: a training step of {type(self._root).__name__} is captured as a CUDA graph, and fxfuse has none "
+            f"for such calls yet: run {CALLS_BEFORE_CAPTURE} steps of the same shapes, dtypes and modes before the "
+            "capture.\nThe graph computes what torch computes.", FxfuseWarning, stacklevel=2,
+        )  # fmt: skip
 
     def _made(self, bound: Bound) -> TrainingStep | None:
         """A step for calls of this kind, or a reason why there is none."""
@@ -364,7 +402,6 @@ def _may_have_step(bound: Bound) -> bool:
         PLAIN.issuperset(map(type, bound.tensors))
         and are_plain(bound.tensors, bound.constants)
         and all(map(torch.numel, bound.tensors))  # of none torch's operators and its traces have different shapes
-        and not is_captured(bound.tensors)
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import build, functional, guard
+from fxfuse import build, functional, guard, stream_capture
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.guard import Guard
@@ -38,7 +38,7 @@ from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Lent, Refused, Step, address, device_of
+from fxfuse.program.values import PLAIN, Call, Launch, Lent, Refused, Slot, Step, address, device_of, slots_of
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -76,6 +76,8 @@ class Program:
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
         """Of torch, by the names of operators and modules."""
+        self.constants = tuple(slot.constant for slot in kept if slot.constant is not None)
+        """What it made of numbers alone while it was recorded, and reads at every call."""
         self._marks = writer.marks
         self.values = recorder.described()
         """What the graph's nodes are like in such a call, by name; tensors as TensorMeta."""
@@ -101,6 +103,7 @@ class Program:
         self._count, self._ties, self._distances = len(tensors), recorder.ties, recorder.distances
         self._distinct = self._count - len(recorder.ties)
         self._guard = Guard(tensors)
+        self._states = _random_states(recorder.steps, tensors)
         self._blank = array("Q", bytes(8 * writer.table_size))
         for index, tensor in writer.constants.items():
             self._blank[index] = address(tensor)
@@ -138,8 +141,15 @@ class Program:
         if (self._differentiable and torch.is_grad_enabled()) or self._constants != constants:
             return None
         table = self._blank[:]
+        alike = tensors
+        if self._states:
+            if any(_kind(tensors[place]) != _kind(state) for place, state in self._states):
+                return None
+            alike = list(tensors)
+            for place, state in self._states:
+                alike[place] = state
         is_alike = (
-            self._guard.holds(tensors, table)
+            self._guard.holds(alike, table)
             and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # what is written must be no other
             and all(tensors[first] is tensors[second] for first, second in self._ties)
             and all(table[second] - table[first] == distance for first, second, distance in self._distances)
@@ -150,6 +160,28 @@ class Program:
     def is_aligned(self, table: array[int]) -> bool:
         """Whether all tensors lie where kernels of this program may read them."""
         return not table[self._count] & (ALIGNMENT - 1)
+
+
+def _random_states(steps: Sequence[Launch | Call], tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Those of the tensors, with their places, that lie on a CPU and that only gradients of torch's attention read.
+
+    They say where its forward drew random numbers. In a forward that is captured as a CUDA graph they lie on the GPU:
+    torch takes both.
+    """
+    readers: dict[Slot, list[str]] = {}
+    for step in steps:
+        for slot in slots_of(step):
+            if slot.kind == "given" and slot.is_apart:
+                readers.setdefault(slot, []).append(step.name if isinstance(step, Call) else "")
+    return [
+        (slot.index, tensors[slot.index])
+        for slot, names in readers.items()
+        if all(name.endswith("attention_backward") for name in names)
+    ]
+
+
+def _kind(tensor: torch.Tensor) -> Any:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]:
@@ -245,6 +277,8 @@ class Programs:
             if table is not None:
                 if not program.is_aligned(table):
                     break
+                if program.constants and stream_capture.is_captured(tensors):
+                    stream_capture.keep(program.constants)
                 try:
                     return program.run(tensors, table)
                 except LaunchError:
@@ -265,7 +299,9 @@ class Programs:
         if not self._pays and not merges:
             self.reason = "nothing is fused"
             return forward(*args, **kwargs)
-        if functional._needs_gradient(tensors) or not are_plain(tensors, constants) or is_captured(tensors):
+        if functional._needs_gradient(tensors) or not are_plain(tensors, constants):
+            return forward(*args, **kwargs)
+        if stream_capture.is_captured(tensors):
             return forward(*args, **kwargs)
         if not self._repeats.look(lambda: (list(map(described, tensors)), constants)):
             return forward(*args, **kwargs)
@@ -306,11 +342,6 @@ class Programs:
 def described(tensor: torch.Tensor) -> Any:
     """What must be the same in two calls in a row. Whatever else matters a program's own guard sees."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the call becomes a CUDA graph: no kernel can be loaded meanwhile."""
-    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def prepare(source: build.Source) -> None:

@@ -42,23 +42,13 @@ class Operation:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers; attention without dropout does not."""
-        return torch.Tag.nondeterministic_seeded in self.overload.tags and self._given().get("dropout_p") != 0
-
-    def _given(self) -> dict[str, Any]:
-        """Its arguments by name, those that have their default too."""
-        arguments = self.overload._schema.arguments
-        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-        return {
-            **defaults,
-            **{one.name: given for one, given in zip(arguments, self.args, strict=False)},
-            **self.kwargs,
-        }
+        """Whether it draws random numbers."""
+        return draws(self.overload, self.args, self.kwargs)
 
     @property
     def _updates_statistics(self) -> bool:
         """Whether it normalises and writes running statistics, of which the schemas of such operators say nothing."""
-        given = self._given()
+        given = _by_name(self.overload, self.args, self.kwargs)
         trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
         return trains and given.get("running_mean") is not None
 
@@ -73,6 +63,19 @@ class Operation:
     def allocates(self) -> bool:
         """Whether it makes a tensor without contents."""
         return self.overload in _ALLOCATING
+
+
+def draws(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers; attention without dropout does not."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(overload, "tags", ())
+    return is_random and _by_name(overload, args, kwargs).get("dropout_p") != 0
+
+
+def _by_name(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """An operator's arguments by name, those that have their default too."""
+    arguments = overload._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return {**defaults, **{one.name: given for one, given in zip(arguments, args, strict=False)}, **kwargs}
 
 
 class Operators(TorchDispatchMode):

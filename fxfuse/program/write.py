@@ -29,10 +29,9 @@ from fxfuse.program.values import (
     written_by,
 )
 
-
 MOST_TAKEN: Final = 8
-"""Pieces of memory that are allocated before the launches that need them. A forward that keeps hundreds of results would
-else let the GPU wait until all are there: an allocation takes about as long as a launch."""
+"""Pieces of memory that are allocated before the launches that need them. A forward that keeps hundreds of results
+would else let the GPU wait until all are there: an allocation takes about as long as a launch."""
 
 
 def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:

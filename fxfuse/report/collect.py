@@ -17,6 +17,7 @@ from fxfuse.module import FusedModule, is_fused, state_of, stops
 from fxfuse.problem import Plan
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
+from fxfuse.training import CALLS_BEFORE_CAPTURE
 
 _T = TypeVar("_T")
 
@@ -167,6 +168,11 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
         return
     if training.reason is not None:
         yield f"gradients of {what} come from torch: {training.reason}"
+    if training.captured_without_step:
+        yield (
+            f"gradients of {what} come from torch in CUDA graphs that were captured before there was a step for such "
+            f"calls: {training.captured_without_step} (after {CALLS_BEFORE_CAPTURE} of a kind there is one)"
+        )
     for step in training.steps:
         yield f"in training, {what} keeps {step.joint.kept_bytes / 2**20:.1f} MB for the backward"
         for name, half in (("forward", step.forward), ("backward", step.backward)):

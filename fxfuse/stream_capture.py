@@ -1,0 +1,48 @@
+"""Calls that somebody captures as a CUDA graph: whether one is captured now, and memory that the graph goes on reading.
+
+A capture takes launches down and runs none of them, so that nothing can be compiled, measured or waited for meanwhile.
+Replays read memory where it lay then. Results and scratch come from the graph's own pool, and live as long as it does;
+what a program made before (masks, positions: program/constants.py) would go with the program, so it is kept here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import torch
+
+
+def is_underway() -> bool:
+    """Whether the current stream is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
+    """The same, asked by a call of these tensors."""
+    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+_for_good: Final[dict[int, torch.Tensor]] = {}
+"""By identity, what graphs of others read: nobody says when one of them is gone."""
+_own = threading.local()
+
+
+def keep(tensors: Iterable[torch.Tensor]) -> None:
+    """Lets tensors outlive whoever has them, for the graph that is captured now: as long as the one of `keeping`, or
+    for good."""
+    kept: dict[int, torch.Tensor] = getattr(_own, "kept", _for_good)
+    kept.update((id(tensor), tensor) for tensor in tensors)
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, this thread captures a graph whose owner keeps what it reads: the dictionary that is given."""
+    kept: dict[int, torch.Tensor] = {}
+    _own.kept = kept
+    try:
+        yield kept
+    finally:
+        del _own.kept
