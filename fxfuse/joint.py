@@ -268,7 +268,8 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
         pad_rows(backward.graph, {*gradients.all_input_nodes})
     _lay_as_leaves(backward.graph, tensors)
-    with backward.graph.inserting_after([node for node in backward.graph.nodes if node.op == "placeholder"][-1]):
+    first = next(node for node in backward.graph.nodes if node.op != "placeholder")
+    with backward.graph.inserting_before(first):
         backward.graph.placeholder("lent")
     for half in (forward, backward):
         half.recompile()

@@ -19,6 +19,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse import build
+from fxfuse.cuda import loops as kernels
 from fxfuse.module import state_of
 from fxfuse.program import attention, merge, record
 from fxfuse.program.indices import Index, Quotient, Remainder, Variable, variable
@@ -1042,6 +1043,38 @@ def test_rows(name, device):
     made = checked(model, device, *shape, exact=False)
     if kernels is not None:
         assert (made.launches - 1, made.calls - Counter(cumsum=1)) == (kernels, Counter()), made.code
+
+
+SUMS_OF_THE_SAME = {
+    "rows": (lambda x: (x.sum(-1), (x * x.sin()).sum(-1), x.amax(-1)), (3, 4, 96)),
+    "long rows": (lambda x: (x.sum(-1) * 2, (x * x.sin()).sum(-1)), (40, 5000)),
+    "columns": (lambda x: (x.sum(0), (x * x.cos()).sum(0)), (60, 64)),
+    "pixels in channels_last": (
+        lambda x: (lambda y, m: ((y * m).sum((2, 3)), (y * m * y.cos()).sum((2, 3))))(pictures(x), pictures(x) > 0),
+        (2, 30, 30, 40),
+    ),
+    "rows, one of a sum of them": (lambda x: ((x - x.mean(-1, True)).square().sum(-1), x.sum(-1)), (3, 4, 96)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS_OF_THE_SAME)
+def test_sums_of_the_same_are_one_kernel(name, device, monkeypatch):
+    """As batch normalisation's gradients need them: memory is read once."""
+    texts, source_of = [], kernels.source_of
+    monkeypatch.setattr(kernels, "source_of", lambda found: texts.append(source_of(found)) or texts[-1])
+    compute, shape = SUMS_OF_THE_SAME[name]
+    checked(Net(lambda m, x: compute(x.cumsum(0))), device, *shape, exact=False)
+    assert [text.count("struct Body") for text in texts if "Totals<" in text] == [1]
+
+
+def test_sums_are_apart_where_another_kernel_needs_one_for_the_other(device):
+    def forward(_, x):
+        x = x.cumsum(0)
+        mean = x.mean(-1)
+        x[:, 0] = mean * 2
+        return mean, (x * x).sum(-1)
+
+    checked(Net(forward), device, 6, 70, exact=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

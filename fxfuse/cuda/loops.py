@@ -7,6 +7,7 @@ and the rest is read element by element: `Text._computed` says which. Nothing he
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections import Counter
@@ -19,7 +20,7 @@ from fxfuse.codegen import function
 from fxfuse.cuda.codegen import CPP_TYPES, functions
 from fxfuse.expression import Expr
 from fxfuse.problem import RESULT_DTYPES
-from fxfuse.program.indices import Index, variable
+from fxfuse.program.indices import Index, Variable, variable
 from fxfuse.program.loops import (
     SECTOR,
     Inside,
@@ -27,6 +28,7 @@ from fxfuse.program.loops import (
     Loops,
     Read,
     Reduced,
+    height_of,
     kinds_of,
     reductions_of,
     rows_of,
@@ -291,25 +293,26 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
     functions_, loops_, longest = [], [], 1
     if held is not None:
         loops_ += [f"{kind} {name}[{held.turns}][{held.vector}];" for name, kind in held.variables.items()]
-    for turn, row in enumerate(reductions):
-        vector = 1 if rows.inner else _vector_of_row(row) if held is None else held.vector
-        text.begin(max(vector, beside), held, row.over.size // vector)
-        at = _cut(row.over.name, row.over.size, vector)
-        terms = ["0.0f", *text.leaves([substituted(leaf, at) for leaf in row.leaves])]
-        kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
-        kinds = kinds_of(row.expression, row.leaves)
-        functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
-        which = "lane" if rows.inner else "0"
+    turns = itertools.count()
+    for together in _together(reductions):
+        over = together[0].over
+        vector = 1 if rows.inner else _vector_of_rows(together) if held is None else held.vector
+        text.begin(max(vector, beside), held, over.size // vector)
+        at, which = _cut(over.name, over.size, vector), "lane" if rows.inner else "0"
         inside = "" if held is None else "if (inside) "
-        text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(terms)}));")
-        runs = text.number(row.over.size // vector)
-        loops_ += [
-            f"Totals<{kind}, {beside}> {total};",
-            *_loop(runs, row.over.size // vector, max(vector, beside), text),
-            f"{total}.template across_threads<kColumns, kLanes, kLoopsThreads, {turn}>();",
-        ]
-        text.rows[row] = f"{total}.value[{which}]"
-        longest = max(longest, row.over.size // vector)
+        before, after = [], []
+        for row, turn in zip(together, turns, strict=False):
+            terms = ["0.0f", *text.leaves([substituted(leaf, at) for leaf in row.leaves])]
+            kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
+            kinds = kinds_of(row.expression, row.leaves)
+            functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
+            text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(terms)}));")
+            before.append(f"Totals<{kind}, {beside}> {total};")
+            after.append(f"{total}.template across_threads<kColumns, kLanes, kLoopsThreads, {turn}>();")
+            text.rows[row] = f"{total}.value[{which}]"
+        runs = text.number(over.size // vector)
+        loops_ += [*before, *_loop(runs, over.size // vector, max(vector, beside), text), *after]
+        longest = max(longest, over.size // vector)
     vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
     text.begin(width, held, length // vector)
@@ -340,10 +343,19 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
     return body, count
 
 
-def _vector_of_row(row: Reduced) -> int:
-    """How many elements of a row are read at once."""
-    widest = max((leaf.dtype.itemsize for leaf in row.leaves if isinstance(leaf, Read)), default=1)
-    return math.gcd(ACCESS // widest, row.over.size)
+def _together(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
+    """Those that one loop adds up, since none is made of another; in an order in which each comes after those that it
+    is made of."""
+    found: dict[Variable, list[Reduced]] = {}
+    for row in reductions:
+        found.setdefault(row.over, []).append(row)
+    return [found[over] for over in sorted(found, key=lambda over: height_of(over))]
+
+
+def _vector_of_rows(together: Sequence[Reduced]) -> int:
+    """How many elements of rows are read at once, that one loop adds up."""
+    dtypes = (leaf.dtype for row in together for leaf in row.leaves if isinstance(leaf, Read))
+    return math.gcd(ACCESS // max((dtype.itemsize for dtype in dtypes), default=1), together[0].over.size)
 
 
 def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> Held | None:
@@ -351,13 +363,15 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     size = reductions[0].over.size
     if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
-    vector = math.gcd(_vector(output, length), *map(_vector_of_row, reductions))
+    loops = _together(reductions)
+    vector = math.gcd(_vector(output, length), *map(_vector_of_rows, loops))
     within = Inside(variable(_ALONG, length), size)
     readers, also = Counter[Read](), dict[Read, Read]()
-    for row in reductions:
-        at = _cut(row.over.name, size, vector)
+    for together in loops:
+        at = _cut(together[0].over.name, size, vector)
         # in the order of the leaves, not of a set: the text must be the same in every process, or it is compiled again
-        reads = (read for leaf in row.leaves if isinstance(read := substituted(leaf, at), Read))
+        leaves_ = (leaf for row in together for leaf in row.leaves)
+        reads = (read for leaf in leaves_ if isinstance(read := substituted(leaf, at), Read))
         readers.update(list(dict.fromkeys(reads)))
     for leaf in leaves:
         if isinstance(leaf, Read) and (size == length or within in leaf.where):

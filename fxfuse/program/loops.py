@@ -372,6 +372,26 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
     return Loops(whole.output, whole.expression, tuple(map(_numbered, whole.leaves)), whole.also, whole.into)
 
 
+def beside(one: Loops, two: Loops) -> Loops | None:
+    """Both as one, if their results lie alike and have rows alike, and neither computes what the other reads."""
+    outputs = [store.output for store in (*one.stores, *two.stores)]
+    lie_alike = all((each.shape, each.strides) == (one.output.shape, one.output.strides) for each in outputs)
+    memory = {each.slot for each in outputs}
+    is_apart = len(memory) == len(outputs) and memory.isdisjoint(read.slot for read in (*one.reads, *two.reads))
+    if not (lie_alike and is_apart) or one.into is not None or two.into is not None:
+        return None
+    overs = [{row.over for row in loops.reductions} for loops in (one, two)]
+    if not (overs[0] <= overs[1] or overs[1] <= overs[0]):
+        return None
+    body = Body()
+    stores = []
+    for loops in (one, two):
+        places = {number: body.leaf(leaf) for number, leaf in enumerate(loops.leaves)}
+        stores += [Store(store.output, with_operands(store.expression, places)) for store in loops.stores]
+    whole = body.loops(one.output, stores[0].expression, stores[1:])
+    return whole if rows_of(whole) == rows_of(one) == rows_of(two) else None
+
+
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
     """The same loops reading `same[slot]` in the place of a slot. Indices that lie in memory are not redirected."""
 
@@ -617,6 +637,11 @@ def row_variable(height: int, size: int) -> Variable:
     return Variable(f"{ROW}{height}", size)
 
 
+def height_of(over: Variable) -> int:
+    """The number that row_variable was given."""
+    return int(over.name.removeprefix(ROW))
+
+
 def _height(leaves: Iterable[Leaf]) -> int:
     return max((1 + _height(leaf.leaves) for leaf in leaves if isinstance(leaf, Reduced)), default=0)
 
@@ -636,7 +661,7 @@ def _renamed(leaf: Leaf, by: int) -> Leaf:
     """The leaf with greater numbers of its rows' variables: others are put into it."""
     if not isinstance(leaf, Reduced):
         return leaf
-    over = row_variable(int(leaf.over.name.removeprefix(ROW)) + by, leaf.over.size)
+    over = row_variable(height_of(leaf.over) + by, leaf.over.size)
     values = {leaf.over.name: variable(over.name, over.size)}
     own = (_renamed(substituted(inner, values), by) for inner in leaf.leaves)  # this row's before those of others
     return Reduced(leaf.op, over, leaf.expression, tuple(own))
@@ -716,6 +741,12 @@ def work_of(loops: Loops, rows: Rows | None = None) -> int:
         return LARGEST**2
     outer, _, inner = rows.sizes(loops.output.shape)
     return elements + outer * inner * sum(row.over.size for row in loops.reductions)
+
+
+def read_along_rows(loops: Loops) -> set[Read]:
+    """What they read one after the other, to add it up."""
+    reads = ((row, leaf) for row in loops.reductions for leaf in row.leaves if isinstance(leaf, Read))
+    return {leaf for row, leaf in reads if leaf.index.depends_on(row.over.name)}
 
 
 def rows_pay(loops: Loops) -> bool:

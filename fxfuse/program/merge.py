@@ -30,9 +30,11 @@ from fxfuse.program.loops import (
     Loops,
     Read,
     all_leaves,
+    beside,
     has_rows_read,
     inlined,
     is_read_in_place,
+    read_along_rows,
     reads_alike,
     rows_pay,
     times_read,
@@ -304,6 +306,8 @@ class _Plan:
         self._drop_unread()
         self._store_on_the_way()
         self._drop_unread()
+        if suits is None:
+            self._add_up_together()
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
         for number, loops in self.computed.items():
@@ -445,6 +449,39 @@ class _Plan:
             self.absent.add(number)
             self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
             touched[number], touched[reader] = set(), self.touched(reader)
+
+    def _add_up_together(self) -> None:
+        """Lets one kernel go over rows of the same tensors for several results: sums of gradients, and of gradients by
+        what they are of. Memory is read once then."""
+        for number in sorted(self.computed):
+            if number not in self.computed or not self.computed[number].reductions:
+                continue
+            for other in range(number + 1, len(self._steps)):
+                if self._is_torchs(other):
+                    break
+                one, two = self.computed[number], self.computed.get(other)
+                whole = None if two is None or not two.reductions else beside(one, two)
+                if whole is None or two is None or not self._is_worth_it(whole, one, two):
+                    continue
+                if not self.may_join(other, [number]):
+                    continue
+                self.computed[number] = whole
+                del self.computed[other]
+                self.absent.add(other)
+                self._parts.setdefault(number, []).append(other)
+                for store in two.stores:
+                    slot = store.output.slot
+                    if slot.kind == "made" and other == self._writers[slot][0]:
+                        self.made[slot] = store.output
+                    self._writers[slot] = sorted(number if one == other else one for one in self._writers[slot])
+
+    def _is_worth_it(self, whole: Loops, one: Loops, two: Loops) -> bool:
+        """Whether a kernel computes two loops, as one, better than two do."""
+        leaves, nodes = whole.size
+        fits = leaves <= MOST_LEAVES and nodes <= MOST_NODES and len(_sources(whole)) <= MAX_TENSORS
+        fits = fits and len(whole.stores) <= MOST_RESULTS
+        reads = read_along_rows(one), read_along_rows(two)
+        return fits and 2 * len(reads[0] & reads[1]) >= min(map(len, reads)) > 0 and rows_pay(whole)
 
     def begins(self, number: int, slot: Slot) -> bool:
         """Whether memory of torch's begins with what a step puts there."""
