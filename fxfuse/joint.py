@@ -25,6 +25,7 @@ from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
 from fxfuse.program import merge
+from fxfuse.program.memory import SMALL
 from fxfuse.program.observed import draws
 from fxfuse.program.values import Refused, device_of
 from fxfuse.row_padding import is_view, pad_rows, take_padded
@@ -54,6 +55,8 @@ class Joint:
     """The buffers, by number, into which the forward writes."""
     kept_bytes: int
     """Of what the forward makes and keeps for the backward alone."""
+    large: tuple[int, ...]
+    """Where among what is kept that is, if it is worth lending."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced
@@ -283,7 +286,8 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         depends=_dependences(backward, tangents),
         gradients=tuple(TensorMeta.of(value, value.device) for value in values),
         changed=frozenset(primals.index(node) for node in changed),
-        kept_bytes=sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in more),
+        kept_bytes=sum(map(_nbytes, more)),
+        large=tuple(at for at, node in enumerate(kept) if by_name[node.name][0] == "more" and _nbytes(node) >= SMALL),
         draws=any(map(_draws, forward.graph.nodes)),
         reference=traced,
         layouts=layouts,
@@ -352,6 +356,10 @@ def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _nbytes(node: fx.Node) -> int:
+    return int(node.meta["val"].numel() * node.meta["val"].element_size())
 
 
 def _is_fresh(node: fx.Node) -> bool:

@@ -42,7 +42,7 @@ Returned: TypeAlias = list[tuple[tuple[int, ...], int] | None]
 """Of a graph's results the strides and which memory it is; None for one that is no tensor."""
 GIVEN: Final = -1
 """Memory that the graph was given."""
-CALLS_BEFORE_CAPTURE: Final = 3
+CALLS_BEFORE_CAPTURE: Final = 4
 """Steps of a kind by which there are programs of both graphs, where fx could trace the model whole."""
 
 
@@ -66,7 +66,6 @@ class TrainingStep:
             raise Refused("what it changes shares memory with something else that it was given")
         self._strides = [own[result][0] for result in range(joint.results)]
         self.forward, self.backward = fused(joint.forward), fused(joint.backward)
-        self._own = [at for at, (kind, _) in enumerate(joint.kept) if kind == "more"]
         self._is_prepared = False
         self._constants, self._settings, self.autocast = bound.constants, _settings(bound.tensors), _autocast()
         self._guard = Guard(bound.tensors)
@@ -139,9 +138,9 @@ class TrainingStep:
             return self.backward.forward(*kept, *alike, lent)  # type: ignore[no-any-return]
 
     def _lent(self, kept: Sequence[torch.Tensor]) -> Lent:
-        """What of that the forward made for the backward alone, and nobody has got hold of."""
+        """What of that the forward made for the backward alone, and nobody has got hold of; if it is large."""
         marks = bytearray(len(kept))
-        for at, mark in zip(self._own, self._guard.alone([kept[at] for at in self._own]), strict=True):
+        for at, mark in zip(self.joint.large, self._guard.alone([kept[at] for at in self.joint.large]), strict=True):
             marks[at] = mark
         return Lent(marks)
 

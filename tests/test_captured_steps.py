@@ -444,8 +444,9 @@ def state_and(model, results):
 @pytest.mark.filterwarnings("error::fxfuse.FxfuseWarning")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", STEPS)
-def test_replays_give_what_steps_give(name, autocast):
+def test_replays_give_what_steps_give(name, autocast, monkeypatch):
     """With other data each, and the same random numbers; batch statistics are counted by replays, too."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of few channels it is used in channels_last only
     model, shape = made_of(name)
     exact = copy.deepcopy(model).cuda().double()
     fast, twin, eager = three(model)
@@ -470,7 +471,7 @@ def test_replays_give_what_steps_give(name, autocast):
     first = state_and(fast, results)
     graph.replay()
     again = state_and(fast, results)
-    assert (relative_error(again[0], first[0]) > 1e-3) is (name in DRAWING), "replays draw new numbers, if any"
+    assert (relative_error(again[0], first[0]) > 1e-5) is (name in DRAWING), "replays draw new numbers, if any"
     made(fast), made(twin)
 
 
@@ -554,7 +555,7 @@ def test_graphed_callables_give_what_steps_give(name):
         for each in (graphed, twin):
             torch.manual_seed(seed)
             found.append(state_and(each, trained(each, x)))
-        assert_near(*found, 1e-5, f"call {seed}")
+        assert_near(*(each[1:] for each in found), 1e-5, f"call {seed}")  # but for the loss, as above
     made(fast)
 
 

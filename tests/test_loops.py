@@ -1047,7 +1047,7 @@ def test_rows(name, device):
 
 SUMS_OF_THE_SAME = {
     "rows": (lambda x: (x.sum(-1), (x * x.sin()).sum(-1), x.amax(-1)), (3, 4, 96)),
-    "long rows": (lambda x: (x.sum(-1) * 2, (x * x.sin()).sum(-1)), (40, 5000)),
+    "long rows": (lambda x: (x.square().sum(-1) * 2, (x * x.tanh()).sum(-1)), (40, 5000)),
     "columns": (lambda x: (x.sum(0), (x * x.cos()).sum(0)), (60, 64)),
     "pixels in channels_last": (
         lambda x: (lambda y, m: ((y * m).sum((2, 3)), (y * m * y.cos()).sum((2, 3))))(pictures(x), pictures(x) > 0),
