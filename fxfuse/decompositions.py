@@ -153,13 +153,18 @@ def _attention_backward(
     again. That kernel computes a few per cent of what tensor cores can; it has no scores in memory."""
     queries, keys, width = q.shape[-2], k.shape[-2], q.shape[-1]
     kept = sum(each.numel() for each in (q, k, v, out))
-    if q.dtype != torch.float32 or dropout or mask is not None or q.numel() // width * keys > MOST_SCORES * kept:
+    if q.dtype != torch.float32 or dropout or wanted[3] or q.numel() // width * keys > MOST_SCORES * kept:
         return NotImplemented
     as_matrices = [each.reshape(-1, *each.shape[-2:]) for each in (gradient, q, k, v, out)]
     of_out, left, right, values, made = as_matrices
     factor = 1 / math.sqrt(width) if scale is None else scale
-    logs = logsumexp[..., :queries].reshape(-1, queries, 1)  # which are a multiple of 32
-    weights = torch.exp(torch.bmm(left, right.mT) * factor - logs)
+    logs = logsumexp[..., :queries].unsqueeze(-1)  # which are a multiple of 32
+    weights = torch.bmm(left, right.mT) * factor
+    if mask is None:
+        weights = torch.exp(weights - logs.reshape(-1, queries, 1))
+    else:  # heads share it, so that it is no matrix for each
+        of_heads = torch.exp(weights.view(*q.shape[:-1], keys) + mask - logs)
+        weights = torch.where(mask == -math.inf, 0.0, of_heads).view(weights.shape)
     if is_causal:
         rows, columns = (torch.arange(size, device=q.device) for size in (queries, keys))
         weights = torch.where(columns <= rows.unsqueeze(1), weights, 0.0)
