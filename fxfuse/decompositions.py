@@ -39,22 +39,13 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
     known = {**taken_apart, _aten.native_dropout.default: _native_dropout}
     if device == "cpu":
         return known
-    attention = {
-        getattr(_aten, name).default: _attention_backward
-        for name in ("_scaled_dot_product_efficient_attention_backward",)
-        if hasattr(_aten, name)
+    return known | {
+        _aten.nll_loss_backward.default: _nll_loss_backward,
+        _aten.var_mean.correction: _var_mean,
+        _aten._native_batch_norm_legit_functional.default: _batch_norm,
+        _aten.native_batch_norm_backward.default: _batch_norm_backward,
+        _aten.convolution_backward.default: _convolution_backward,
     }
-    return (
-        known
-        | attention
-        | {
-            _aten.nll_loss_backward.default: _nll_loss_backward,
-            _aten.var_mean.correction: _var_mean,
-            _aten._native_batch_norm_legit_functional.default: _batch_norm,
-            _aten.native_batch_norm_backward.default: _batch_norm_backward,
-            _aten.convolution_backward.default: _convolution_backward,
-        }
-    )
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -142,40 +133,6 @@ _PART: Final = 512
 """Pixels whose 32 bytes each (of channels that lie side by side) a block of threads finds in its cache again."""
 _LEAST: Final = 32
 """Pixels of which it pays to take the mean."""
-
-
-def _attention_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    out: torch.Tensor, logsumexp: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, dropout: float,
-    wanted: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
-) -> Any:  # fmt: skip
-    """In float32, as five products of matrices. What is kept is what torch's kernel keeps: the scores are computed
-    again. That kernel computes a few per cent of what tensor cores can; it has no scores in memory."""
-    queries, keys, width = q.shape[-2], k.shape[-2], q.shape[-1]
-    kept = sum(each.numel() for each in (q, k, v, out))
-    if q.dtype != torch.float32 or dropout or wanted[3] or q.numel() // width * keys > MOST_SCORES * kept:
-        return NotImplemented
-    as_matrices = [each.reshape(-1, *each.shape[-2:]) for each in (gradient, q, k, v, out)]
-    of_out, left, right, values, made = as_matrices
-    factor = 1 / math.sqrt(width) if scale is None else scale
-    logs = logsumexp[..., :queries].unsqueeze(-1)  # which are a multiple of 32
-    weights = torch.bmm(left, right.mT) * factor
-    if mask is None:
-        weights = torch.exp(weights - logs.reshape(-1, queries, 1))
-    else:  # heads share it, so that it is no matrix for each
-        of_heads = torch.exp(weights.view(*q.shape[:-1], keys) + mask - logs)
-        weights = torch.where(mask == -math.inf, 0.0, of_heads).view(weights.shape)
-    if is_causal:
-        rows, columns = (torch.arange(size, device=q.device) for size in (queries, keys))
-        weights = torch.where(columns <= rows.unsqueeze(1), weights, 0.0)
-    of_scores = weights * (torch.bmm(of_out, values.mT) - (of_out * made).sum(-1, keepdim=True)) * factor
-    found = torch.bmm(of_scores, right), torch.bmm(of_scores.mT, left), torch.bmm(weights.mT, of_out)
-    return *(each.view(like.shape) for each, like in zip(found, (q, k, v), strict=True)), None
-
-
-MOST_SCORES: Final = 8
-"""Times as many of attention's scores as there are elements of what it is made of and makes, that may lie in memory in
-a backward: a layer's part, that is, of what a step keeps of the others."""
 
 
 def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:

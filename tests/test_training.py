@@ -12,7 +12,7 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CAPABILITY, COPIES, Net, Net2, batch_norm, linear, randn, relative_error
+from helpers import CAPABILITY, COPIES, Net, Net2, batch_norm, linear, randn
 from test_loops import GPUS, where
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -1589,62 +1589,6 @@ def test_products_of_attention_are_kernels_of_ours_on_a_gpu(tokens, autocast, co
     (step,) = made(fast)
     halves = [list(half.graph.nodes) for half in (step.forward, step.backward)]
     assert [[node.target is fxfuse.functional.bmm for node in nodes].count(True) for nodes in halves] == counts
-
-
-@pytest.mark.parametrize("masked", ["", "causal", "by a mask"])
-@pytest.mark.parametrize(("queries", "keys", "scale"), [(40, 40, None), (33, 64, 0.3), (64, 7, None)])
-def test_gradients_of_attention_as_products(queries, keys, scale, masked):
-    """From what torch's kernel keeps, logarithms that are as many as a multiple of 32 among them."""
-    q, k, v = (randn(2, 3, n, 16, seed=n).double().requires_grad_() for n in (queries, keys, keys + 1))
-    v = v[:, :, :keys]
-    bias = torch.zeros(queries, keys) if masked else None
-    if masked:
-        bias.masked_fill_(torch.ones(queries, keys).tril() == 0, -math.inf)
-    if masked == "by a mask":  # which heads share
-        bias = (bias + randn(2, 1, queries, keys)).expand(2, 3, -1, -1)
-    scores = q @ k.mT * (0.25 if scale is None else scale) + (0 if bias is None else bias)
-    out = scores.softmax(-1) @ v
-    gradient = randn(*out.shape, seed=5).double()
-    expected = torch.autograd.grad(out, (q, k, v), gradient)
-    logs = torch.full((2, 3, -(-queries // 32) * 32), math.inf)
-    logs[..., :queries] = scores.logsumexp(-1).float()
-    given = [each.detach().float() for each in (gradient, q, k, v)]
-    rest = (
-        out.detach().float(),
-        logs,
-        torch.tensor(0),
-        torch.tensor(0),
-        0.0,
-        [True, True, True, False],
-        masked == "causal",
-    )
-    bias = None if masked == "causal" else bias
-    decomposed = joint.decompositions("cuda")[torch.ops.aten._scaled_dot_product_efficient_attention_backward.default]
-    *found, of_mask = decomposed(*given, bias, *rest, scale=scale)
-    assert of_mask is None and all(relative_error(*pair) < 2e-6 for pair in zip(found, expected, strict=True))
-    assert decomposed(*(each.half() for each in given), bias, *rest, scale=scale) is NotImplemented
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")
-@pytest.mark.parametrize("masked", ["", "causal", "by a mask"])
-@pytest.mark.parametrize(("tokens", "products"), [(64, 5), (2048, 0)], ids=["few scores", "many scores"])
-def test_gradients_of_torchs_attention_on_a_gpu(tokens, products, masked):
-    mask = torch.rand(2, 1, tokens, tokens, device="cuda") > 0.3 if masked == "by a mask" else None
-
-    def attend(m, x):
-        q, k, v = m.a(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        how = {"is_causal": masked == "causal", "attn_mask": mask}
-        return F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    fast, model, exact = triple(Net(attend, a=nn.Linear(8, 96)).cuda())
-    for call in range(4):
-        x = randn(2, tokens, 8, seed=call).cuda().requires_grad_()
-        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact([x]))]
-        assert_errors_as_eagers(*found, where=f"call {call}", factor=4.0)
-    (step,) = made(fast)
-    assert [node.target is fxfuse.functional.bmm for node in step.backward.graph.nodes].count(True) == products
 
 
 def test_kernels_of_both_halves_are_compiled_together(monkeypatch):
