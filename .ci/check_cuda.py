@@ -43,6 +43,7 @@ from fxfuse.cuda import (
 )
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.conv2d_problem import Layout as ImageLayout
+from fxfuse.cuda.gpu import ARCHITECTURES
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import Precision
 from fxfuse.expression import Acc, parse
@@ -55,9 +56,12 @@ from fxfuse.program.values import Slot, Value
 
 HOPPER = "90a"
 """Kernels by warpgroup products take its own instructions."""
-SHARED_LIMIT = 163 << 10  # bytes per block on sm_80
-HOPPER_SHARED = 228 << 10  # bytes per multiprocessor
-OTHERS = {"86": 99 << 10, "89": 99 << 10, "100a": 227 << 10, "120a": 99 << 10}
+SHARED_LIMIT = ARCHITECTURES[8, 0].shared_memory_per_block_optin
+HOPPER_SHARED = ARCHITECTURES[9, 0].shared_memory_per_multiprocessor
+OTHERS = {
+    name: ARCHITECTURES[capability].shared_memory_per_block_optin
+    for name, capability in {"86": (8, 6), "89": (8, 9), "100a": (10, 0), "120a": (12, 0)}.items()
+}
 """Further architectures, and bytes of shared memory that a block has there."""
 KERNELS = PACKAGE / "cuda" / "kernels"
 

@@ -15,6 +15,7 @@ waiting. toolchain.py sees to it that compilers end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.machinery
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +36,8 @@ from typing import Any, Final
 import torch
 
 from fxfuse import cache, dump, packaged, progress, toolchain
-from fxfuse.errors import BuildError, ToolchainError
+from fxfuse.cuda import gpu
+from fxfuse.errors import BuildError, MissingKernelError, ToolchainError
 from fxfuse.locks import free_in_children
 
 logger = logging.getLogger("fxfuse")
@@ -142,7 +144,8 @@ def load(source: Source) -> Launch:
     """
     key = _key(source)
     dump.kernel(source.text, source.label, key, source.is_cuda, _flags(source))
-    found = _loaded.get(key) or _load_cached(key, source) or _load_packaged(source)
+    is_absent = source.is_cuda and gpu.standing_in() is not None
+    found = _absent(key) if is_absent else _loaded.get(key) or _load_cached(key, source) or _load_packaged(source)
     if found is None:
         check_may_build(source.label)
         found = _build_once(source, key)
@@ -151,6 +154,40 @@ def load(source: Source) -> Launch:
     for sources in getattr(_thread, "noted", ()):
         sources.append(source)
     return found
+
+
+def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
+    """`load` each, together; the error in the place of a kernel that a package does not have.
+
+    Raises what `load` does beside that.
+    """
+    call, standing = packaged.this_call(), gpu.standing_in()
+
+    def loaded(source: Source) -> Launch | MissingKernelError:
+        try:
+            with packaged.only(*call), gpu.instead_of(standing):  # as the thread that asks
+                return load(source)
+        except MissingKernelError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(sources))) as pool:
+        return list(pool.map(loaded, sources))
+
+
+class _Absent:
+    """A kernel for a GPU that is not here: to launch it does nothing."""
+
+    def __init__(self, key: str) -> None:
+        self.functions = (int(key, 16),) * 2
+        """In the place of the addresses of its two functions (binding.h), as distinct as those."""
+
+    def launch(self, params: bytes, context: int, *pointers: int) -> None:
+        """Does nothing."""
+
+
+@functools.cache
+def _absent(key: str) -> Launch:
+    return _Absent(key).launch
 
 
 _source_of: Final[dict[Launch, Source]] = {}
@@ -246,6 +283,12 @@ def library_of(source: Source) -> tuple[str, Path]:
     raise FileNotFoundError(f"the kernel cache did not keep {source.label}")
 
 
+def libraries_of(sources: Sequence[Source]) -> list[tuple[str, Path]]:
+    """`library_of` each; those that are not in the cache are built together."""
+    with ThreadPoolExecutor(MOST_OF_A_UNIT * PROCESSORS) as pool, interrupted_together():
+        return list(pool.map(library_of, sources))
+
+
 def import_library(key: str, library: Path) -> Launch:
     """The function launch of the kernel `key` in a library. Raises ImportError or OSError if it cannot be loaded."""
     return _import(key, library)
@@ -260,6 +303,16 @@ def _import(key: str, library: Path) -> Launch:
     loader.exec_module(module)
     launch: Launch = module.launch
     return launch
+
+
+@functools.cache
+def _bring_runtime() -> None:
+    """Loads the CUDA runtime that kernels are linked to, where torch has none and it may not lie where libraries do."""
+    home = toolchain.cuda_home()
+    for folder in ("lib64", "lib"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(os.path.join(home or "", folder, "libcudart.so"), mode=ctypes.RTLD_GLOBAL)
+            return
 
 
 def _module(key: str) -> str:
@@ -444,6 +497,8 @@ def _compile(unit: Sequence[_Build]) -> list[Launch]:
             sources = {build.key: build.source for build in unit}
             first.job.run(lambda: _load_inline(sources, _module(first.key), folder), folder)
             library = next(folder.glob("*.so"))
+            if first.source.is_cuda and torch.version.cuda is None:
+                _bring_runtime()
             launches = [_import(build.key, library) for build in unit]
         except toolchain.TimeLimit as error:
             text = f"{error} (FXFUSE_COMPILE_TIMEOUT sets this limit)"

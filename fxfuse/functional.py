@@ -29,6 +29,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fxfuse import ops, plans
+from fxfuse.cuda import gpu, stand_in
+from fxfuse.cuda.stand_in import StandIn
 from fxfuse.plans import GRADIENTS_DUE, RECAST, REMOVED, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
@@ -83,8 +85,8 @@ def _hashable(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ the short way
 
-_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Tensors that nobody intercepts: no subclass, no fake."""
+_PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter, StandIn))
+"""Tensors that nobody intercepts: no subclass, no fake, but those that stand in for a GPU's."""
 _STRIDED: Final = frozenset((torch.strided,))
 _NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
 _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
@@ -108,7 +110,7 @@ def _observed(profiled: bool = True) -> bool:
 def _intercepted() -> bool:
     """Whether anything else that is switched on in this thread wants to see or change the operators that are called."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        torch._C._len_torch_dispatch_stack() > (0 if gpu.standing_in() is None else stand_in.modes())
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

@@ -52,6 +52,12 @@ def channels_last_strides(shape: Sequence[int]) -> Strides:
     return (first, 1, *pixels)
 
 
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without contents, by the operator: torch.empty_strided takes nothing that stands in for a GPU."""
+    made: torch.Tensor = torch.ops.aten.empty_strided.default(shape, strides, dtype=dtype, device=device)
+    return made
+
+
 def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may be one in memory, as those of expanded tensors are."""
     reach = 0

@@ -12,7 +12,7 @@ import torch
 
 from fxfuse.codegen import OperandKind
 from fxfuse.errors import UnsupportedError
-from fxfuse.layout import Layout, Strides, broadcast_strides
+from fxfuse.layout import Layout, Strides, broadcast_strides, empty
 from fxfuse.problem import OPERAND_DTYPES, TensorMeta
 
 Grouping = Callable[[Sequence[int], Sequence[Strides]], "Layout | None"]
@@ -82,8 +82,7 @@ def _materialised(
     shape: tuple[int, ...], strides: Strides, dtype: torch.dtype
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def convert(operand: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_strided(shape, strides, dtype=dtype, device=operand.device)
-        return copy.copy_(operand)
+        return empty(shape, strides, dtype, operand.device).copy_(operand)
 
     return convert
 

@@ -62,6 +62,7 @@ def note_choice(key: str, value: Any) -> None:
 # ---------------------------------------------------------------------------------- calls of loaded packages
 
 _thread = threading.local()
+_NO_CALL: Final[tuple[str | None, bool]] = None, False
 
 
 class only:
@@ -70,26 +71,41 @@ class only:
     A class, since every call enters one: a generator would take three times as long.
     """
 
-    def __init__(self, package: str | None) -> None:
-        """`package`: its name for messages; None to compile as ever."""
-        self._package = package
+    def __init__(self, package: str | None, unmeasured: bool = False) -> None:
+        """
+        Args:
+            package: its name for messages; None to compile as ever.
+            unmeasured: whether its kernels were chosen without measuring anything.
+        """
+        self._now = package, unmeasured
 
     def __enter__(self) -> None:
-        self._outer = getattr(_thread, "package", None)
-        _thread.package = self._package
+        self._outer = getattr(_thread, "call", _NO_CALL)
+        _thread.call = self._now
 
     def __exit__(self, *_: object) -> None:
-        _thread.package = self._outer
+        _thread.call = self._outer
+
+
+def this_call() -> tuple[str | None, bool]:
+    """What `only` was given for this thread's call: a thread that works for it enters only(*this_call())."""
+    found: tuple[str | None, bool] = getattr(_thread, "call", _NO_CALL)
+    return found
 
 
 def is_alone() -> bool:
     """Whether this thread's call takes what a package and the cache have, and nothing is compiled."""
-    return getattr(_thread, "package", None) is not None
+    return this_call()[0] is not None
+
+
+def is_unmeasured() -> bool:
+    """Whether this thread's call is one of a package whose kernels were chosen without measuring anything."""
+    return this_call()[1]
 
 
 def check_may_build(label: str) -> None:
     """Raises MissingKernelError in a call of a package that compiles nothing."""
-    package = getattr(_thread, "package", None)
+    package, _ = this_call()
     if package is not None:
         raise MissingKernelError(
             f"{package} has no kernel for {label}: save it again with a call like this among its examples, or load it "

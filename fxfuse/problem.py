@@ -82,7 +82,7 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: torch.Tensor, device: torch.device, alignment: int = 16) -> TensorMeta:
         """What a plan may depend on of a value of the model that is like `tensor` and lies on `device`."""
-        is_parameter = type(tensor) is torch.nn.Parameter
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device, alignment, is_parameter)
 
     def empty(self) -> torch.Tensor:

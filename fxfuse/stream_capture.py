@@ -14,15 +14,17 @@ from typing import Final
 
 import torch
 
+from fxfuse.cuda import gpu
+
 
 def is_underway() -> bool:
     """Whether the current stream is being captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and gpu.is_capturing()
 
 
 def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
     """The same, asked by a call of these tensors."""
-    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
+    return any(tensor.is_cuda for tensor in tensors) and gpu.is_capturing()
 
 
 _for_good: Final[dict[int, torch.Tensor]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import re
@@ -54,13 +55,49 @@ def cxx() -> list[str] | None:
     return None if program is None else [program, *words[1:]]
 
 
-def nvcc() -> str | None:
-    """The CUDA compiler that torch takes."""
-    # torch decides which CUDA toolkit builds extensions (CUDA_HOME, then PATH, then the usual folders)
-    from torch.utils.cpp_extension import CUDA_HOME
+def cuda_home() -> str | None:
+    """The folder of the CUDA toolkit that builds kernels: what CUDA_HOME says, what torch takes (nothing, if it was
+    built without CUDA), where the nvcc on the PATH is, or the usual place. None if there is none."""
+    from torch.utils.cpp_extension import CUDA_HOME  # torch's guess, which need not be one
 
-    home = os.environ.get("CUDA_HOME") or CUDA_HOME
+    named = os.environ.get("CUDA_HOME")
+    if named:
+        return named
+    found = shutil.which("nvcc")
+    behind_links = None if found is None else str(Path(os.path.realpath(found)).parents[1])
+    folders = [folder for folder in (CUDA_HOME, behind_links, "/usr/local/cuda") if folder]
+    return next((folder for folder in folders if os.path.exists(os.path.join(folder, "include", "cuda.h"))), CUDA_HOME)
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler of `cuda_home`."""
+    home = cuda_home()
     return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+
+
+def nvcc_version() -> str | None:
+    """The release of `nvcc`, as torch.version.cuda says it ("13.0"); None if there is none that runs."""
+    found = re.search(r"release (\d+\.\d+)", _said_by_nvcc("--version"))
+    return found[1] if found else None
+
+
+def nvcc_architectures() -> list[str]:
+    """The GPUs that `nvcc` compiles for ("sm_80"); none if it does not tell."""
+    return _said_by_nvcc("--list-gpu-code").split()
+
+
+def _said_by_nvcc(option: str) -> str:
+    compiler = nvcc()
+    return "" if compiler is None else _said_by(compiler, option)
+
+
+@functools.cache
+def _said_by(compiler: str, option: str) -> str:
+    try:
+        done = subprocess.run([compiler, option], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def ninja() -> str | None:
@@ -291,23 +328,33 @@ def _redirect() -> None:
     with _redirected:
         if isinstance(cpp_extension.subprocess, _Subprocess):
             return
-        replaced: dict[str, Callable[[Job], Any]] = {
+        replaced: dict[str, Callable[..., Any]] = {
             "get_cxx_compiler": lambda job: job.compiler,
             # flags name the architecture; older versions of torch add all that they see, and compile for each
             "_get_cuda_arch_flags": lambda job: [],
+            "_join_cuda_home": lambda job, *parts: os.path.join(cuda_home() or "", *parts),
         }
+        if torch.version.cuda is None:  # then torch has no library for a GPU
+            link = cpp_extension._prepare_ldflags
+            replaced["_prepare_ldflags"] = lambda job, *given: _without_torchs_gpu(link(*given))
         for name, instead in replaced.items():
             setattr(cpp_extension, name, _in_jobs(getattr(cpp_extension, name), instead))
         cpp_extension.subprocess = _Subprocess()
 
 
-def _in_jobs(function: Callable[..., Any], instead: Callable[[Job], Any]) -> Callable[..., Any]:
+def _without_torchs_gpu(flags: Sequence[str]) -> list[str]:
+    """The linker's flags without torch's libraries for a GPU, of which kernels need nothing."""
+    return [flag for flag in flags if flag not in ("-lc10_cuda", "-ltorch_cuda")]
+
+
+def _in_jobs(function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, but in a job's thread what `instead` gives, if not None."""
+    takes_arguments = len(inspect.signature(instead).parameters) > 1
 
     @functools.wraps(function)
     def either(*args: Any, **options: Any) -> Any:
         job = _job()
-        result = None if job is None else instead(job)
+        result = None if job is None else instead(job, *args) if takes_arguments else instead(job)
         return function(*args, **options) if result is None else result
 
     return either

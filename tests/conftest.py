@@ -2,14 +2,11 @@
 
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
-import torch
-from architectures import ARCHITECTURES
 
 from fxfuse import build, cache, ops, plans
-from fxfuse.cuda import exactness, plan, prepare, tune
+from fxfuse.cuda import exactness, gpu, plan, prepare, tune
 from fxfuse.problem import anchor_meta
 from fxfuse.program import Programs
 
@@ -105,18 +102,10 @@ def ranked(monkeypatch):
     monkeypatch.setattr(tune, "draft", lambda problem, candidates: candidates)
     monkeypatch.setattr(exactness, "eager_uses_tf32", lambda problem: True)
     monkeypatch.setattr(prepare, "eager_error", lambda problem: None)
-    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):  # absent where torch is built without CUDA
-        monkeypatch.setattr(torch._C, name, None, raising=False)
 
     def candidates(problem, capability=(8, 0)):
-        (major, minor), architecture = capability, ARCHITECTURES[capability]
-        properties = SimpleNamespace(
-            major=major, minor=minor, multi_processor_count=architecture.multiprocessors,
-            shared_memory_per_multiprocessor=architecture.shared,
-            shared_memory_per_block_optin=architecture.shared_per_block,
-        )  # fmt: skip
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        standing = gpu.Standing(gpu.ARCHITECTURES[capability])
+        monkeypatch.setattr(gpu._thread, "standing", standing)  # also while candidates are built
         return plan.draft(problem, anchor_meta(problem))
 
     return candidates

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
 
 from fxfuse import build
 from fxfuse.cuda import gemm_problem, plan
 from fxfuse.cuda import prepare as prepared
+from fxfuse.cuda.gpu import ARCHITECTURES
 from fxfuse.problem import Problem, TensorMeta
 
 CUDA = torch.device("cuda:0")
@@ -74,7 +74,7 @@ def test_kernels_fit_what_a_thread_block_has(kind, tf32, capability, ranked, mon
 
     prepare = prepared.prepare
     monkeypatch.setattr(plan, "prepare", noted)
-    limit = ARCHITECTURES[capability].shared_per_block
+    limit = ARCHITECTURES[capability].shared_memory_per_block_optin
     before = torch.backends.cuda.matmul.allow_tf32
     with torch.backends.cudnn.flags(allow_tf32=tf32):
         torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -95,14 +95,15 @@ def test_the_products_of_large_tiles_are_left_to_gpus_that_have_room_for_them(ra
         capability: any("128x256" in candidate.name for candidate in ranked(problem, capability))
         for capability in ARCHITECTURES
     }
-    assert large == {capability: of.shared > 128 << 10 for capability, of in ARCHITECTURES.items()}
+    room = {capability: gpu.shared_memory_per_multiprocessor for capability, gpu in ARCHITECTURES.items()}
+    assert large == {capability: of_multiprocessor > 128 << 10 for capability, of_multiprocessor in room.items()}
 
 
 def test_where_torch_does_not_tell_a_block_has_all_but_what_cuda_takes():
     problem = gemm_problem.Problem(64, 64, 64, "bf16", "nk", 64, 64, 64)
     for architecture in ARCHITECTURES.values():
-        of_multiprocessor = dataclasses.replace(problem, shared_memory=architecture.shared)
-        assert of_multiprocessor.most_shared == architecture.shared_per_block
+        of_multiprocessor = dataclasses.replace(problem, shared_memory=architecture.shared_memory_per_multiprocessor)
+        assert of_multiprocessor.most_shared == architecture.shared_memory_per_block_optin
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from test_cache import make_entry
 from torch import nn
 
 import fxfuse
-from fxfuse import cache, cli, toolchain
+from fxfuse import build, cache, cli, toolchain
 from fxfuse.cli import doctor, model, terminal
 from fxfuse.cli.cases import CASES
 from fxfuse.cli.model import InputSpec
+from fxfuse.deploy import archive
 
 benchmark = sys.modules["fxfuse.benchmark"]
 
@@ -369,8 +370,23 @@ def test_compile_without_weights_and_for_other_cpus(models, capsys, tmp_path):
     assert code == 0 and f"fast = fxfuse.load({str(path)!r})" in out
     with pytest.raises(fxfuse.PackageError, match="state_dict"):
         fxfuse.load(path)
-    code, _, err = run(capsys, "compile", "linear", "--device", "cpu", "-o", str(path), "--arch", "sm_80")
-    assert code == 1 and "sm_80" in err
+    code, _, err = run(capsys, "compile", "linear", "--device", "cpu", "-o", str(path), "--arch", "sm_70")
+    assert code == 1 and "sm_70" in err
+
+
+def test_compile_for_gpus_that_are_not_here(models, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "model.fxfuse"
+    monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0")
+    monkeypatch.setattr(toolchain, "nvcc_architectures", list)
+    monkeypatch.setattr(build, "library_of", lambda source: ("0" * 32, tmp_path / "library.so"))  # nvcc takes seconds
+    (tmp_path / "library.so").write_bytes(b"")
+    code, out, _ = run(capsys, "compile", "linear", "-o", str(path), "--arch", "sm_80,sm_90", "--json")
+    assert code == 0 and any("linear" in kernel for kernel in json.loads(out)["kernels"])
+    with archive.opened(path, None, True) as file:
+        manifest = archive.Reader(file, "it").manifest
+    assert manifest["architectures"] == manifest["unmeasured"] == ["sm_80", "sm_90"]
+    code, out, _ = run(capsys, "compile", "--help")
+    assert code == 0 and "GPUs that are not here" in " ".join(out.split())
 
 
 def test_merge_of_one_package_says_what_it_takes(models, capsys, tmp_path):

@@ -25,6 +25,7 @@ from fxfuse.cuda import tune
 from fxfuse.deploy import archive, graphs, loading, machine, saving, sizes, trees
 from fxfuse.deploy.entries import call_of
 from fxfuse.errors import BuildError
+from fxfuse.problem import TensorMeta
 
 pytestmark = pytest.mark.skipif(toolchain.cxx() is None, reason="packages are made with a compiler")
 
@@ -339,14 +340,18 @@ def test_a_cpu_without_the_instructions(file, monkeypatch):
 def test_a_package_for_a_gpu_needs_one(file, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PackageError, match="torch finds none here"):
-        machine.check_gpu({"cuda": "13.0", "architectures": ["sm_90"]}, torch.device("cuda", 0), "it")
+        machine.check_cuda({"cuda": "13.0"}, "it")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(PackageError, match=r"saved with CUDA 13.0, torch has 12.8 here"):
-        machine.check_gpu({"cuda": "13.0", "architectures": ["sm_90"]}, torch.device("cuda", 0), "it")
+        machine.check_cuda({"cuda": "13.0"}, "it")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    saved = {"architectures": ["sm_80", "sm_90"], "unmeasured": ["sm_90"]}
+    assert not machine.check_gpu(saved, torch.device("cuda", 0), "it")
     with pytest.raises(PackageError, match="has kernels for sm_90; cuda:0 is sm_80"):
-        machine.check_gpu({"cuda": "12.8", "architectures": ["sm_90"]}, torch.device("cuda", 0), "it")
+        machine.check_gpu({"architectures": ["sm_90"]}, torch.device("cuda", 0), "it")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert machine.check_gpu(saved, torch.device("cuda", 0), "it")
     with pytest.raises(PackageError, match="was saved for cpu, not cuda"):
         fxfuse.load(file, device="cuda")
 
@@ -607,6 +612,9 @@ def test_kernels_that_a_package_brought_are_compiled_for_the_next_one(
     assert again.kernels == saved[0].kernels
 
 
+GPU_B = ["B", 2, "sm_80"]
+
+
 def test_packages_of_several_machines_become_one(saved, file, tmp_path, nothing_compiles):
     """As of two GPUs: the second one has kernels, choices and an architecture of its own."""
     model, other, merged = saved[1], tmp_path / "other.fxfuse", tmp_path / "merged.fxfuse"
@@ -614,7 +622,7 @@ def test_packages_of_several_machines_become_one(saved, file, tmp_path, nothing_
 
     def differs(document):
         value = document["value"]
-        (first, *_), value["choices"], value["gpus"] = value["kernels"].values(), {"key": {"tf32": True}}, [["B", 2]]
+        (first, *_), value["choices"], value["gpus"] = value["kernels"].values(), {"key": {"tf32": True}}, [GPU_B]
         value["architectures"], value["kernels"] = ["sm_80"], {"0" * 32: {**first, "label": "another one"}}
 
     rewritten(other, in_manifest(differs))
@@ -622,7 +630,7 @@ def test_packages_of_several_machines_become_one(saved, file, tmp_path, nothing_
     with zipfile.ZipFile(merged) as package:
         manifest = json.loads(package.read(archive.MANIFEST))["value"]
     assert {"another one", *saved[0].kernels} == {kernel["label"] for kernel in manifest["kernels"].values()}
-    assert (manifest["architectures"], manifest["gpus"]) == (["sm_80"], [["B", 2]])
+    assert (manifest["architectures"], manifest["gpus"]) == (["sm_80"], [GPU_B])
     assert manifest["choices"] == {"key": {"tf32": True}}
     nothing_compiles()
     fast = fxfuse.load(merged, strict=True)
@@ -677,7 +685,9 @@ def test_no_files_are_left_of_loading(file, nothing_compiles, monkeypatch, tmp_p
 
 def test_choices_are_those_of_the_machine_that_saved(monkeypatch):
     """On another GPU of the architecture; without any, the model's first candidate that the package has a kernel of."""
-    problem = dataclasses.make_dataclass("Problem", ["label"])("a problem")
+    x = TensorMeta((1,), (1,), torch.float32, torch.device("cuda", 0))
+    problem = dataclasses.make_dataclass("Problem", ["label", "x"])("a problem", x)
+    monkeypatch.setattr(tune, "_gpu", lambda device: ("A100 80 GB", 108))
     monkeypatch.setattr(tune, "_key", lambda problem, gpu=None: f"of {gpu or 'the GPU here'}")
     monkeypatch.setattr(tune, "_choices", {})
     monkeypatch.setenv("FXFUSE_TUNE", "1")
@@ -734,7 +744,12 @@ class Pretending(nn.Module):
         (lambda: fxfuse.optimize(Conditional().eval()), X, {}, r"a part with a graph of its own, .* \(torch.cond"),
         (lambda: fxfuse.optimize(Pretending().eval()), X, {}, "computes something else than the model"),
         (lambda: fxfuse.optimize(Plain().eval()), X, {"architectures": ("arm",)}, "cannot be compiled for 'arm'"),
-        (lambda: fxfuse.optimize(Plain().eval()), X, {"architectures": ("sm_80",)}, "for sm_80 cannot be chosen"),
+        (
+            lambda: fxfuse.optimize(Plain().eval()),
+            X,
+            {"architectures": ("sm_70",)},
+            "cannot be compiled for 'sm_70'",
+        ),
         (lambda: fxfuse.optimize(Plain().eval()), X, {"architectures": "native"}, "is a list of names"),
         (lambda: fxfuse.optimize(Plain().eval()), 3, {}, "example 1 is a int"),
     ],

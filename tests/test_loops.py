@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import re
-import threading
 import types
 from collections import Counter
 
@@ -47,16 +46,17 @@ def where(kind, monkeypatch):
     """The device of models, after what makes it one of this kind."""
     if kind != "emulated":
         return kind
-    one_at_a_time = threading.Lock()
 
     def load(source):
-        with one_at_a_time:
-            library = emulator.compiled(source.text)
+        library = emulator.compiled(source.text)
         functions = (library.fxfuse_launch, library.fxfuse_error)
         addresses = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
         return types.MethodType(lambda *_: None, types.SimpleNamespace(functions=addresses))
 
-    monkeypatch.setattr(merge, "build", types.SimpleNamespace(load=load, Source=build.Source))
+    def load_each(sources):
+        return list(map(load, sources))
+
+    monkeypatch.setattr(merge, "build", types.SimpleNamespace(load_each=load_each, Source=build.Source))
     monkeypatch.setattr(merge, "runs_on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     return "cpu"

@@ -192,6 +192,9 @@ def _no_gpu() -> Check:
     return Check("GPU", "warning", "there is an NVIDIA driver, but torch finds no GPU that it can use", remedy)
 
 
+_NOT_NEEDED: Final = "not needed, but for `fxfuse compile --arch sm_80`"
+
+
 def check_nvcc(capabilities: list[tuple[int, int]]) -> Check:
     """The CUDA compiler, beside torch's version of CUDA and these GPUs' architectures."""
     path = toolchain.nvcc()
@@ -200,7 +203,7 @@ def check_nvcc(capabilities: list[tuple[int, int]]) -> Check:
     if path is None:
         if not capabilities:
             why = "no GPU to compile for" if wanted else "torch is built for CPUs only"
-            return Check("nvcc", "absent", f"not needed: {why}")
+            return Check("nvcc", "absent", f"{_NOT_NEEDED}: {why}")
         return Check("nvcc", "failed", "none found: models on a GPU run as torch runs them", toolkit)
     said = _output([path, "--version"]) or ""
     match = re.search(r"release (\d+\.\d+)", said)
@@ -216,7 +219,7 @@ def check_nvcc(capabilities: list[tuple[int, int]]) -> Check:
         newer = f"install a CUDA toolkit that has {foreign[0]}, or set CUDA_HOME to one"
         return Check("nvcc", "failed", f"{text} does not compile for {foreign[0]}", newer, facts)
     if wanted is None:
-        return Check("nvcc", "absent", f"{text}; not needed: torch is built for CPUs only", facts=facts)
+        return Check("nvcc", "absent", f"{text}; {_NOT_NEEDED}: torch is built for CPUs only", facts=facts)
     if _numbers(version)[0] != _numbers(wanted)[0]:
         return Check("nvcc", "warning", f"{text}, while torch is built for CUDA {wanted}", toolkit, facts)
     return Check("nvcc", "ok", f"{text}; torch is built for CUDA {wanted}", facts=facts)

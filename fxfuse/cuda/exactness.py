@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from fxfuse import cache, packaged
+from fxfuse.cuda import gpu
 from fxfuse.cuda.gemm_problem import Errors
 from fxfuse.cuda.precision import Precision, precision
 from fxfuse.layout import is_channels_last
@@ -64,8 +65,8 @@ measuring = free_in_children(threading.RLock())
 
 
 def enabled() -> bool:
-    """Whether anything is measured (FXFUSE_TUNE is not 0)."""
-    return os.environ.get("FXFUSE_TUNE", "1") != "0"
+    """Whether anything is measured (FXFUSE_TUNE is not 0, and the GPU is here)."""
+    return gpu.standing_in() is None and os.environ.get("FXFUSE_TUNE", "1") != "0"
 
 
 # ----------------------------------------------------------------------------------------- remembering
@@ -111,15 +112,24 @@ def precision_of(problem: Problem) -> Precision:
 
 def eager_uses_tf32(problem: Problem) -> bool:
     """Whether torch's library computes this product, for which TF32 is allowed, in TF32; no if that is not known."""
-    errors = eager_error(problem)
+    standing = gpu.standing_in()
+    if standing is not None:
+        standing.is_asked = True
+        return standing.tf32
+    errors = _errors_of_eager(problem)
     return errors is not None and errors[0] > LEAST_TF32_ERROR
 
 
 def eager_error(problem: Problem) -> Errors | None:
     """The relative errors of the problem's float32 anchor as torch's library computes it.
 
-    None where nothing may be measured now, or memory does not suffice, and nothing is remembered.
+    None where nothing may be measured now, or memory does not suffice, and nothing is remembered; and in calls of a
+    package whose kernels were chosen so.
     """
+    return None if gpu.standing_in() is not None or packaged.is_unmeasured() else _errors_of_eager(problem)
+
+
+def _errors_of_eager(problem: Problem) -> Errors | None:
     key = _key(problem)
     found = _of_eager[key] if key in _of_eager else _measured(problem, key)
     if found is not None:
@@ -132,7 +142,7 @@ def _measured(problem: Problem, key: str) -> Errors | None:
     stored = recall(key, lambda value: (float(value["normal"]), float(value["uniform"])))
     if stored is not None:
         return _of_eager.setdefault(key, stored)
-    if not enabled() or torch.cuda.is_current_stream_capturing():
+    if not enabled() or gpu.is_capturing():
         return None
     with measuring:
         if key not in _of_eager:  # else another thread has measured it meanwhile
@@ -148,7 +158,7 @@ def _key(problem: Problem) -> str:
     """What the library's choice of an algorithm depends on, as a file's name."""
     cudnn = torch.backends.cudnn
     parts = (
-        torch.cuda.get_device_name(problem.x.device), torch.__version__, torch.version.cuda, cudnn.version(),
+        gpu.name(problem.x.device), gpu.torch_version(), gpu.cuda_version(), cudnn.version(),
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, problem.kind, problem.options,
         precision(problem.kind, problem.x.dtype, problem.fp32),
         *(meta and (meta.shape, meta.strides, meta.alignment) for meta in (problem.x, problem.weight, problem.bias)),

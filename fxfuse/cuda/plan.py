@@ -20,7 +20,7 @@ import torch
 
 from fxfuse import build, ops
 from fxfuse.chain import plan_pass
-from fxfuse.cuda import codegen, pointwise, tune
+from fxfuse.cuda import codegen, gpu, pointwise, tune
 from fxfuse.cuda.exactness import precision_of
 from fxfuse.cuda.gemm import FEW_ROWS
 from fxfuse.cuda.kernel import Kernel
@@ -79,7 +79,7 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
 
     Raises UnsupportedError, ToolchainError or BuildError.
     """
-    capability = torch.cuda.get_device_capability(problem.x.device)
+    capability = gpu.capability(problem.x.device)
     if capability < MINIMUM_CAPABILITY:
         raise UnsupportedError(f"kernels need compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
     if problem.pool and problem.kind != "conv2d":
@@ -118,7 +118,7 @@ def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidat
     if prepared.weight is None or prepared.weight.convert is not None:
         raise UnsupportedError("its weights would have to be copied")
     expression, output = typed(seen, like)
-    capability = torch.cuda.get_device_capability(problem.x.device)
+    capability = gpu.capability(problem.x.device)
     return _fused_candidates(Region(problem, capability, prepared, expression, output, channel_operands(expression)))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse.cuda import conv2d, gemm, gemm_problem, layer_norm
+from fxfuse.cuda import conv2d, gemm, gemm_problem, gpu, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.exactness import eager_error, precision_of
 from fxfuse.cuda.kernel import Kernel
@@ -28,6 +28,7 @@ from fxfuse.layout import (
     channels_last_strides,
     collapse,
     contiguous_strides,
+    empty,
     flatten,
     group,
     is_channels_last,
@@ -50,7 +51,7 @@ class Input:
 
 def _copied(meta: TensorMeta, strides: tuple[int, ...]) -> Input:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=tensor.device).copy_(tensor)
+        return empty(meta.shape, strides, meta.dtype, tensor.device).copy_(tensor)
 
     return Input(TensorMeta(meta.shape, strides, meta.dtype, meta.device, 16), convert)
 
@@ -164,7 +165,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
     x, x_layout, x_stride = _x_matrix(problem, multiplied, layout)
     shape = tuple(acc.shape)
-    device = torch.cuda.get_device_properties(problem.x.device)
+    device = gpu.properties(problem.x.device)
     judged_by = eager_error(problem) if multiplied in _EXACT else None
 
     def candidates(result: Layout) -> Sequence[Kernel]:
@@ -227,7 +228,7 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor, multiplied: Precision) 
         if source.convert is not None:
             source = Input(source.meta, functools.partial(_convert_unbatched, source.convert))
 
-    device = torch.cuda.get_device_properties(x.device)
+    device = gpu.properties(x.device)
     judged_by = eager_error(problem) if multiplied in _EXACT else None
 
     def candidates(result: Layout) -> Sequence[Kernel]:

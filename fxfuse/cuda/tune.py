@@ -30,7 +30,7 @@ import torch
 
 from fxfuse import build, ops, packaged
 from fxfuse.benchmark import gpu_timer
-from fxfuse.cuda import exactness
+from fxfuse.cuda import exactness, gpu
 from fxfuse.cuda.exactness import enabled, precision_of
 from fxfuse.errors import (
     BuildError,
@@ -146,9 +146,12 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
     if packaged.is_alone():
         return _at_hand(candidates)
     decided = not enabled() or (len(candidates) == 1 and apart is None)
-    if decided or torch.cuda.is_current_stream_capturing():
+    if decided or gpu.is_capturing():
         # a call that is captured before any other measures nothing; the next one does
         plan = dataclasses.replace(_plan(candidates[0], _built(candidates[0])), provisional=not decided)
+        if gpu.standing_in() is not None:  # whoever loads the package is to choose the same
+            unmeasured = _Choice(candidates[0].name, candidates[0].identity, ())
+            packaged.note_choice(_key(problem), dataclasses.asdict(unmeasured))
         return lambda: plan
     build.check_may_build(problem.label)  # here, and not in the threads that compile
     contestants = _contestants(candidates)
@@ -381,7 +384,7 @@ _choices: dict[str, _Choice] = {}
 
 
 def _gpu(device: torch.device) -> tuple[str, int]:
-    properties = torch.cuda.get_device_properties(device)
+    properties = gpu.properties(device)
     return properties.name, properties.multi_processor_count
 
 
@@ -391,8 +394,8 @@ def _generators() -> str:
     return build.digest_of(sorted(Path(__file__).parent.glob("*.py")))
 
 
-def _key(problem: Problem, gpu: tuple[str, int] | None = None) -> str:
-    """What a choice depends on, as a file's name; `gpu` in the place of the one at hand."""
+def _key(problem: Problem, other: tuple[str, int] | None = None) -> str:
+    """What a choice depends on, as a file's name; the GPU `other` in the place of the one at hand."""
 
     def tensor(meta: TensorMeta, fixed: bool) -> tuple[Any, ...]:
         order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.strides[dim], dim))
@@ -405,7 +408,8 @@ def _key(problem: Problem, gpu: tuple[str, int] | None = None) -> str:
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
     parts = (
-        *(gpu or _gpu(problem.x.device)), torch.__version__, torch.version.cuda, build.package_digest(), _generators(),
+        *(other or _gpu(problem.x.device)), gpu.torch_version(), gpu.cuda_version(),
+        build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, *ops.own_code(problem.expression), problem.pool,
         precision_of(problem),
         tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
@@ -420,8 +424,10 @@ def _recall(problem: Problem) -> _Choice | None:
     key = _key(problem)
     if key not in _choices:
         stored = exactness.recall(key, _choice)
-        for gpu in packaged.gpus:  # what was measured on another GPU of the architecture is better than nothing
-            value = packaged.choices.get(_key(problem, gpu)) if stored is None else None
+        # what was measured on another GPU of the architecture is better than nothing
+        _, own = _gpu(problem.x.device) if packaged.gpus else ("", 0)
+        for other in sorted(packaged.gpus, key=lambda gpu: abs(gpu[1] - own)):
+            value = packaged.choices.get(_key(problem, other)) if stored is None else None
             stored = stored if value is None else _choice(value)
         if stored is None:
             return None

@@ -27,7 +27,7 @@ import torch
 
 from fxfuse.errors import PackageError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the file's format: another one is not read."""
 MANIFEST: Final = "manifest.json"
 _KIND: Final = "fxfuse package"

@@ -39,7 +39,7 @@ class LoadedModule(nn.Module):
     def __init__(
         self, root: nn.Module, entries: Sequence[Entry], examples: Sequence[Mapping[str, Any]],
         signature: inspect.Signature, settings: Settings, device: torch.device, name: str, builds: bool,
-        cuda_graphs: bool,
+        cuda_graphs: bool, unmeasured: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -48,6 +48,7 @@ class LoadedModule(nn.Module):
             device: where those are that were on the device the package was saved for.
             name: what messages call the package.
             builds: whether kernels that the package does not have are compiled.
+            unmeasured: whether the device's kernels were chosen without it, and so without measuring.
         """
         super().__init__()
         for table in _TABLES:
@@ -56,7 +57,7 @@ class LoadedModule(nn.Module):
         self._signature = signature
         self._known: dict[Any, tuple[int, list[int]]] = {}
         """By kinds of calls that give tensors alone: the graph's number, and its arguments' places in the call."""
-        self._name, self._builds = name, builds
+        self._name, self._only = name, (None if builds else name, unmeasured)
         # a tuple, so that they are no children
         self._fused = tuple(_fused(root, entry, settings, device, cuda_graphs) for entry in entries)
         super().train(False)
@@ -93,7 +94,7 @@ class LoadedModule(nn.Module):
         raise self._unknown(arguments)
 
     def _run(self, number: int, leaves: Sequence[Any]) -> Any:
-        with packaged.only(None if self._builds else self._name):
+        with packaged.only(*self._only):
             results = self._fused[number].forward(*leaves)
         outputs = self._entries[number].outputs
         return results[0] if outputs == LEAF else unflatten(outputs, iter(results))
@@ -118,7 +119,7 @@ class LoadedModule(nn.Module):
                 for laid, expected in zip(example["leaves"], self._entries[number].leaves, strict=True)
             ]
             for _ in range(CALLS):
-                with packaged.only(None if self._builds else self._name):
+                with packaged.only(*self._only):
                     called_unchanged(self._fused[number], leaves, {})
         return self
 
@@ -149,13 +150,14 @@ def _fused(root: nn.Module, entry: Entry, settings: Settings, device: torch.devi
 
 
 def module_of(
-    described: Mapping[str, Any], tree: nn.Module, device: torch.device, name: str, builds: bool
-) -> LoadedModule:
-    """The module that a package's GRAPHS describe."""
+    described: Mapping[str, Any], tree: nn.Module, device: torch.device, name: str, builds: bool,
+    unmeasured: bool = False,
+) -> LoadedModule:  # fmt: skip
+    """The module that a package's GRAPHS describe; the arguments are LoadedModule's."""
     return LoadedModule(
         tree, [Entry.of(entry) for entry in described["entries"]], described["examples"],
         signature_of(described["signature"]), Settings(**described["settings"]), device, name, builds,
-        bool(described["cuda_graphs"]),
+        bool(described["cuda_graphs"]), unmeasured,
     )  # fmt: skip
 
 

@@ -9,11 +9,13 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fxfuse import build as builds
 from fxfuse import cache, packaged
+from fxfuse.cuda import gpu
 from fxfuse.deploy import archive, machine, tensors
 from fxfuse.deploy.loaded import GRAPHS, LoadedModule, module_of
 from fxfuse.errors import PackageError
@@ -65,13 +67,16 @@ def load(
             place = torch.device(device or described["device"])
             if place.type != described["device"]:
                 raise PackageError(f"{what} was saved for {described['device']}, not {place.type}: save one for that")
+            unmeasured = False
             if place.type == "cuda":
+                machine.check_cuda(manifest, what)
                 place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
-                machine.check_gpu(manifest, place, what)
+                unmeasured = machine.check_gpu(manifest, place, what)
             values = tensors.read(reader, described, place, state_dict)
             _import_kernels(reader)
+            _import_choices(manifest, place)
             described["settings"]["strict"] = strict
-            return module_of(described, tensors.tree_of(described, values), place, what, build)
+            return module_of(described, tensors.tree_of(described, values), place, what, build, unmeasured)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PackageError(f"{what} does not hold what a package of its format does: {error!r}") from error
 
@@ -96,9 +101,14 @@ def _import_kernels(reader: archive.Reader) -> None:
                     f"{reader.what}: the kernel for {kernel['label']} cannot be loaded here: {error}. If programs may "
                     "not run from its folder (noexec), set TMPDIR to one where they may"
                 ) from error
-    packaged.choices.update(reader.manifest["choices"])
-    for name, multiprocessors in reader.manifest["gpus"]:
-        if (name, multiprocessors) not in packaged.gpus:
+
+
+def _import_choices(manifest: Mapping[str, Any], device: torch.device) -> None:
+    """What was measured, and on which GPUs of this one's architecture."""
+    packaged.choices.update(manifest["choices"])
+    own = gpu.architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    for name, multiprocessors, architecture in manifest["gpus"]:
+        if architecture == own and (name, multiprocessors) not in packaged.gpus:
             packaged.gpus.append((str(name), int(multiprocessors)))
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from fxfuse import build
+from fxfuse.cuda import gpu
 from fxfuse.errors import PackageError
 
 _LEVELS: Final[Mapping[str, str]] = {
@@ -54,6 +55,11 @@ def features_of(cpu: str) -> list[str]:
     return sorted({name for level in names[: names.index(cpu) + 1] for name in _LEVELS[level].split()})
 
 
+def portable() -> str:
+    """What kernels for the CPU beside a GPU that is not here are compiled for: they only put others into its queue."""
+    return "x86-64-v2" if platform.machine() == "x86_64" else "native"
+
+
 def here() -> dict[str, Any]:
     """What must be the same where a package is loaded, by what messages call it."""
     from fxfuse import __version__
@@ -88,13 +94,24 @@ def check(saved: Mapping[str, Any], what: str) -> None:
         )
 
 
-def check_gpu(saved: Mapping[str, Any], device: torch.device, what: str) -> None:
-    """Raises PackageError unless the package's kernels run on this GPU."""
+def check_cuda(saved: Mapping[str, Any], what: str) -> None:
+    """Raises PackageError unless torch finds a GPU here, and has the CUDA version of the package's kernels."""
     if not torch.cuda.is_available():
         raise PackageError(f"{what} was saved for a GPU, and torch finds none here")
     if saved["cuda"] != torch.version.cuda:
-        raise PackageError(f"{what} was saved with CUDA {saved['cuda']}, torch has {torch.version.cuda} here")
-    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    if capability not in saved["architectures"]:
+        raise PackageError(
+            f"{what} was saved with CUDA {saved['cuda']}, torch has {torch.version.cuda} here; save it with a torch of "
+            "this CUDA version, or with an nvcc of it where torch has no CUDA"
+        )
+
+
+def check_gpu(saved: Mapping[str, Any], device: torch.device, what: str) -> bool:
+    """Raises PackageError unless the package's kernels run on this GPU. Says whether they were compiled without one."""
+    own = gpu.architecture(torch.cuda.get_device_capability(device))
+    if own not in saved["architectures"]:
         listed: Sequence[str] = saved["architectures"]
-        raise PackageError(f"{what} has kernels for {', '.join(listed) or 'no GPU'}; {device} is {capability}")
+        raise PackageError(
+            f"{what} has kernels for {', '.join(listed) or 'no GPU'}; {device} is {own}. Save it on a machine with "
+            f'such a GPU, or anywhere from a model on the CPU by architectures=("{own}",)'
+        )
+    return own in saved["unmeasured"]

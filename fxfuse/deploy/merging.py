@@ -18,7 +18,8 @@ def merge(path: str | os.PathLike[str], *packages: str | os.PathLike[str], check
         fxfuse.save(fast, "h100.fxfuse", images)       # on an H100
         fxfuse.merge("model.fxfuse", "a100.fxfuse", "h100.fxfuse")
 
-    Kernels are planned and measured for the GPU that a model is on, so each kind of machine saves a package of its own.
+    Kernels that are measured are so on the GPU that a model is on: each kind of machine saves a package of its own. A
+    package for GPUs that were not there (`architectures` of fxfuse.save) may be among them.
     Code for CPUs is the first one's: name it a level that all machines have (`architectures` of fxfuse.save).
 
     Args:
@@ -40,12 +41,14 @@ def merge(path: str | os.PathLike[str], *packages: str | os.PathLike[str], check
         first, *others = readers
         for other in others:
             _check_alike(first, other)
-        manifest: dict[str, Any] = {**first.manifest, "kernels": {}, "choices": {}, "gpus": [], "architectures": []}
+        nothing: dict[str, Any] = {"kernels": {}, "choices": {}, "gpus": [], **dict.fromkeys(_LISTS, ())}
+        manifest: dict[str, Any] = {**first.manifest, **nothing}
         writer = stack.enter_context(archive.Writer(path))
         added: set[str] = set()
         for reader in readers:
             manifest["gpus"] += [gpu for gpu in reader.manifest["gpus"] if gpu not in manifest["gpus"]]
-            manifest["architectures"] = sorted({*manifest["architectures"], *reader.manifest["architectures"]})
+            for name in _LISTS:
+                manifest[name] = sorted({*manifest[name], *reader.manifest[name]})
             manifest["choices"] = {**reader.manifest["choices"], **manifest["choices"]}
             manifest["kernels"] = {**reader.manifest["kernels"], **manifest["kernels"]}
         needed = {kernel["member"] for kernel in manifest["kernels"].values()}
@@ -57,7 +60,8 @@ def merge(path: str | os.PathLike[str], *packages: str | os.PathLike[str], check
         writer.finish({name: value for name, value in manifest.items() if name != "members"})
 
 
-_OWN = ("kernels", "choices", "gpus", "architectures", "members", "cpu")
+_LISTS = ("architectures", "unmeasured")
+_OWN = (*_LISTS, "kernels", "choices", "gpus", "members", "cpu")
 """What packages of one model may have of their own."""
 
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import build, packaged
 from fxfuse.arguments import Inputs, arguments_of
-from fxfuse.deploy import archive, machine
+from fxfuse.cuda import gpu
+from fxfuse.deploy import archive, cross, machine
 from fxfuse.deploy.entries import Arguments, Entry, bound, call_of, described_signature, entries_of
 from fxfuse.deploy.loaded import CALLS, GRAPHS, module_of
 from fxfuse.deploy.tensors import Tensors, tree_of
@@ -74,7 +75,8 @@ def save(
         weights: whether parameters and buffers are in the file. If not, fxfuse.load is given them.
         architectures: what kernels are for. On a CPU "native", the instructions of this one, or a level that the
             machines to come have: "x86-64", "x86-64-v2" (SSE4.2), "x86-64-v3" (AVX2), "x86-64-v4" (AVX-512). On a GPU
-            "native", its own architecture.
+            "native", its own architecture. Of a model on a CPU "sm_80", "sm_90" and other names of GPUs make a package
+            for those, with kernels that nvcc compiles and nobody measures: no GPU is needed here.
 
     The examples are run, without gradients, and the package's results compared with the model's own. Results of
     classes of the model's package (transformers' ModelOutput) come back as mappings with attributes of the same names.
@@ -95,7 +97,7 @@ def save(
         for number, one in enumerate((inputs, *others), 1)
     ]
     device = _device_of(root, examples)
-    cpu = _cpu_of(architectures, device)
+    cpu, gpus = _targets(architectures, device)
     entries, constants = entries_of(root, signature, examples, dynamic_shapes)
     tensors = Tensors(root, constants)
     described = {
@@ -108,7 +110,12 @@ def save(
         **tensors.described(),
     }
     described = json.loads(json.dumps(described))  # what is run now is what will be read
-    used = _used(root, signature, described, tensors, examples, device)
+    if gpus:
+        _check_graphs(root, signature, described, tensors, examples)
+        described = cross.on_gpu(described)
+        used = cross.used_by(signature, described, tensors, examples, gpus)
+    else:
+        used = _used(root, signature, described, tensors, examples, device)
     with archive.Writer(path) as writer:
         writer.add(GRAPHS, json.dumps(described).encode(), compress=True)
         for number, storage in enumerate(tensors.storages):
@@ -117,13 +124,14 @@ def save(
         kernels = _add_kernels(writer, used.sources, cpu)
         writer.finish({
             **machine.here(),
-            "cuda": torch.version.cuda if device.type == "cuda" else None,
+            "cuda": gpu.cuda_version() if gpus or device.type == "cuda" else None,
             "cpu": machine.features_of(cpu) if any(not one.is_cuda for one in used.sources.values()) else [],
-            "architectures": sorted({_architecture(one) for one in used.sources.values() if one.is_cuda}),
+            "architectures": _architectures(used.sources.values()),
+            "unmeasured": sorted(one.architecture for one in gpus),
             "weights": weights,
             "kernels": kernels,
             "choices": used.choices,
-            "gpus": _gpus(device),
+            "gpus": _gpus(device, gpus),
         })  # fmt: skip
     path = Path(path)
     labels = tuple(kernel["label"] for kernel in kernels.values())
@@ -147,25 +155,29 @@ def _device_of(root: nn.Module, examples: Sequence[Arguments]) -> torch.device:
     return next(iter(gpus), torch.device("cpu"))
 
 
-def _cpu_of(architectures: Sequence[str], device: torch.device) -> str:
-    """The CPUs that kernels are compiled for. Raises PackageError for a name that is unknown or cannot be served."""
+def _targets(architectures: Sequence[str], device: torch.device) -> tuple[str, list[gpu.Gpu]]:
+    """The CPUs that kernels are compiled for, and described GPUs. Raises PackageError for a name that is unknown or
+    cannot be served."""
     if isinstance(architectures, str) or not architectures:
         raise PackageError(f'architectures is a list of names, such as ("x86-64-v3",), not {architectures!r}')
     cpus = [name for name in architectures if not re.fullmatch(r"sm_\d+", name)]
-    gpu = [name for name in architectures if name not in cpus]
+    gpus = [name for name in architectures if name not in cpus]
     for name in cpus:
         machine.features_of(name)  # raises PackageError for one that is not known
     if len(cpus) > 1:
         raise PackageError(f"a package has kernels for one kind of CPU, not {' and '.join(cpus)}: name the lowest")
-    own = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-    for name in gpu:
+    if device.type == "cpu":
+        default = machine.portable() if gpus else "native"
+        return (cpus[0] if cpus else default), cross.gpus_of(gpus)
+    own = gpu.architecture(torch.cuda.get_device_capability(device))
+    for name in gpus:
         if name != own:
             raise PackageError(
-                f"kernels for {name} cannot be chosen here: which ones a model needs is planned for the GPU that it "
-                f"is on ({own or 'none: this one is on a CPU'}). Save it on a machine with such a GPU, and make one "
-                "file of several by fxfuse.merge"
+                f"kernels for {name} are not those of the GPU that the model is on ({own}). Move the model and the "
+                f"examples to the CPU to compile for {name} without one; or save the model on such a GPU, where "
+                "kernels are measured, and make one file of several by fxfuse.merge"
             )
-    return cpus[0] if cpus else "native"
+    return (cpus[0] if cpus else "native"), []
 
 
 def _example(example: Arguments, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -204,13 +216,33 @@ def _used(
                 with as_eager():
                     expected = called_unchanged(root, args, kwargs)
                 for _ in range(CALLS):
-                    result = called_unchanged(loaded, args, kwargs)
-                    if not _agree(expected, result):
-                        raise PackageError(
-                            "torch.export's graph computes something else than the model, which may ask whether it is "
-                            "being compiled, or about values of tensors"
-                        )
+                    _check_alike(expected, called_unchanged(loaded, args, kwargs))
     return used
+
+
+def _check_graphs(
+    root: nn.Module, signature: inspect.Signature, described: Mapping[str, Any], tensors: Tensors,
+    examples: Sequence[Arguments],
+) -> None:  # fmt: skip
+    """Raises PackageError unless the graphs, run by torch alone, compute what the model does."""
+    entries = [Entry.of(entry) for entry in described["entries"]]
+    for example, said in zip(examples, described["examples"], strict=True):
+        number = said["entry"]
+        module, leaves = cross.graph_of(described, tensors, number), entries[number].tensors_of(example)
+        assert leaves is not None, "it was found for this example"
+        args, kwargs = call_of(signature, example)
+        with torch.no_grad():
+            with as_eager():
+                expected = called_unchanged(root, args, kwargs)
+            _check_alike(expected, called_unchanged(module, leaves, {}))
+
+
+def _check_alike(expected: Any, result: Any) -> None:
+    if not _agree(expected, result):
+        raise PackageError(
+            "torch.export's graph computes something else than the model, which may ask whether it is being compiled, "
+            "or about values of tensors"
+        )
 
 
 def _agree(expected: Any, result: Any) -> bool:
@@ -231,31 +263,33 @@ def _add_kernels(writer: archive.Writer, sources: Mapping[str, build.Source], cp
     """Adds libraries, each once; of each kernel, by its portable key, where it is."""
     kernels: dict[str, dict[str, str]] = {}
     added: set[str] = set()
-    for source in sources.values():
-        target = source if source.is_cuda else dataclasses.replace(source, cpu=cpu)
-        try:
-            key, library = build.library_of(target)
-            code = library.read_bytes()
-        except OSError as error:
-            raise PackageError(
-                f"a kernel cannot be packed: {error}; set FXFUSE_CACHE_DIR to a folder of your own"
-            ) from error
+    targets = [one if one.is_cuda else dataclasses.replace(one, cpu=cpu) for one in sources.values()]
+    try:
+        libraries = [(key, library, library.read_bytes()) for key, library in build.libraries_of(targets)]
+    except OSError as error:
+        raise PackageError(
+            f"a kernel cannot be packed: {error}; set FXFUSE_CACHE_DIR to a folder of your own"
+        ) from error
+    for target, (key, library, code) in zip(targets, libraries, strict=True):
         member = f"kernels/{archive.digest_of(library)[:32]}{library.suffix}"
         if member not in added:
             writer.add(member, code, compress=True)
             added.add(member)
-        kernels[build.portable_key(target)] = {"key": key, "member": member, "label": source.label}
+        kernels[build.portable_key(target)] = {"key": key, "member": member, "label": target.label}
     return kernels
 
 
-def _architecture(source: build.Source) -> str:
-    assert source.architecture is not None
-    return "sm_{}{}".format(*source.architecture)
+def _architectures(sources: Iterable[build.Source]) -> list[str]:
+    """Those of GPUs that kernels are for."""
+    return sorted({gpu.architecture(source.architecture) for source in sources if source.architecture is not None})
 
 
-def _gpus(device: torch.device) -> list[list[Any]]:
-    """What was measured on, as tune.py names it."""
+def _gpus(device: torch.device, described: Sequence[gpu.Gpu]) -> list[list[Any]]:
+    """What was measured on, or planned for, as tune.py names it."""
+    if described:
+        return [[one.name, one.multi_processor_count, one.architecture] for other in described for one in other.alike()]
     if device.type != "cuda":
         return []
     properties = torch.cuda.get_device_properties(device)
-    return [[properties.name, properties.multi_processor_count]]
+    architecture = gpu.architecture((properties.major, properties.minor))
+    return [[properties.name, properties.multi_processor_count, architecture]]

@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import build, functional, guard, stream_capture
+from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
 from fxfuse.guard import Guard
@@ -200,6 +201,16 @@ def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]
         return recorder.steps
 
 
+def _with_all_kernels(recorder: Recorder, tensors: Sequence[torch.Tensor], result: Any) -> Any:
+    """`result`, when all has been asked for that a program would need, which nobody will run: its GPU is not here."""
+    device = device_of(tensors)
+    assert device is not None, "others are not recorded"
+    _merged(recorder, device)
+    for source in SOURCES:
+        build.load(source)
+    return result
+
+
 def _launching(launch: Callable[..., None]) -> Callable[..., None]:
     def launched(*args: Any) -> None:
         try:
@@ -223,7 +234,7 @@ def switches(device: torch.device) -> tuple[Any, ...]:
     plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kinds
     if device.type != "cuda":
         return plain
-    return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), torch._C._cuda_getDevice()
+    return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), gpu.index_asked()()
 
 
 _KINDS_OF_ATTENTION: Final[tuple[Callable[[], Any], ...]] = (
@@ -322,6 +333,8 @@ class Programs:
                 logger.info("fxfuse: no program is made: %s", self.reason)
             return result
         try:
+            if gpu.standing_in() is not None:
+                return _with_all_kernels(recorder, tensors, result)
             program = Program(recorder, tensors, bound.constants)
         except Exception as error:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]

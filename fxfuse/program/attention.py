@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fxfuse.cuda import attention, exactness, tune
+from fxfuse import packaged
+from fxfuse.cuda import attention, exactness, gpu, tune
 from fxfuse.errors import FxfuseError
 from fxfuse.expression import Operand
 from fxfuse.problem import Problem, Run, TensorMeta
@@ -117,7 +118,7 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
         tensors: query, key and value (batch, heads, rows, channels).
         added: to the scaled scores.
     """
-    if not exactness.enabled() or not _all_kinds_allowed():
+    if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
         return None
     metas = [
         TensorMeta(value.shape, value.strides, value.dtype, device, math.gcd(value.slot.alignment, value.offset))
@@ -284,7 +285,7 @@ def _described(
             return None
         of_batch, of_head, of_query, of_key = mask.expand(batch, heads, queries, keys).stride()
         mask_strides = of_batch, of_head, of_query, of_key
-    device = torch.cuda.get_device_properties(query.device)
+    device = gpu.properties(query.device)
     return attention.Problem(
         batch=batch,
         key_heads=key_heads,

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from fxfuse import build
+from fxfuse.cuda import gpu
 from fxfuse.cuda import loops as kernels
 from fxfuse.program.loops import LARGEST, Body, Unknown, coordinates
 from fxfuse.program.text import LoopsKernel
@@ -35,12 +36,10 @@ def launch_of(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
     order = kernels.ordered(found)
     together = [found[number] for number in order]
     device = buffers[0].device
-    launch = build.load(
-        build.Source(kernels.source_of(together), torch.cuda.get_device_capability(device), "copies of arguments")
-    )
+    launch = build.load(build.Source(kernels.source_of(together), gpu.capability(device), "copies of arguments"))
     params = b"".join(kernel.params for kernel in together)
     targets = [buffers[number].data_ptr() for number in order]
-    current_stream = torch._C._cuda_getCurrentRawStream
+    current_stream = gpu.stream_asked()
 
     def copy(tensors: Sequence[torch.Tensor]) -> bool:
         addresses, all_bits = [], 0

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse.cuda import depthwise_gradient, tune
+from fxfuse.cuda import depthwise_gradient, gpu, tune
 from fxfuse.problem import Run
 from fxfuse.program.own_kernels import may_compute, problem_of, quickest
 from fxfuse.program.values import is_plain
@@ -51,7 +51,7 @@ def planned(args: Sequence[Any], result: Sequence[torch.Tensor | None]) -> Calla
             element=x.dtype,
             x_strides=x.stride(),
             dy_strides=dy.stride(),
-            multiprocessors=torch.cuda.get_device_properties(x.device).multi_processor_count,
+            multiprocessors=gpu.properties(x.device).multi_processor_count,
         )
     )
     if not kernels:

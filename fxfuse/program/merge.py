@@ -13,15 +13,15 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeGuard
 
 import torch
 
 from fxfuse import build, events
 from fxfuse.cpu import loops as cpu_kernels
+from fxfuse.cuda import gpu
 from fxfuse.cuda import loops as kernels
-from fxfuse.errors import FxfuseError
+from fxfuse.errors import FxfuseError, MissingKernelError
 from fxfuse.expression import Operand
 from fxfuse.program.indices import Element
 from fxfuse.program.loops import (
@@ -73,8 +73,30 @@ class NoKernel(FxfuseError):
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     """The steps of a program with kernels in the place of what loops compute.
 
-    Raises ToolchainError, BuildError, NoKernel; nothing has changed then.
+    Where a package does not have one of them, torch computes what it was for, and the rest is merged anew.
+
+    Raises ToolchainError, BuildError, NoKernel; nothing has changed then but the loops of steps.
     """
+    while True:
+        try:
+            return _merged(steps, output, device)
+        except _Missing as missing:
+            logger.warning("fxfuse: torch computes a part of what stands between regions: %s", missing)
+            for number in missing.numbers:
+                if _is_loops_only(steps[number]):
+                    raise NoKernel(f"'{steps[number].label}' has no kernel: {missing}") from missing
+                steps[number].loops = None
+
+
+class _Missing(Exception):
+    """A package does not have a kernel that these steps, by their numbers, were to be computed by."""
+
+    def __init__(self, error: MissingKernelError, numbers: set[int]) -> None:
+        super().__init__(str(error))
+        self.numbers = numbers
+
+
+def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     on_gpu = runs_on_gpu(device)
     generator = kernels if on_gpu else cpu_kernels
     plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits)
@@ -91,11 +113,15 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
     if not found and not plan.absent:
         return list(steps)
     together = _together(found, plan, steps) if on_gpu else {number: [number] for number in found}
-    architecture = torch.cuda.get_device_capability(device) if on_gpu else None
+    architecture = gpu.capability(device) if on_gpu else None
     texts = {first: generator.source_of([found[one] for one in numbers]) for first, numbers in together.items()}
     sources = {text: build.Source(text, architecture, "loops") for text in texts.values()}
-    with ThreadPoolExecutor(max(1, len(sources))) as pool:
-        loaded = dict(zip(sources, pool.map(build.load, sources.values()), strict=True))
+    loaded: dict[str, build.Launch] = {}
+    for text, launch in zip(sources, build.load_each(list(sources.values())), strict=True):
+        if isinstance(launch, MissingKernelError):
+            groups = [plan.all_of(numbers) for first, numbers in together.items() if texts[first] == text]
+            raise _Missing(launch, set().union(*groups))
+        loaded[text] = launch
     for number in found:
         for store in plan.computed[number].stores:
             slot = store.output.slot
@@ -316,12 +342,16 @@ class _Plan:
 
     def label(self, numbers: Sequence[int]) -> str:
         """What some steps that one launch computes are, with all that was put into them."""
+        return joined_labels([self._steps[number].label for number in sorted(self.all_of(numbers))])
+
+    def all_of(self, numbers: Sequence[int]) -> set[int]:
+        """Some steps, with all that were put into them."""
         found, left = set(numbers), list(numbers)
         while left:
             new = set(self._parts.get(left.pop(), ())) - found
             found |= new
             left += new
-        return joined_labels([self._steps[number].label for number in sorted(found)])
+        return found
 
     def needs_nothing(self, number: int) -> bool:
         """Whether what a step makes could be made at the program's beginning."""

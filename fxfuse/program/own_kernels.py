@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fxfuse import build
-from fxfuse.cuda import codegen, tune
+from fxfuse.cuda import codegen, gpu, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
 from fxfuse.cuda.plan import MINIMUM_CAPABILITY
@@ -26,7 +26,7 @@ def may_compute(expected: torch.Tensor) -> bool:
     """Whether a result like this may be a kernel's."""
     if not expected.is_cuda or expected.dtype not in RESULT_DTYPES:
         return False
-    return torch.cuda.get_device_capability(expected.device) >= MINIMUM_CAPABILITY
+    return gpu.capability(expected.device) >= MINIMUM_CAPABILITY
 
 
 def quickest(
@@ -40,7 +40,7 @@ def quickest(
         library: torch's candidate.
         count: of the tensors, how many the kernels read.
     """
-    capability = torch.cuda.get_device_capability(expected.device)
+    capability = gpu.capability(expected.device)
     try:
         candidates = [_candidate(kernel, problem, expected, capability, count) for kernel in kernels]
         plan = tune.draft(problem, [*candidates, library])()

@@ -18,6 +18,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxfuse import events, functional, plans
+from fxfuse.cuda import gpu
 from fxfuse.hooks import has_hooks
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
@@ -733,6 +734,8 @@ def _brings_weight_into_channels_last(operation: Operation) -> bool:
 def _runs_in_cudnn(*arguments: Any) -> bool:
     """Whether torch gives a convolution of these arguments to cuDNN."""
     internals: Any = torch._C
+    if gpu.standing_in() is not None:  # torch would ask the CPU
+        return True
     return bool(internals._select_conv_backend(*arguments) == internals._ConvBackend.Cudnn)
 
 

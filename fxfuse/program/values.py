@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxfuse import events
+from fxfuse.cuda.stand_in import StandIn
 
 if TYPE_CHECKING:
     from fxfuse.program.loops import Loops
@@ -240,7 +241,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
 
 
-PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+PLAIN: Final = frozenset((torch.Tensor, nn.Parameter, StandIn))
 
 
 def slots_of(step: Launch | Call) -> list[Slot]:

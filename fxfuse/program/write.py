@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from fxfuse.cuda import gpu
 from fxfuse.layout import contiguous_strides
 from fxfuse.program.memory import Arena, arenas_of, releases
 from fxfuse.program.record import Recorder
@@ -233,9 +234,7 @@ class Writer:
         self._line(f"return {self._tree(recorder.output)}")
         index = self._device.index or 0
         on_gpu = self._device.type == "cuda"
-        self.names["context"] = (
-            functools.partial(torch._C._cuda_getCurrentRawStream, index) if on_gpu else torch.get_num_threads
-        )
+        self.names["context"] = functools.partial(gpu.stream_asked(), index) if on_gpu else torch.get_num_threads
         self.names["empty"], self.names["uint8"] = _allocator(self._device), torch.uint8
         head = [
             *(f"g{i} = given[{i}]" for i in sorted(self._read)),

@@ -47,13 +47,17 @@ def interpreted_loops() -> Iterator[None]:
     with (
         mock.patch.object(kernels, "kernel", remembering),
         mock.patch.object(kernels, "source_of", lambda found: json.dumps(kernels.forms_of(found))),
-        mock.patch.object(merge, "build", types.SimpleNamespace(load=_load, Source=build.Source)),
+        mock.patch.object(merge, "build", types.SimpleNamespace(load_each=_load_each, Source=build.Source)),
         mock.patch.object(merge, "runs_on_gpu", lambda device: True),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)),
     ):
         yield
     _known.clear()
     _callbacks.clear()
+
+
+def _load_each(sources: Sequence[build.Source]) -> list[Any]:
+    return list(map(_load, sources))
 
 
 def _load(source: build.Source) -> Any:
