@@ -30,6 +30,7 @@ from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError, FxfuseWarning
+from fxfuse.in_parts import compiled_by_parts, has_parts
 from fxfuse.module import FusedModule, state_of
 from fxfuse.replacement import Settings
 
@@ -73,8 +74,13 @@ def compile_graph(
     cuda_graphs = given.pop("cuda_graphs", mode == REDUCE_OVERHEAD and _on_gpu(gm, example_inputs))
     if not isinstance(cuda_graphs, bool):
         raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
-    fused = fused_graph(gm, Settings(**given), Replays(lends=True) if cuda_graphs else False)
-    _graphs[fused] = _callers(gm)
+    settings, callers = Settings(**given), _callers(gm)
+    if has_parts(gm, example_inputs):
+        by_parts = compiled_by_parts(gm, example_inputs, settings, lambda half: _graphs.update({half: callers}))
+        if by_parts is not None:
+            return by_parts
+    fused = fused_graph(gm, settings, Replays(lends=True) if cuda_graphs else False)
+    _graphs[fused] = callers
     return plans.prepared_by_first_call(fused)
 
 

@@ -98,10 +98,23 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
         memo.update((id(table), table) for table in (module._parameters, module._buffers))
         memo.update((id(hook), hook) for table in hooks_of(module) for hook in table.values())
     try:
+        for module in reversed(list(model.modules())):
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                memo[id(module)] = _with_same_reducer(module, memo)
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever __deepcopy__ or __reduce__ of an attribute raises
         logger.info("fxfuse: %s cannot be copied deeply (%s); its modules are copied", type(model).__name__, error)
         return _copy_modules(model, {})
+
+
+def _with_same_reducer(
+    module: nn.parallel.DistributedDataParallel, memo: dict[int, Any]
+) -> nn.parallel.DistributedDataParallel:
+    """A copy but for what sends gradients: a deep copy makes that anew, without the hooks for communication."""
+    twin = object.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = copy.deepcopy(module._modules, memo)
+    return twin
 
 
 def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -31,7 +31,8 @@ from torch.autograd import forward_ad
 from fxfuse import ops, plans
 from fxfuse.cuda import gpu, stand_in
 from fxfuse.cuda.stand_in import StandIn
-from fxfuse.plans import GRADIENTS_DUE, RECAST, REMOVED, TRANSFORMED
+from fxfuse.hooks import is_in_parts
+from fxfuse.plans import GRADIENTS_DUE, IN_PARTS, RECAST, REMOVED, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
 _LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
@@ -180,7 +181,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             plans.without_plan[REMOVED].add(region)
             return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
         if not torch.compiler.is_compiling() and any(map(_knows_torch_only, tensors)):
-            plans.without_plan[TRANSFORMED].add(region)
+            plans.without_plan[IN_PARTS if any(map(is_in_parts, tensors)) else TRANSFORMED].add(region)
             return _reference(kind, values, epilogue, pool, region, x, weight, bias, operands)
         return overload(  # type: ignore[no-any-return]
             x, weight, bias, operands, epilogue, *values, strict=strict, region=region, fp32=fp32, pool=pool

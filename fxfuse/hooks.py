@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -19,3 +20,15 @@ def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` runs more, or something else, than its class's forward."""
     return "forward" in vars(module) or any(hooks_of(module))
+
+
+def why_no_kernel(module: nn.Module) -> str:
+    """What a report says of a module that has hooks."""
+    if any(map(is_in_parts, module.parameters(recurse=False))):
+        return "has hooks, and parameters of which each process holds a part (DTensor)"
+    return "has hooks"
+
+
+def is_in_parts(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each process holds a part."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # whose module has other names before 2.5

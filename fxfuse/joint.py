@@ -24,9 +24,8 @@ from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.problem import TensorMeta
-from fxfuse.program import merge
+from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
-from fxfuse.program.observed import draws
 from fxfuse.program.values import Refused, device_of
 from fxfuse.row_padding import is_view, pad_rows, take_padded
 
@@ -40,8 +39,7 @@ class Joint:
     forward: fx.GraphModule
     """Takes the tensors; gives `results` tensors, then those to keep that are neither given nor results."""
     backward: fx.GraphModule
-    """Takes those that are `kept`, the gradients of results, and which of them are lent (Lent); gives the gradients of
-    the tensors, or None for some."""
+    """Takes those that are `kept`, then the gradients of results; gives those of the tensors, or None for some."""
     results: int
     differentiable: tuple[int, ...]
     """Which results have gradients."""
@@ -49,6 +47,10 @@ class Joint:
     """What the backward takes: ("given", number of a tensor), ("result", number), or ("more", number after those)."""
     depends: tuple[frozenset[int], ...]
     """By tensor, on which of those gradients its own depends."""
+    gives: frozenset[int]
+    """The tensors, by number, that the backward gives a gradient for."""
+    tangents: tuple[str, ...]
+    """Names of the backward's arguments that are gradients of results."""
     gradients: tuple[TensorMeta, ...]
     """Those of results, as the backward was traced for them."""
     changed: frozenset[int]
@@ -229,11 +231,11 @@ def _twin(module: nn.Module) -> nn.Module:
 def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Sequence[torch.Tensor]) -> Joint:
     """The joint graph in two."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
-    _simplify(joint.graph, [given[number] for number in traced.buffers])
+    simplify(joint.graph, [given[number] for number in traced.buffers])
     count = traced.results + len(traced.buffers)
-    drawing = sum(map(_draws, joint.graph.nodes))
-    forward, backward = _partition()(joint, None, num_fwd_outputs=count)
-    if drawing > sum(map(_draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch makes one of two alike
+    drawn = sum(map(draws, joint.graph.nodes))
+    forward, backward = partition()(joint, None, num_fwd_outputs=count)
+    if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -271,9 +273,6 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
         pad_rows(backward.graph, {*gradients.all_input_nodes})
     _lay_as_leaves(backward.graph, tensors)
-    first = next(node for node in backward.graph.nodes if node.op != "placeholder")
-    with backward.graph.inserting_before(first):
-        backward.graph.placeholder("lent")
     for half in (forward, backward):
         half.recompile()
     values = [node.meta["val"] for node in tangents]
@@ -284,11 +283,13 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         differentiable=traced.differentiable,
         kept=tuple(by_name[node.name] for node in kept),
         depends=_dependences(backward, tangents),
+        gives=frozenset(at for at, node in enumerate(_results(backward.graph)) if isinstance(node, fx.Node)),
+        tangents=tuple(node.name for node in tangents),
         gradients=tuple(TensorMeta.of(value, value.device) for value in values),
         changed=frozenset(primals.index(node) for node in changed),
         kept_bytes=sum(map(_nbytes, more)),
         large=tuple(at for at, node in enumerate(kept) if by_name[node.name][0] == "more" and _nbytes(node) >= SMALL),
-        draws=any(map(_draws, forward.graph.nodes)),
+        draws=any(map(draws, forward.graph.nodes)),
         reference=traced,
         layouts=layouts,
     )
@@ -339,7 +340,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
         del taken[name]
 
 
-def _simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
+def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Without what was there for the trace alone: copies of buffers that were to be changed in place, which nothing is
     in this graph, views of what nobody else has, other names; and numbers as numbers, not as tensors."""
     for node in list(graph.nodes):
@@ -405,12 +406,16 @@ def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple
     for node in backward.graph.nodes:
         of_inputs = [found[one] for one in node.all_input_nodes]
         found[node] = frozenset([tangents.index(node)] if node in tangents else ()).union(*of_inputs)
-    (end,) = (node for node in backward.graph.nodes if node.op == "output")
-    return tuple(found[one] if isinstance(one, fx.Node) else frozenset() for one in end.args[0])
+    return tuple(found[one] if isinstance(one, fx.Node) else frozenset() for one in _results(backward.graph))
 
 
-def _draws(node: fx.Node) -> bool:
-    return draws(node.target, node.args, node.kwargs)
+def _results(graph: fx.Graph) -> Sequence[Any]:
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    return end.args[0]  # type: ignore[no-any-return]
+
+
+def draws(node: fx.Node) -> bool:
+    return observed.draws(node.target, node.args, node.kwargs)
 
 
 # ------------------------------------------------------------------------------------------- torch's parts
@@ -422,7 +427,7 @@ def _traced_with_gradients() -> Callable[..., Any]:
     return aot_export_joint_simple
 
 
-def _partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+def partition() -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition

@@ -61,10 +61,13 @@ _collecting = threading.local()
 
 GRADIENTS_DUE: Final = "gradients are due"
 TRANSFORMED: Final = "torch.func, forward-mode derivatives or tensors that are not strided need single operations"
+IN_PARTS: Final = "each process holds a part of its tensors (DTensor)"
 RECAST: Final = "torch.autocast casts within it"
 REMOVED: Final = "a parameter that it reads has been set to None"
 
-without_plan: Final[dict[str, set[int]]] = {reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, RECAST, REMOVED)}
+without_plan: Final[dict[str, set[int]]] = {
+    reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, IN_PARTS, RECAST, REMOVED)
+}
 """For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
 
 

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from fxfuse import ops, plans, stream_capture
 from fxfuse.hooks import hooks_of
 from fxfuse.locks import free_in_children
+from fxfuse.segments import buckets_now
 from fxfuse.state import Draws, unchanged
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def _said(name: str) -> Iterator[None]:
 
 def _whole_graphs() -> contextlib.AbstractContextManager[Any]:
     """Inside DistributedDataParallel's forward Dynamo would divide a graph at its buckets, and refuses small ones: a
-    backward of ours gives all gradients at once."""
-    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is None:
+    backward of ours is cut there, and the forward stays one graph."""
+    if buckets_now() is None:
         return contextlib.nullcontext()
     return torch._dynamo.config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
 

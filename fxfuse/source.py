@@ -70,6 +70,6 @@ def _graphs(module: nn.Module, path: str, seen: set[int]) -> Iterator[Listing]:
         if state.recapture is not None:
             others += state.recapture.graphs
         if state.training is not None:
-            others += [half for step in state.training.steps for half in (step.forward, step.backward)]
+            others += [graph for step in state.training.steps for _, graph in step.graphs]
         for other in others:
             yield from _graphs(other, inner, seen)

@@ -225,7 +225,7 @@ def test_what_programs_keep_outlives_them_for_the_graph_that_reads_it(kept):
     assert not kept
 
     def constants():
-        halves = [half for step in made(fast) for half in (step.forward, step.backward)]
+        halves = [half for step in made(fast) for _, half in step.graphs]
         return [one for half in halves for program in state_of(half).programs.programs for one in program.constants]
 
     captured = list(map(weakref.ref, constants()))
@@ -567,7 +567,7 @@ def test_a_graph_outlives_the_programs_that_it_was_captured_of():
     for _ in range(SETTLED):  # so that what programs keep is this stream's, which takes it again
         trained(fast, x)
     graph, results = captured(lambda: trained(fast, x))
-    halves = [half for step in made(fast) for half in (step.forward, step.backward)]
+    halves = [half for step in made(fast) for _, half in step.graphs]
     assert any(program.constants for half in halves for program in state_of(half).programs.programs)
     del halves
     graph.replay()
@@ -592,8 +592,8 @@ def test_so_many_steps_come_before_a_capture(name, device):
     missing, first = {"forward", "backward"}, {}
     for count in range(1, SETTLED + 1):
         trained(fast, x)
-        for half in [half for half in missing if state_of(fast).training.steps]:
-            if state_of(getattr(made(fast)[0], half)).programs.programs:
+        for half, graph in made(fast)[0].graphs if state_of(fast).training.steps else ():
+            if half in missing and state_of(graph).programs.programs:
                 first[half] = count
         missing -= first.keys()
     assert not missing, f"no program of the {missing}; of the others after {first}"

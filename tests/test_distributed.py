@@ -194,8 +194,21 @@ class ByDynamo(nn.Module):
         return self.last(sum(F.gelu(each) for each in self.first(x).chunk(2, -1)))
 
 
+class Blocks(nn.Module):
+    """Two blocks of layers, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(linear(16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
+        self.last = linear(4)
+
+    def forward(self, x):
+        return self.last(F.silu(self.blocks(x)))
+
+
 MODELS = {
     "mlp": Network,
+    "blocks": Blocks,
     "batch norm": lambda: Network(nn.BatchNorm1d),
     "branching": Branching,
     "by Dynamo": ByDynamo,
@@ -274,10 +287,8 @@ def assert_trains_as_eager(name, wrap, way="optimised", fused=STEPS - 1, seed=No
             raise
         pytest.skip(f"eager itself raises {error!r}")
     exact = train((exact_wrap or wrap)(copy.deepcopy(model).double()), **options)
-    run, backwards = TrainingStep.run_backward, []
-    with mock.patch.object(
-        TrainingStep, "run_backward", lambda *args, **options: backwards.append(args[0]) or run(*args, **options)
-    ):
+    run, backwards = TrainingStep.begun, []
+    with mock.patch.object(TrainingStep, "begun", lambda *args: backwards.append(args[0]) or run(*args)):
         found = train(WAYS[way](model, wrap), **options)
     for kind, have in found.items():
         assert_errors_as_eagers(have, expected[kind], exact[kind], where=kind)
@@ -329,9 +340,45 @@ def test_gradients_that_are_views_of_buckets(way, bucket_cap_mb):
 
 
 @OF_A_MODEL
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY])
 @on_both_ranks
-def test_static_graphs(way):
-    return assert_trains_as_eager("mlp", ddp(static_graph=True), way)
+def test_static_graphs(way, bucket_cap_mb):
+    with graphs_of_tiny_buckets():
+        return assert_trains_as_eager("mlp", ddp(static_graph=True, bucket_cap_mb=bucket_cap_mb), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["mlp", "batch norm", "by Dynamo"])
+@on_both_ranks
+def test_buckets_are_sent_while_the_backward_runs(way, name):
+    """The first one at least before the last part of the backward has begun."""
+    events, run = [], TrainingStep.run_segment
+
+    def sent(_, bucket):
+        events.append("bucket")
+        mean = bucket.buffer().div_(RANKS)
+        return distributed.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    def noted(*args):
+        events.append("part")
+        return run(*args)
+
+    def wrap(model):
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=TINY)
+        wrapped.register_comm_hook(None, sent)
+        return wrapped
+
+    with graphs_of_tiny_buckets():
+        torch.manual_seed(0)
+        fast = WAYS[way](MODELS[name](), wrap)
+        for step in range(6):
+            events.clear()
+            with mock.patch.object(TrainingStep, "run_segment", noted):
+                plain_loss(fast, step, torch.float32)
+    assert events.count("bucket") > 1 and events.count("part") > 1, events
+    last = len(events) - 1 - events[::-1].index("part")
+    assert "bucket" in events[:last], events
+    return [parameter.grad for parameter in fast.parameters()]
 
 
 def accumulated_loss(model, step, dtype):
@@ -342,10 +389,12 @@ def accumulated_loss(model, step, dtype):
 
 
 @pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY])
 @on_both_ranks
-def test_accumulated_gradients(as_views):
-    wrap = ddp(gradient_as_bucket_view=as_views)
-    return assert_trains_as_eager("batch norm", wrap, fused=2 * STEPS - 1, loss_of=accumulated_loss)
+def test_accumulated_gradients(as_views, bucket_cap_mb):
+    wrap = ddp(gradient_as_bucket_view=as_views, bucket_cap_mb=bucket_cap_mb)
+    with graphs_of_tiny_buckets():
+        return assert_trains_as_eager("batch norm", wrap, fused=2 * STEPS - 1, loss_of=accumulated_loss)
 
 
 @on_both_ranks
@@ -445,6 +494,20 @@ def test_sharded_models(way, parts, name):
     return assert_trains_as_eager(name, sharded(parts), way, fused=0, seed=0)
 
 
+@pytest.mark.parametrize("way", ["optimised", "optimised outside"])
+@pytest.mark.parametrize("again", [False, True])
+@on_both_ranks
+def test_sharded_blocks_are_fused(way, again):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+
+    def shard(model):
+        for block in model.blocks.children():
+            fsdp.fully_shard(block, mesh=mesh(), reshard_after_forward=again)
+        return fsdp.fully_shard(model, mesh=mesh(), reshard_after_forward=again)
+
+    return assert_trains_as_eager("blocks", shard, way, fused=2 * (STEPS - 5), seed=0)
+
+
 @pytest.mark.parametrize("parts", ["root", "layers and root"])
 @pytest.mark.parametrize("again", [False, True])
 @on_both_ranks
@@ -461,16 +524,93 @@ def test_sharded_models_that_compute_in_16_bits(way):
     return assert_trains_as_eager("mlp", wrap, way, fused=0, seed=0, exact_wrap=exact_wrap)
 
 
+def divided(model):
+    """The first layer's outputs and the last one's inputs."""
+    parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+    first, last = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    plan = {first: parallel.ColwiseParallel(), last: parallel.RowwiseParallel()}
+    return parallel.parallelize_module(model, mesh(), plan)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @on_both_ranks
 def test_layers_of_which_each_rank_has_a_part(way):
-    parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-
-    def divided(model):
-        """The first layer's outputs and the last one's inputs."""
-        first, last = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
-        plan = {first: parallel.ColwiseParallel(), last: parallel.RowwiseParallel()}
-        return parallel.parallelize_module(model, mesh(), plan)
-
     loss_of = functools.partial(plain_loss, of_rank=0)
     return assert_trains_as_eager("mlp", divided, way, fused=0, seed=0, loss_of=loss_of)
+
+
+@on_both_ranks
+def test_parts_are_fused_in_compiled_models():
+    """On each rank, between collectives. Their own errors are compared by the tests above."""
+    torch.manual_seed(0)
+    model = divided(Network())
+    fast = torch.compile(model, backend="fxfuse")
+    for step in range(3):
+        plain_loss(fast, step, torch.float32, of_rank=0)
+    report = fxfuse.explain(fast, verbose=True)
+    assert len(report.regions) >= 2 and any("one pass" in str(region) for region in report.regions)
+    assert any("is a collective" in line for line in report.programs)
+    model.eval()
+    with torch.no_grad():
+        x, _ = data(0, torch.float32, of_rank=0)
+        torch.testing.assert_close(fast(x), model(x))
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+class Dropping(Network):
+    def forward(self, x):
+        return self.last(F.dropout(F.gelu(self.first(x)), 0.5, self.training))
+
+
+@on_both_ranks
+def test_parts_that_are_drawn_are_left_to_torch():
+    torch.manual_seed(0)
+    model = divided(Dropping())
+    fast = torch.compile(model, backend="fxfuse")
+    for step in range(3):
+        plain_loss(fast, step, torch.float32, of_rank=0)
+    assert "come from torch" in str(fxfuse.explain(fast, verbose=True))
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+@on_both_ranks
+def test_the_report_says_that_torch_computes_parts():
+    torch.manual_seed(0)
+    fast = divided(fxfuse.optimize(Network()))
+    for step in range(3):
+        plain_loss(fast, step, torch.float32, of_rank=0)
+    report = fxfuse.explain(fast)
+    assert "'first' has hooks, and parameters of which each process holds a part (DTensor)" in report.training[0]
+    return [whole(parameter) for parameter in fast.parameters()]
+
+
+@on_both_ranks
+def test_tensors_that_are_in_parts_everywhere():
+    """Without hooks: who calls the model gives parts."""
+    parts = pytest.importorskip("torch.distributed.tensor")
+
+    def in_parts(model):
+        for layer, placement in ((model.first, parts.Shard(0)), (model.last, parts.Shard(1))):
+            whole_bias = placement if placement.is_shard(0) else parts.Replicate()
+            layer.weight = nn.Parameter(parts.distribute_tensor(layer.weight.detach(), mesh(), [placement]))
+            layer.bias = nn.Parameter(parts.distribute_tensor(layer.bias.detach(), mesh(), [whole_bias]))
+        return model
+
+    def loss_of(model, step):
+        x, y = data(step, torch.float32, of_rank=0)
+        loss = F.mse_loss(model(parts.distribute_tensor(x, mesh(), [parts.Replicate()])).full_tensor(), y)
+        loss.backward()
+
+    torch.manual_seed(0)
+    model = in_parts(Network())
+    loss_of(model, 3)
+    expected = [whole(parameter.grad) for parameter in model.parameters()]
+    fast = fxfuse.optimize(model)
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss_of(fast, step)
+    found = [whole(parameter.grad) for parameter in model.parameters()]
+    torch.testing.assert_close(found, expected)
+    assert "gradients of the model come from torch where each process holds a part" in fxfuse.explain(fast).training[0]
+    return found

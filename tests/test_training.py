@@ -1179,6 +1179,36 @@ def test_channels_last():
     made(fast)
 
 
+def test_results_may_be_changed_in_place():
+    """Also those that are views of what a kernel has computed."""
+    torch.manual_seed(0)
+    model = Net(lambda m, x: (m.b(torch.tanh(m.a(x))), m.b(x)[0], m.a(x).T), a=linear(), b=linear())
+    fast, x = fxfuse.optimize(copy.deepcopy(model)), randn(3, 8)
+    for call in (fast, fast, fast, fast, model):
+        for parameter in call.parameters():
+            parameter.grad = None
+        results = call(x)
+        for result in results:
+            result.mul_(2).add_(1)
+        weighed([result.square() for result in results]).backward()
+    made(fast)
+    for have, want in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(have.grad, want.grad)
+
+
+def test_results_that_the_backward_takes_may_not_be_changed():
+    def forward(m, x):
+        y = m.a(x)
+        return y[:, :2], m.b(y)
+
+    fast, x = fxfuse.optimize(Net(forward, a=linear(), b=linear())), randn(3, 8)
+    for _ in range(4):
+        part, result = fast(x)
+        with pytest.raises(RuntimeError, match="inplace"):
+            (part.mul_(2).sum() + result.sum()).backward()
+    made(fast)
+
+
 def test_results_without_gradients_have_none():
     model = Net(lambda m, x: (F.silu(m.fc(x)).detach(), m.fc(x) > 0), fc=linear())
     fast = fxfuse.optimize(copy.deepcopy(model))
@@ -1587,7 +1617,7 @@ def test_products_of_attention_are_kernels_of_ours_on_a_gpu(tokens, autocast, co
             loss = weighed(fast(x))
         loss.backward()
     (step,) = made(fast)
-    halves = [list(half.graph.nodes) for half in (step.forward, step.backward)]
+    halves = [list(half.graph.nodes) for _, half in step.graphs]
     assert [[node.target is fxfuse.functional.bmm for node in nodes].count(True) for nodes in halves] == counts
 
 
@@ -1603,7 +1633,7 @@ def test_kernels_of_both_halves_are_compiled_together(monkeypatch):
     asked.clear()
     result = fast(x)
     (step,) = made(fast)
-    regions = [{region.number for region in state_of(half).regions} for half in (step.forward, step.backward)]
+    regions = [{region.number for region in state_of(half).regions} for _, half in step.graphs]
     assert all(regions) and set(asked) == regions[0] | regions[1]
     asked.clear()
     backward(result)
@@ -1718,16 +1748,17 @@ def test_a_backward_that_failed_is_not_repeated_with_what_is_left():
     warm(fast, x)
     (step,) = made(fast)
     result = fast(x)
-    forward = step.backward.forward
+    (half,) = step.backwards
+    forward = half.forward
 
     def failing(*args):
         forward(*args)
         raise MemoryError("none left")
 
-    step.backward.forward = failing
+    half.forward = failing
     with pytest.raises(MemoryError):
         result.sum().backward(retain_graph=False)
-    step.backward.forward = forward
+    half.forward = forward
     with pytest.raises(fxfuse.FxfuseError, match="call the model again"):
         result.sum().backward()
     backward(fast(x))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxfuse import ops
-from fxfuse.hooks import has_hooks
+from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import ends_aligned
 from fxfuse.ops import REQUIRED, Rejected
 from fxfuse.problem import RESULT_DTYPES, as_images
@@ -365,7 +365,7 @@ def find_anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
         if build is None:
             return None
         if has_hooks(module):
-            raise Rejected("the module has hooks")
+            raise Rejected(f"the module {why_no_kernel(module)}")
         return build(root, node, module)
     function = None
     if node.op == "call_function":

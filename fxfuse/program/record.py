@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import events, functional, plans
 from fxfuse.cuda import gpu
-from fxfuse.hooks import has_hooks
+from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, depthwise_gradient
@@ -94,10 +94,14 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
             raise Refused("its arguments are not known one by one")
         if node.op == "call_module":
             module = root.get_submodule(str(target))
-            if not type(module).__module__.startswith("torch.nn.") or has_hooks(module):
+            if has_hooks(module):
+                raise Refused(f"'{target}' {why_no_kernel(module)}")
+            if not type(module).__module__.startswith("torch.nn."):
                 raise Refused(f"'{target}' is a {type(module).__name__}, which may do more than compute")
         if node.op == "call_method" and (not hasattr(torch.Tensor, str(target)) or target in _METHODS_REFUSED):
             raise Refused(f"the method '{target}' may do more than compute")
+        if getattr(target, "namespace", "").endswith(("c10d_functional", "c10d_functional_autograd")):
+            raise Refused(f"'{node}' is a collective, which runs beside what else there is to do")
         if node.op == "call_function":
             home = (getattr(target, "__module__", None) or "torch").split(".")[0]
             name = getattr(target, "__name__", "")

@@ -173,11 +173,13 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
             f"gradients of {what} come from torch in CUDA graphs that were captured before there was a step for such "
             f"calls: {training.captured_without_step} (after {CALLS_BEFORE_CAPTURE} of a kind there is one)"
         )
+    if training.were_in_parts:
+        yield f"gradients of {what} come from torch where {plans.IN_PARTS}"
     for step in training.steps:
         yield f"in training, {what} keeps {step.joint.kept_bytes / 2**20:.1f} MB for the backward"
-        for name, half in (("forward", step.forward), ("backward", step.backward)):
-            assert isinstance(half, FusedModule)
-            yield from _programs_of(f"in training, the {name} of {what}", half)
+        for name, graph in step.graphs:
+            assert isinstance(graph, FusedModule)
+            yield from _programs_of(f"in training, the {name} of {what}", graph)
         yield from (f"in training, {line}" for line in _layouts_report(step.joint.layouts, ""))
 
 

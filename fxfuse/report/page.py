@@ -110,7 +110,8 @@ def _graphs(report: Report) -> list[tuple[str, FusedModule]]:
     for name, module in report.graphs:
         training = state_of(module).training
         for step in training.steps if training is not None else ():
-            found += [(f"{name} in training, {half}".strip(), getattr(step, half)) for half in ("forward", "backward")]
+            graphs = [(which, graph) for which, graph in step.graphs if isinstance(graph, FusedModule)]
+            found += [(f"{name} in training, {which}".strip(), graph) for which, graph in graphs]
     counts: dict[str, int] = defaultdict(int)
     named = []
     for name, module in found:
