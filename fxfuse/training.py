@@ -60,6 +60,8 @@ class TrainingStep:
             returned: by the graph itself, in a call of this kind. Raises Refused if its results share memory.
         """
         self.joint, self._distinct = joint, _first(bound.tensors)
+        first = {id(bound.tensors[at]): at for at in self._distinct}
+        self._ties = [(first[id(each)], at) for at, each in enumerate(bound.tensors) if first[id(each)] != at]
         places = joint.reference.places
         pairs = zip(places, returned, strict=True)
         own = {result: item for (kind, result), item in pairs if kind == "result" and item is not None}
@@ -82,7 +84,7 @@ class TrainingStep:
             self._lendable.insert(0, large)
             behind.update(segment.kept)
         self._is_prepared = False
-        self._constants, self._settings, self.autocast = bound.constants, _settings(bound.tensors), _autocast()
+        self._constants, self._settings, self.autocast = bound.constants, _settings(device), _autocast()
         self._guard = Guard(bound.tensors)
         self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
 
@@ -91,8 +93,9 @@ class TrainingStep:
         return (
             self._constants == bound.constants
             and self._guard.holds(bound.tensors, self._addresses)
-            and _first(bound.tensors) == self._distinct
-            and _settings(bound.tensors) == self._settings
+            and len(set(map(id, bound.tensors))) == len(self._distinct)
+            and all(bound.tensors[first] is bound.tensors[second] for first, second in self._ties)
+            and _settings(self.device) == self._settings  # on which the guard knows the tensors to be
             and self._changes_alone(bound.tensors)
         )
 
@@ -402,9 +405,7 @@ def _drawing_again(random: TorchRandomState | None) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ what it depends on
 
 
-def _settings(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    device = device_of(tensors)
-    assert device is not None, "others have no step"
+def _settings(device: torch.device) -> tuple[Any, ...]:
     return switches(device), _autocast(), buckets_now()
 
 
@@ -540,7 +541,9 @@ def _may_have_step(bound: Bound) -> bool:
 
 def _kind(bound: Bound) -> Any:
     """What a step is for."""
-    return list(map(described, bound.tensors)), bound.constants, _settings(bound.tensors)
+    device = device_of(bound.tensors)
+    assert device is not None, "others may have no step"
+    return list(map(described, bound.tensors)), bound.constants, _settings(device)
 
 
 def _is_intercepted() -> bool:
