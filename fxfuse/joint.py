@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils import _pytree as pytree
 
+from fxfuse import checkpoints
 from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
@@ -137,7 +138,8 @@ class Traced:
             own[number] = own[number].clone()
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it, and fail then
+        # the graph may switch gradients, and fail then
+        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph):
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}
@@ -232,6 +234,8 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     """The joint graph in two."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
     simplify(joint.graph, [given[number] for number in traced.buffers])
+    if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
+        raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)
     drawn = sum(map(draws, joint.graph.nodes))
     forward, backward = partition()(joint, None, num_fwd_outputs=count)

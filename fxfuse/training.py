@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import functional, plans, stream_capture
+from fxfuse import checkpoints, functional, plans, stream_capture
 from fxfuse.errors import FxfuseError, FxfuseWarning
 from fxfuse.guard import Guard
 from fxfuse.hooks import is_in_parts
@@ -443,7 +443,7 @@ class Training:
             graph: as it was captured, of torch's operations.
             fused: makes a module of a graph module, with its regions fused.
         """
-        self._root, self._graph, self._fused = root, graph, fused
+        self._root, self._captured, self._fused = root, graph, fused
         self._lock = free_in_children(threading.RLock())
         self._begin()
 
@@ -462,9 +462,8 @@ class Training:
         try:
             if _top_hooks is None:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
+            self._graph = checkpoints.inlined(self._root, self._captured)
             check_graph(self._root, self._graph, with_gradients=True)
-            if any(getattr(node.target, "is_checkpoint", False) for node in self._graph.nodes):
-                raise Refused("a part of it is a checkpoint, which keeps less than a step would")
             self._binding = Binding(self._root, self._graph)
             self._leaves = Leaves(self._binding.modules)
         except Refused as refused:

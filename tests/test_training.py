@@ -1,5 +1,6 @@
 """Training: calls that need gradients run as two fused graphs, and give what eager's calls give, gradients included."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -1299,6 +1300,77 @@ def test_a_model_with_a_checkpoint_inside_trains(use_reentrant, compiled, new_gr
         assert_errors_as_eagers(*found, where=f"call {call}")
     regions = [region for graph in (new_graphs() if compiled else [fast]) for region in fxfuse.explain(graph).regions]
     assert regions, "nothing of it is fused"
+
+
+class Layers(nn.Module):
+    """Some that compute their activations again in the backward."""
+
+    def __init__(self, forward, checkpointed=True, **options):
+        super().__init__()
+        self.forward_of, self.checkpointed, self.options = forward, checkpointed, options
+        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(16, 64), "b": nn.Linear(64, 16)}) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(self.forward_of, layer, x, use_reentrant=False, **self.options)
+            else:
+                x = self.forward_of(layer, x)
+        return x.tanh()
+
+
+def gated_layer(layer, x):
+    return x + layer["b"](F.silu(layer["a"](F.layer_norm(x, (16,)))))
+
+
+def dropping_layer(layer, x):
+    return x + layer["b"](F.dropout(layer["a"](x), 0.5))
+
+
+def dynamos(fast):
+    """The graphs by Dynamo of what was optimised."""
+    recapture = state_of(fast).recapture
+    return [] if recapture is None else list(recapture.graphs)
+
+
+def test_checkpoints_are_parts_of_a_step():
+    """What eager would compute again is, and no more is kept than what goes into each."""
+    torch.manual_seed(0)
+    kept = []
+    for checkpointed in (False, True):
+        fast, model, exact = triple(Layers(gated_layer, checkpointed))
+        for call in range(5):
+            x = randn(32, 16, seed=call).requires_grad_()
+            found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+            assert_errors_as_eagers(*found, where=f"call {call}")
+        (step,) = made(*(dynamos(fast) or [fast]))
+        kept.append(step.joint.kept_bytes)
+    own, inputs = kept[1], 2 * 32 * 16 * 4  # the first layer's is given
+    assert inputs <= own < kept[0] / 4, kept
+    again = [node for node in step.joint.backward.graph.nodes if node.target is torch.ops.aten.addmm.default]
+    assert len(again) >= 3
+
+
+@pytest.mark.parametrize(
+    ("forward", "options", "reason"),
+    [
+        (dropping_layer, {}, "random numbers"),
+        (gated_layer, {"context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}, "checkpoint"),
+    ],
+    ids=["random numbers", "contexts of its own"],
+)
+def test_checkpoints_that_are_left_to_torch(forward, options, reason):
+    torch.manual_seed(0)
+    fast, model, exact = triple(Layers(forward, **options))
+    for call in range(5):
+        x, found = randn(32, 16, seed=call).requires_grad_(), []
+        for each, given in ((fast, x), (model, x), (exact, x.double())):
+            torch.manual_seed(call)
+            found.append(step_of(each, given))
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    steps = [state_of(graph).training for graph in (fast, *dynamos(fast)) if state_of(graph).training is not None]
+    assert not any(training.steps for training in steps)
+    assert all(reason in training.reason for training in steps if training.reason is not None)
 
 
 def test_a_model_under_a_checkpoint_from_its_first_call_on():

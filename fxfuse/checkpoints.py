@@ -1,0 +1,86 @@
+"""Checkpoints in a graph (torch.utils.checkpoint): parts of it whose values a training step computes again.
+
+Dynamo keeps what a checkpoint runs as a graph of its own (backend.py). Here it becomes a part of the graph around it,
+with a mark for torch's partitioner, which then lets the backward compute again what eager would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any, Final
+
+from torch import fx, nn
+from torch.fx import traceback
+from torch.utils import checkpoint
+
+from fxfuse.program.values import Refused
+
+AGAIN: Final = "recompute"
+"""The mark of a node, as torch's partitioner reads it: in its meta, which torch.fx copies to what is traced of it."""
+_PART: Final = "ac_graph_id"
+"""Of the same: which checkpoint it is. What one gives the next is kept."""
+_POLICY: Final[Any] = getattr(checkpoint, "CheckpointPolicy", None)
+_MARK: Final[Any] = True if _POLICY is None else _POLICY.MUST_RECOMPUTE
+
+
+def inlined(root: nn.Module, graph: fx.Graph) -> fx.Graph:
+    """The graph itself if it has no checkpoints, else a copy with marked nodes in their place.
+
+    Raises Refused for one that chooses what to keep, or whose graph has attributes.
+    """
+    if not any(map(_is_checkpoint, graph.nodes)):
+        return graph
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for number, node in enumerate([node for node in copied.nodes if _is_checkpoint(node)]):
+        of, *given = node.args
+        captured_root, captured = _captured(root.get_submodule(str(of.target)))
+        if getattr(captured_root, "meta", {}).get("_checkpoint_context_fn") is not None:
+            raise Refused("a checkpoint in it chooses what is kept (selective checkpointing)")
+        arguments = [one for one in captured.nodes if one.op == "placeholder"]
+        if len(arguments) != len(given) or any(one.op in ("get_attr", "call_module") for one in captured.nodes):
+            raise Refused("a checkpoint in it has tensors of its own")
+        values = dict(zip(arguments, given, strict=True))
+        with copied.inserting_before(node):
+            result = copied.graph_copy(captured, values)
+        for own, new in values.items():
+            if own.op != "placeholder":
+                new.meta[AGAIN], new.meta[_PART] = _MARK, number
+        _replace(node, result)
+        if not of.users:
+            copied.erase_node(of)
+    return copied
+
+
+def marked(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is traced of the graph's nodes has their marks, if there are any."""
+    has_marks = any(AGAIN in node.meta for node in graph.nodes)
+    return traceback.preserve_node_meta() if has_marks else contextlib.nullcontext()
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    return bool(getattr(node.target, "is_checkpoint", False))
+
+
+def _captured(body: nn.Module) -> tuple[nn.Module, fx.Graph]:
+    """What a checkpoint's graph was before its regions were fused."""
+    from fxfuse.module import state_of  # which imports training.py
+
+    captured = state_of(body).captured  # type: ignore[arg-type]
+    if captured.graph is None:
+        raise Refused("a checkpoint in it runs as Python")
+    return captured.root, captured.graph
+
+
+def _replace(node: fx.Node, result: Any) -> None:
+    """Puts what a checkpoint's graph gives in the place of the checkpoint."""
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    for user in list(node.users):
+        if user.target is not operator.getitem or not isinstance(result, tuple | list):
+            raise Refused("what a checkpoint in it gives is used as a whole")
+        place: Any = user.args[1]
+        user.replace_all_uses_with(result[place])
+        user.graph.erase_node(user)
+    node.graph.erase_node(node)
