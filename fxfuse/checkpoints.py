@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import fx, nn
@@ -24,12 +25,17 @@ _POLICY: Final[Any] = getattr(checkpoint, "CheckpointPolicy", None)
 _MARK: Final[Any] = True if _POLICY is None else _POLICY.MUST_RECOMPUTE
 
 
+def has_any(graph: fx.Graph) -> bool:
+    """Whether there is a checkpoint in it."""
+    return any(map(_is_checkpoint, graph.nodes))
+
+
 def inlined(root: nn.Module, graph: fx.Graph) -> fx.Graph:
     """The graph itself if it has no checkpoints, else a copy with marked nodes in their place.
 
     Raises Refused for one that chooses what to keep, or whose graph has attributes.
     """
-    if not any(map(_is_checkpoint, graph.nodes)):
+    if not has_any(graph):
         return graph
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
@@ -57,6 +63,20 @@ def marked(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
     """Inside, what is traced of the graph's nodes has their marks, if there are any."""
     has_marks = any(AGAIN in node.meta for node in graph.nodes)
     return traceback.preserve_node_meta() if has_marks else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Inside, torch's partitioner takes no operator that is computed again for one that draws random numbers: it would
+    take attention without dropout for one, by its tag. The caller has the lock of traces (joint.py)."""
+    from torch._functorch import partitioners
+
+    asked: Any = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = asked
 
 
 def _is_checkpoint(node: fx.Node) -> bool:

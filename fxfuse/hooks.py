@@ -32,3 +32,14 @@ def why_no_kernel(module: nn.Module) -> str:
 def is_in_parts(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which each process holds a part."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # whose module has other names before 2.5
+
+
+_top_hooks: Final[Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+TELLS_OF_HOOKS: Final = _top_hooks is not None
+"""Whether this version of torch says that hooks for saved tensors are set."""
+
+
+def keep_otherwise() -> bool:
+    """Whether torch.autograd.graph.saved_tensors_hooks are set: those of a checkpoint need the same tensors to be kept
+    when it runs the forward again, so that nothing may run in another way by then."""
+    return TELLS_OF_HOOKS and _top_hooks(True) is not None

@@ -94,7 +94,8 @@ def joint_of(
     except Exception as error:  # whatever tracing a stranger's model raises
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
-    return _parted(joint, traced, layouts, tensors)
+    with _TRACING:
+        return _parted(joint, traced, layouts, tensors)
 
 
 def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, Layouts]:
@@ -238,7 +239,8 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)
     drawn = sum(map(draws, joint.graph.nodes))
-    forward, backward = partition()(joint, None, num_fwd_outputs=count)
+    with checkpoints.drawing_nothing():
+        forward, backward = partition()(joint, None, num_fwd_outputs=count)
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]

@@ -26,8 +26,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import ops, plans, stream_capture
-from fxfuse.hooks import hooks_of
+from fxfuse import checkpoints, ops, plans, stream_capture
+from fxfuse.hooks import hooks_of, keep_otherwise
 from fxfuse.locks import free_in_children
 from fxfuse.segments import buckets_now
 from fxfuse.state import Draws, unchanged
@@ -169,7 +169,7 @@ class Recapture:
 
     def call(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """python(*args, **kwargs), by a graph of Dynamo's if there is one or it is time for one."""
-        if self._failures >= FAILURES or _is_watched((*args, *kwargs.values())):
+        if self._failures >= FAILURES or _is_watched((*args, *kwargs.values())) or keep_otherwise():
             return python(*args, **kwargs)
         if self._run is None and stream_capture.is_underway():  # what is compared would have to be computed
             return python(*args, **kwargs)
@@ -212,6 +212,8 @@ class Recapture:
 
         Of what cannot be copied the graph computes the result, and of random numbers nothing is compared.
         """
+        from fxfuse.module import state_of
+
         run, copies, root = self._compiled(), _copied(args, kwargs), self._root()
         assert root is not None  # its module calls this
         if copies is None:
@@ -226,7 +228,10 @@ class Recapture:
                 is_random = draws.any()
         finally:
             _capturing.made = None
-        with as_eager():
+        # a checkpoint's second forward, in the backward, is to keep what its first one kept
+        captured = [state_of(graph).captured.graph for graph in self._graphs]
+        has_checkpoints = any(graph is not None and checkpoints.has_any(graph) for graph in captured)
+        with contextlib.nullcontext() if has_checkpoints else as_eager():
             result = python(*args, **kwargs)
         apart = 0.0 if is_random else _apart(result, [made, copies])  # of which some may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):

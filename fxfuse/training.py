@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from fxfuse import checkpoints, functional, plans, stream_capture
 from fxfuse.errors import FxfuseError, FxfuseWarning
 from fxfuse.guard import Guard
-from fxfuse.hooks import is_in_parts
+from fxfuse.hooks import TELLS_OF_HOOKS, is_in_parts, keep_otherwise
 from fxfuse.joint import Joint, joint_of
 from fxfuse.locks import free_in_children
 from fxfuse.program import MOST_KEPT, are_plain, described, switches
@@ -460,7 +460,7 @@ class Training:
         self.captured_without_step = 0
         """Calls that became part of somebody's CUDA graph as torch runs them."""
         try:
-            if _top_hooks is None:
+            if not TELLS_OF_HOOKS:
                 raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
             self._graph = checkpoints.inlined(self._root, self._captured)
             check_graph(self._root, self._graph, with_gradients=True)
@@ -550,17 +550,8 @@ def _is_intercepted() -> bool:
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or _hooks_are_set()
+        or keep_otherwise()
     )
-
-
-def _hooks_are_set() -> bool:
-    """Whether torch.autograd.graph.saved_tensors_hooks are: those of a checkpoint need the same tensors to be kept when
-    it runs the forward again, and there may be a step by then."""
-    return _top_hooks is not None and _top_hooks(True) is not None
-
-
-_top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:

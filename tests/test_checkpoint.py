@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fxfuse
 from fxfuse.backend import compile_graph
+from fxfuse.module import state_of
 
 
 class Block(nn.Module):
@@ -154,3 +155,41 @@ def test_a_call_of_the_class_is_part_of_the_model(make):
     with torch.no_grad():
         torch.testing.assert_close(fast(randn(3, 8)), model(randn(3, 8)))
     assert len(calls) == 2 and fxfuse.explain(fast).regions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_transformers_with_checkpoints_train(name):
+    """Layers whose own `__call__` checkpoints them; also in the call that Dynamo captures, whose backward runs them
+    once more."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2LMHeadModel": {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
+        "LlamaForCausalLM": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+    }[name]
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes)).train()
+    model.gradient_checkpointing_enable()
+    exact, fast = copy.deepcopy(model).double(), fxfuse.optimize(model)
+    for call in range(6):
+        x = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(call))
+        for each in (exact, fast):
+            each.zero_grad()
+            each(x).logits.square().mean().backward()
+        for have, want in zip(model.parameters(), exact.parameters(), strict=True):
+            assert float((have.grad - want.grad).norm()) <= 1e-5 * float(want.grad.norm())
+    (graph,) = state_of(fast).recapture.graphs
+    assert state_of(graph).training.steps

@@ -1333,6 +1333,53 @@ def dynamos(fast):
     return [] if recapture is None else list(recapture.graphs)
 
 
+class ByHand(nn.Module):
+    """Of which a fused child keeps other tensors than eager does."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(0.5 * h * (1.0 + torch.tanh(0.8 * (h + 0.04 * h * h * h)))) + x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["by hooks", "by reentering"])
+def test_modules_under_checkpoints_keep_the_same_twice(use_reentrant):
+    """Also in the call that Dynamo captures, whose backward runs them once more."""
+    torch.manual_seed(0)
+    model = Net(lambda m, x: [x := checkpoint(layer, x, use_reentrant=use_reentrant) for layer in m.layers][-1])
+    model.layers = nn.ModuleList(ByHand() for _ in range(3))
+    fast, model, exact = triple(model)
+    for call in range(6):
+        found = []
+        for each, dtype in ((fast, torch.float32), (model, torch.float32), (exact, torch.float64)):
+            each.zero_grad()
+            x = randn(6, 16, seed=call).to(dtype).requires_grad_()
+            backward(each(x))  # torch.autograd.grad does not reenter
+            found.append([x.grad, *all_gradients(each)])
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    made(*dynamos(fast))
+
+
+def test_attention_under_a_checkpoint_is_computed_again():
+    """torch's operator for it has the mark of those that draw random numbers."""
+
+    def attend(layer, x):
+        q = layer["a"](x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return x + layer["b"](F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    fast, model, exact = triple(Layers(attend))
+    for call in range(5):
+        x = randn(2, 8, 16, seed=call).requires_grad_()
+        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+        assert_errors_as_eagers(*found, where=f"call {call}")
+    (step,) = made(*dynamos(fast))
+    assert step.joint.kept_bytes < 4 * 2 * 8 * 16 * 4
+
+
 def test_checkpoints_are_parts_of_a_step():
     """What eager would compute again is, and no more is kept than what goes into each."""
     torch.manual_seed(0)
