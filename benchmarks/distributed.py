@@ -39,7 +39,7 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxfuse
-from fxfuse import training
+from fxfuse import training_step
 from fxfuse.module import state_of
 
 WHOLE, FSDP, OWN_FSDP = "fxfuse, one segment", "FSDP2", "fxfuse, FSDP2"
@@ -227,7 +227,7 @@ def contestant(
     parameters = list(wrapper.parameters())
 
     def forward() -> Any:
-        uncut = mock.patch.object(training, "buckets_now", lambda: None)
+        uncut = mock.patch.object(training_step, "buckets_now", lambda: None)
         with autocast(x.device, precision == "bfloat16"), uncut if name == WHOLE else contextlib.nullcontext():
             return called(x)
 

@@ -30,7 +30,7 @@ from torch.torch_version import TorchVersion
 
 import fxfuse
 from fxfuse.backend import compiled_graphs
-from fxfuse.training import TrainingStep
+from fxfuse.training_step import TrainingStep
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)

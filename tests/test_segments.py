@@ -19,7 +19,7 @@ from test_training import Attention, Tied, made, weighed
 from torch import nn
 
 import fxfuse
-from fxfuse import joint, segments, training
+from fxfuse import joint, segments, training_step
 
 TINY = segments.Buckets(1, 1)
 """As many segments as there can be."""
@@ -28,7 +28,7 @@ TINY = segments.Buckets(1, 1)
 @contextlib.contextmanager
 def buckets(sizes=TINY):
     """Calls inside are as in DistributedDataParallel's forward, with buckets of these sizes."""
-    with mock.patch.object(training, "buckets_now", lambda: sizes):
+    with mock.patch.object(training_step, "buckets_now", lambda: sizes):
         yield
 
 
@@ -194,13 +194,13 @@ def test_gradients_arrive_between_segments():
     events = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    run = training.TrainingStep.run_segment
+    run = training_step.TrainingStep.run_segment
 
     def noted(step, number, *args):
         events.append(number)
         return run(step, number, *args)
 
-    with buckets(), mock.patch.object(training.TrainingStep, "run_segment", noted):
+    with buckets(), mock.patch.object(training_step.TrainingStep, "run_segment", noted):
         fast = fxfuse.optimize(model)
         for _ in range(3):
             events.clear()
@@ -308,13 +308,15 @@ def test_a_part_of_the_gradients_takes_a_part_of_the_segments():
     model, x = model_of("linears")
     expected = torch.autograd.grad(weighed(model(x)), [model[6].weight])
     ran = []
-    run = training.TrainingStep.run_segment
+    run = training_step.TrainingStep.run_segment
     with buckets():
         fast = fxfuse.optimize(model)
         for _ in range(3):
             weighed(fast(x)).backward()
         (step,) = made(fast)
-        with mock.patch.object(training.TrainingStep, "run_segment", lambda *args: ran.append(args[1]) or run(*args)):
+        with mock.patch.object(
+            training_step.TrainingStep, "run_segment", lambda *args: ran.append(args[1]) or run(*args)
+        ):
             found = torch.autograd.grad(weighed(fast(x)), [model[6].weight])
     torch.testing.assert_close(found, expected)
     assert ran == list(range(len(ran))) and 1 < len(ran) < len(step.segments)
