@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -61,18 +62,25 @@ def inlined(root: nn.Module, graph: fx.Graph) -> fx.Graph:
 
 def marked(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
     """Inside, what is traced of the graph's nodes has their marks, if there are any."""
-    has_marks = any(AGAIN in node.meta for node in graph.nodes)
-    return traceback.preserve_node_meta() if has_marks else contextlib.nullcontext()
+    return traceback.preserve_node_meta() if _has_marks(graph) else contextlib.nullcontext()
+
+
+def _has_marks(graph: fx.Graph) -> bool:
+    return any(AGAIN in node.meta for node in graph.nodes)
 
 
 @contextlib.contextmanager
-def drawing_nothing() -> Iterator[None]:
-    """Inside, torch's partitioner takes no operator that is computed again for one that draws random numbers: it would
-    take attention without dropout for one, by its tag. The caller has the lock of traces (joint.py)."""
+def drawing_nothing(graph: fx.Graph) -> Iterator[None]:
+    """Inside, torch's partitioner takes no operator with a mark for one that draws random numbers, in this thread: it
+    would take attention without dropout for one, by its tag. The caller has the lock of traces (joint.py)."""
+    if not _has_marks(graph):
+        yield
+        return
     from torch._functorch import partitioners
 
     asked: Any = partitioners.has_recomputable_rng_ops
-    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+    thread = threading.get_ident()
+    partitioners.has_recomputable_rng_ops = lambda fx_g: threading.get_ident() != thread and asked(fx_g)
     try:
         yield
     finally:

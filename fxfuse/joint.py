@@ -239,7 +239,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)
     drawn = sum(map(draws, joint.graph.nodes))
-    with checkpoints.drawing_nothing():
+    with checkpoints.drawing_nothing(joint.graph):
         forward, backward = partition()(joint, None, num_fwd_outputs=count)
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
         raise Refused("it draws random numbers that nobody reads")
