@@ -34,12 +34,22 @@ def is_in_parts(tensor: torch.Tensor) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # whose module has other names before 2.5
 
 
-_top_hooks: Final[Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-TELLS_OF_HOOKS: Final = _top_hooks is not None
-"""Whether this version of torch says that hooks for saved tensors are set."""
+_autograd: Final[Any] = torch._C._autograd
+_top_hooks: Final[Any] = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+"""Older versions of torch, 2.3 among them, do not have it: there hooks are known by what cannot be done beside them."""
 
 
 def keep_otherwise() -> bool:
     """Whether torch.autograd.graph.saved_tensors_hooks are set: those of a checkpoint need the same tensors to be kept
     when it runs the forward again, so that nothing may run in another way by then."""
-    return TELLS_OF_HOOKS and _top_hooks(True) is not None
+    if _top_hooks is not None:
+        return _top_hooks(True) is not None
+    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return False
+    try:
+        _autograd._saved_tensors_hooks_disable("")  # raises RuntimeError if there are any
+    except RuntimeError:
+        return True
+    finally:
+        _autograd._saved_tensors_hooks_enable()
+    return False

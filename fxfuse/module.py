@@ -715,7 +715,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
 def _suits_dynamo(captured: Captured) -> bool:
     """What runs as Python, but not a model with generators of its own: Dynamo takes what Python's draw while it
     captures for constants. Before torch 2.6 it also forgets what a forward does to other objects."""
-    return _DYNAMO_KEEPS_OBJECTS and any(stops(captured)) and not Attributes(captured.root.modules()).hold_generators()
+    return DYNAMO_KEEPS_OBJECTS and any(stops(captured)) and not Attributes(captured.root.modules()).hold_generators()
 
 
 def stops(captured: Captured) -> Iterator[str]:
@@ -727,7 +727,7 @@ def stops(captured: Captured) -> Iterator[str]:
             yield from stops(state_of(module).captured)
 
 
-_DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
 
 def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -103,7 +103,9 @@ def _logged_once(methods: frozenset[_Named]) -> Iterator[None]:
     if not methods:
         yield
         return
-    ignored: set[Any] = getattr(torch._dynamo.config, "ignore_logging_functions", set())  # there since torch 2.9
+    config: Any = torch._dynamo.config
+    name = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+    ignored: set[Any] = getattr(config, name)  # the second name is that of older versions
     new = methods - ignored
     ignored |= new
     try:

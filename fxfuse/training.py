@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import checkpoints, functional, stream_capture
 from fxfuse.errors import FxfuseWarning
-from fxfuse.hooks import TELLS_OF_HOOKS, is_in_parts, keep_otherwise
+from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
 from fxfuse.locks import free_in_children
 from fxfuse.program import MOST_KEPT, are_plain, described
@@ -62,8 +62,6 @@ class Training:
         self.captured_without_step = 0
         """Calls that became part of somebody's CUDA graph as torch runs them."""
         try:
-            if not TELLS_OF_HOOKS:
-                raise Refused("this version of torch does not tell whether hooks for saved tensors are set")
             self._graph = checkpoints.inlined(self._root, self._captured)
             check_graph(self._root, self._graph, with_gradients=True)
             self._binding = Binding(self._root, self._graph)

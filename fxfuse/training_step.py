@@ -338,10 +338,16 @@ _keeps_graph: Final[Callable[[], bool]] = getattr(
 """Whether there may be another backward of what the one that runs now goes through."""
 
 
+_IS_GRADS_BATCHED: Final[Any] = torch._C._parse_dispatch_key("Batched")
+"""The key of torch's first vmap, which is_grads_batched keeps to. Not all versions name it in DispatchKey."""
+
+
 def _is_batched(tensor: torch.Tensor) -> bool:
     """Whether it is many at once, under vmap (torch.func's, and is_grads_batched's)."""
-    of = torch._C._functorch
-    return bool(of.is_functorch_wrapped_tensor(tensor) or of.is_legacy_batchedtensor(tensor))
+    return bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or torch._C._dispatch_keys(tensor).has(_IS_GRADS_BATCHED)
+    )
 
 
 def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | None]:

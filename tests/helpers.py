@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -12,9 +13,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import fxfuse
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS, state_of, stops
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")]
+KNOWS_THE_LAST_BACKWARD = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"),
+    reason=f"torch {torch.__version__} does not tell whether a backward is the last: all that it reads is kept",
+)
 NEEDS_HOPPER = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs Hopper's own instructions")
 
 
@@ -144,6 +150,27 @@ def assert_as_close_as(actual, expected, exact):
     assert error <= allowed, f"error {error:.2e} against float64, eager's own {eager_error:.2e}"
 
 
+def skip_if_absent(expected):
+    """Skips if what eager gave is the exception that an older torch raises for a function that it does not have."""
+    lacks = re.compile(r"module 'torch[\w.]*' has no attribute '\w+'")
+    if isinstance(expected, AttributeError) and lacks.fullmatch(str(expected)):
+        pytest.skip(f"torch {torch.__version__}: {expected}")
+
+
+def skip_if_python(fast):
+    """Skips if tracing stopped in a model, which then stays Python, where Dynamo is not asked for the whole of it."""
+    if not DYNAMO_KEEPS_OBJECTS and any(stops(state_of(fast).captured)):
+        pytest.skip(f"torch {torch.__version__}: Dynamo is not asked for models that fx cannot trace")
+
+
+def skip_if_dynamo_refuses(model, *inputs):
+    """Skips if Dynamo itself captures no whole graph of a model."""
+    try:
+        torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(*inputs)
+    except torch._dynamo.exc.Unsupported as error:
+        pytest.skip(f"Dynamo of torch {torch.__version__}: {str(error).splitlines()[0]}")
+
+
 def assert_as_eager(model, fast, *inputs, exact=True, raises=None, **keywords):
     """`fast` returns what `model` does: same kinds, and values as close to float64 as eager's own.
 
@@ -155,6 +182,7 @@ def assert_as_eager(model, fast, *inputs, exact=True, raises=None, **keywords):
         assert isinstance(expected, raises), f"eager gives {expected!r}, no {raises.__name__}"
         assert type(actual) is type(expected), f"{actual!r} instead of {expected!r}"
         return actual
+    skip_if_absent(expected)
     assert not isinstance(expected, Exception), f"eager itself raises {expected!r}: nothing would be compared"
     if isinstance(actual, Exception):
         raise actual

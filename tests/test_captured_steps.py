@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ON_GPU, Net, Net2, linear, randn, relative_error
+from helpers import ON_GPU, Net, Net2, linear, randn, relative_error, skip_if_python
 from test_loops import EMULATED, where
 from test_training import (
     MODELS,
@@ -246,6 +246,7 @@ def test_a_graph_of_fxfuses_own_keeps_what_it_reads(kept):
     with torch.no_grad():
         for _ in range(3):
             fast(x)
+        skip_if_python(fast)
         (program,) = state_of(fast).programs.programs
         assert program.constants
         with capture(), stream_capture.keeping() as own:
@@ -271,6 +272,7 @@ def test_what_dynamo_would_capture_runs_as_python():
         warnings.simplefilter("ignore", fxfuse.FxfuseWarning)
         for _ in range(3):
             step_of(fast, x)
+    skip_if_python(fast)
     assert not whole.graphs
     step_of(fast, x)
     assert whole.graphs
@@ -589,6 +591,7 @@ def test_a_graph_outlives_the_programs_that_it_was_captured_of():
 def test_so_many_steps_come_before_a_capture(name, device):
     model, shape = made_of(name)
     fast, x = fxfuse.optimize(model.to(device)), randn(*shape).to(device).requires_grad_()
+    skip_if_python(fast)
     missing, first = {"forward", "backward"}, {}
     for count in range(1, SETTLED + 1):
         trained(fast, x)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import linear, randn
+from helpers import linear, randn, skip_if_python
 from test_training import assert_errors_as_eagers
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +52,7 @@ EAGER_KNOWS_ALL_SINCE = "2.13"
 def serve(rank, folder, pipe):
     """Runs the tests that arrive. Sends back how each ended, why, and what is to be the same on all ranks."""
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor of torch 2.3 starts processes, which a daemon may not
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS,
         timeout=datetime.timedelta(seconds=SECONDS_OF_A_COLLECTIVE),
@@ -292,6 +294,8 @@ def assert_trains_as_eager(name, wrap, way="optimised", fused=STEPS - 1, seed=No
         found = train(WAYS[way](model, wrap), **options)
     for kind, have in found.items():
         assert_errors_as_eagers(have, expected[kind], exact[kind], where=kind)
+    if not backwards:
+        skip_if_python(fxfuse.optimize(copy.deepcopy(model)))
     assert len(backwards) >= fused, f"{len(backwards)} of {STEPS} backwards are fused"
     return found["state"][: len(list(model.parameters()))]
 
@@ -375,6 +379,8 @@ def test_buckets_are_sent_while_the_backward_runs(way, name):
             events.clear()
             with mock.patch.object(TrainingStep, "run_segment", noted):
                 plain_loss(fast, step, torch.float32)
+    if "part" not in events:
+        skip_if_python(fxfuse.optimize(MODELS[name]()))
     assert events.count("bucket") > 1 and events.count("part") > 1, events
     last = len(events) - 1 - events[::-1].index("part")
     assert "bucket" in events[:last], events
@@ -549,7 +555,7 @@ def test_parts_are_fused_in_compiled_models():
         plain_loss(fast, step, torch.float32, of_rank=0)
     report = fxfuse.explain(fast, verbose=True)
     assert len(report.regions) >= 2 and any("one pass" in str(region) for region in report.regions)
-    assert any("is a collective" in line for line in report.programs)
+    assert any("is a collective" in line for line in report.programs), report.programs
     model.eval()
     with torch.no_grad():
         x, _ = data(0, torch.float32, of_rank=0)
@@ -588,6 +594,8 @@ def test_the_report_says_that_torch_computes_parts():
 def test_tensors_that_are_in_parts_everywhere():
     """Without hooks: who calls the model gives parts."""
     parts = pytest.importorskip("torch.distributed.tensor")
+    if not hasattr(parts, "Shard"):
+        pytest.skip(f"torch {torch.__version__} has no public DTensor")
 
     def in_parts(model):
         for layer, placement in ((model.first, parts.Shard(0)), (model.last, parts.Shard(1))):

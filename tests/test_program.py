@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, Net2, assert_as_eager, linear, randn
+from helpers import Net, Net2, assert_as_eager, linear, randn, skip_if_dynamo_refuses, skip_if_python
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -256,6 +256,8 @@ def test_graphs_of_dynamo(name):
         for seed in range(7):
             torch.manual_seed(seed)
             assert_as_eager(model, fast, torch.randn(4, 8))
+    skip_if_python(fast)
+    skip_if_dynamo_refuses(model, torch.randn(4, 8))
     (graph,) = state_of(fast).recapture.graphs
     assert programs(graph), state_of(graph).programs.reason
 

@@ -13,7 +13,19 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CAPABILITY, COPIES, Net, Net2, batch_norm, linear, randn
+from helpers import (
+    CAPABILITY,
+    COPIES,
+    KNOWS_THE_LAST_BACKWARD,
+    Net,
+    Net2,
+    batch_norm,
+    linear,
+    outcome,
+    randn,
+    skip_if_absent,
+    skip_if_python,
+)
 from test_loops import GPUS, where
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -39,6 +51,9 @@ def made(*graphs):
     every = [graph for each in graphs for graph in graphs_of(each)]
     found = [state_of(graph).training for graph in every if state_of(graph).training is not None]
     steps = [step for each in found for step in each.steps]
+    if not steps:
+        for graph in every:
+            skip_if_python(graph)
     assert steps, f"all gradients come from torch: {[each.reason for each in found]}"
     return steps
 
@@ -289,6 +304,9 @@ def test_derivatives_at_kinks_are_eagers(name):
     fast = fxfuse.optimize(model)
     for repeats in (1, 11):  # of which the first is shorter than a vector register
         x = torch.tensor([points] * repeats)
+        (own,) = torch.autograd.grad(function(x.requires_grad_()).sum(), x)
+        if not torch.equal(own[:1].expand_as(own).nan_to_num(99), own.nan_to_num(99)):
+            pytest.skip(f"torch {torch.__version__}: eager's own derivative depends on where in memory a value lies")
         for _ in range(3):
             torch.testing.assert_close(gradient_of(fast, x), gradient_of(model, x), rtol=0, atol=0, equal_nan=True)
     assert len(made(fast)) == 2
@@ -658,6 +676,10 @@ def losses_of(model, optimizer, batches, target):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_follow_eagers_losses(name):
     fast, model, _ = triple(mlp())
+    try:
+        OPTIMIZERS[name](copy.deepcopy(model).parameters())
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
     batches, target = [randn(6, 8)] * 10, randn(6, 5, seed=99)
     found, expected = (losses_of(each, OPTIMIZERS[name](each.parameters()), batches, target) for each in (fast, model))
     assert len(made(fast)) == 1
@@ -1531,6 +1553,7 @@ def test_gradients_of_pointwise_functions_are_differences(name):
 def test_gradients_of_functions_of_many_tensors_are_differences(name):
     function, shapes = MORE[name]
     inputs = tuple(randn(*shape, seed=seed).double().requires_grad_() for seed, shape in enumerate(shapes))
+    skip_if_absent(outcome(function, *inputs))
     assert_gradients_are_differences(function, inputs)
 
 
@@ -1818,6 +1841,7 @@ def wide():
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())))
 
 
+@KNOWS_THE_LAST_BACKWARD
 def test_what_the_forward_kept_is_gone_after_its_last_use():
     torch.manual_seed(0)
     fast, model, exact = triple(wide())
@@ -1860,6 +1884,7 @@ def test_a_graph_that_is_kept_has_as_many_backwards_as_one_likes():
     assert all(torch.equal(one, other) for one, other in zip(own[0], own[2], strict=True))
 
 
+@KNOWS_THE_LAST_BACKWARD
 def test_a_backward_that_failed_is_not_repeated_with_what_is_left():
     torch.manual_seed(0)
     fast, _, _ = triple(wide())

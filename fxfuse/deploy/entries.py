@@ -11,7 +11,8 @@ import collections
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -216,7 +217,7 @@ def entries_of(
     while left:
         first = left[0]
         alike = [example for example in left if _are_alike(first, example)]
-        if dynamic_shapes is None and len(alike) > 1 and _AUTO is not None:
+        if dynamic_shapes is None and len(alike) > 1:
             varying = _exported_varying(model, signature, alike, entries, constants)
         else:
             varying = None
@@ -246,7 +247,8 @@ def _exported_varying(
     """One graph for examples of several sizes; None where torch.export finds none. It need not be right for all."""
     flat = [flatten(example, "an example", False) for example in alike]
     tree = flat[0][0]
-    dims = [_differing(leaves) for leaves in zip(*(leaves for _, leaves in flat), strict=True)]
+    named: dict[tuple[int, ...], Any] = {}
+    dims = [_differing(leaves, named) for leaves in zip(*(leaves for _, leaves in flat), strict=True)]
     # sizes of 0 and 1 are never taken for others: the example with the largest ones
     largest = max(alike, key=lambda example: min(_varying_sizes(example, dims), default=0))
     try:
@@ -258,17 +260,44 @@ def _exported_varying(
     return entry if varies and entry.tensors_of(largest) is not None else None
 
 
-def _differing(leaves: Sequence[Any]) -> dict[int, Any] | None:
-    """The dimensions in which tensors differ; None for other values."""
+def _differing(leaves: Sequence[Any], named: dict[tuple[int, ...], Any]) -> dict[int, Any] | None:
+    """The dimensions in which tensors differ; None for other values.
+
+    Args:
+        named: sizes by what they are in each example, for a torch without Dim.AUTO. It asks which of them are the same,
+            and refuses those that may not be any number.
+    """
     if not isinstance(leaves[0], torch.Tensor):
         return None
-    of_dims = zip(*(leaf.shape for leaf in leaves), strict=True)
-    return {dim: _AUTO for dim, found in enumerate(of_dims) if len(set(found)) > 1}
+    varying = {}
+    for dim, found in enumerate(zip(*(leaf.shape for leaf in leaves), strict=True)):
+        if len(set(found)) > 1:
+            name = f"size{len(named)}"
+            varying[dim] = named.setdefault(found, torch.export.Dim(name)) if _AUTO is None else _AUTO
+    return varying
 
 
 def _varying_sizes(example: Arguments, dims: Sequence[Any]) -> Iterator[int]:
     for leaf, of_leaf in zip(flatten(example, "an example", False)[1], dims, strict=True):
         yield from (leaf.shape[dim] for dim in of_leaf or ())
+
+
+@functools.cache
+def _export() -> Callable[..., Any]:
+    """torch.export.export, or what leaves operators as models call them where it does not (before torch 2.6).
+
+    Linears taken apart, and attention, would be none for regions to begin with.
+    """
+    from torch.export import _trace  # no attribute of torch.export before something is exported
+
+    whole = functools.partial(_trace._export, pre_dispatch=True)
+    found = (torch.export.export, getattr(torch.export, "export_for_training", whole))
+    return next((export for export in found if _leaves_linears(export)), torch.export.export)
+
+
+def _leaves_linears(export: Callable[..., Any]) -> bool:
+    program = export(nn.Linear(2, 2, device="cpu"), (torch.zeros(2, 2, device="cpu"),), strict=False)
+    return any(node.target is torch.ops.aten.linear.default for node in program.graph.nodes)
 
 
 def _exported(
@@ -284,9 +313,7 @@ def _exported(
         args, kwargs = call_of(signature, example)
         outputs, _ = flatten(called_unchanged(model, args, kwargs), "the model's result", True)
         try:
-            program = torch.export.export(
-                _ByName(model, signature), (example,), strict=False, dynamic_shapes=dynamic_shapes
-            )
+            program = _export()(_ByName(model, signature), (example,), strict=False, dynamic_shapes=dynamic_shapes)
         except Exception as error:  # whatever torch.export and the model raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PackageError(
@@ -349,7 +376,7 @@ def _conditions(program: torch.export.ExportedProgram, placeholders: Sequence[An
         if str(symbol) in symbols:
             if values.lower.is_Integer and values.lower > 0:
                 yield ["ge", str(symbol), int(values.lower)]
-            if values.upper.is_Integer:
+            if values.upper.is_Integer and values.upper < sys.maxsize - 1:  # as torch 2.3 writes that there is no limit
                 yield ["le", str(symbol), int(values.upper)]
     fake = next((value.fake_mode for value in placeholders if hasattr(value, "fake_mode")), None)
     if fake is None or fake.shape_env is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,10 +121,19 @@ class Operators(TorchDispatchMode):
         before = (places(args[0]), args[0].stride()) if changes_view else None
         result = func(*args, **(kwargs or {}))
         if before is None or places(args[0]) != before[0]:
-            self.operations.append(Operation(func, args, kwargs or {}, result, len(self.launches)))
+            kept = result
+            if _takes_options(func) and isinstance(result, torch.Tensor) and result.is_inference():
+                kept = result.detach()  # whoever else holds what torch.zeros returns makes it fail in torch 2.3
+            self.operations.append(Operation(func, args, kwargs or {}, kept, len(self.launches)))
         else:  # torch's pooling to 1 x 1
             self.strides_before.setdefault(id(args[0]), before[1])
         return result
+
+
+@functools.cache
+def _takes_options(overload: Any) -> bool:
+    """Whether it makes a tensor of a dtype, on a device and in a layout that it is told."""
+    return {"dtype", "layout", "device", "pin_memory"} <= {argument.name for argument in overload._schema.arguments}
 
 
 def places(tensor: torch.Tensor) -> tuple[Any, ...]:

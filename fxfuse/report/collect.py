@@ -13,7 +13,7 @@ from fxfuse.backend import compiled_graphs
 from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
-from fxfuse.module import FusedModule, is_fused, state_of, stops
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, is_fused, state_of, stops
 from fxfuse.problem import Plan
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
@@ -35,11 +35,13 @@ def explain(fast: nn.Module, verbose: bool = False) -> Report:
     regions: list[RegionReport] = []
     skipped: list[SkippedReport] = []
     layouts: list[str] = []
+    why_not_recaptured = None if DYNAMO_KEEPS_OBJECTS else "not asked by a torch before 2.6"
     graphs = [(_joined(name, path), module) for name, root in roots for path, module in _traces(root)]
     for path, module in graphs:
         prefix = f"{path}." if path else ""
         recapture = state_of(module).recapture
-        without = "" if recapture is None or recapture.reason is None else f"; Dynamo: {recapture.reason}"
+        why = recapture.reason if recapture is not None else why_not_recaptured
+        without = "" if why is None else f"; Dynamo: {why}"
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
             if not untraced.path or not is_fused(module.get_submodule(untraced.path)):  # which speak for themselves
