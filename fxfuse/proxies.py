@@ -12,11 +12,13 @@ import builtins
 import contextlib
 import dis
 import functools
+import importlib.abc
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -199,11 +201,48 @@ def answering() -> Iterator[None]:
             return False
         return issubclass(class_of(value.tracer, value.node), classes)
 
+    @contextlib.contextmanager
+    def as_ever() -> Iterator[None]:
+        before, builtins.isinstance = builtins.isinstance, plain  # a module imports others
+        try:
+            yield
+        finally:
+            builtins.isinstance = before
+
+    imports = _Imports(as_ever)
+    sys.meta_path.insert(0, imports)
     builtins.isinstance = asked
     try:
         yield
     finally:
         builtins.isinstance = plain
+        sys.meta_path.remove(imports)
+
+
+class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets modules that a trace happens to import find Python's own isinstance: Dynamo, which torch imports when it is
+    first needed (by torch.utils.checkpoint, say), would know no other for good."""
+
+    def __init__(self, as_ever: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._as_ever = as_ever
+        self._loaders: dict[str, importlib.abc.Loader] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return None
+        assert spec.loader is not None
+        self._loaders[name], spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loaders[spec.name].create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = loader = self._loaders.pop(module.__spec__.name)
+        with self._as_ever():
+            loader.exec_module(module)
 
 
 def _asking_frame() -> FrameType:

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randn
+from helpers import randn, skip_if_python
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -157,6 +159,29 @@ def test_a_call_of_the_class_is_part_of_the_model(make):
     assert len(calls) == 2 and fxfuse.explain(fast).regions
 
 
+def test_dynamo_may_be_imported_in_the_middle_of_a_trace():
+    """torch.utils.checkpoint imports it. It notes Python's functions, of which a trace replaces one."""
+    program = """
+import sys, torch, fxfuse
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.a, x, use_reentrant=False)
+
+assert "torch._dynamo" not in sys.modules
+fxfuse.optimize(Model())
+twice = torch.compile(lambda x: x * 2 if isinstance(x, torch.Tensor) else x, fullgraph=True, backend="eager")
+assert twice(torch.ones(1)).item() == 2
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_transformers_with_checkpoints_train(name):
@@ -191,5 +216,8 @@ def test_transformers_with_checkpoints_train(name):
             each(x).logits.square().mean().backward()
         for have, want in zip(model.parameters(), exact.parameters(), strict=True):
             assert float((have.grad - want.grad).norm()) <= 1e-5 * float(want.grad.norm())
-    (graph,) = state_of(fast).recapture.graphs
+    skip_if_python(fast)
+    recapture = state_of(fast).recapture
+    assert recapture.graphs, recapture.reason
+    (graph,) = recapture.graphs
     assert state_of(graph).training.steps

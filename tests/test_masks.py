@@ -7,7 +7,7 @@ from helpers import Net, Net2, assert_as_eager, randn
 from torch import nn
 
 import fxfuse
-from fxfuse.module import _DYNAMO_KEEPS_OBJECTS
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS
 from fxfuse.patterns import masks
 
 QUERY, OTHER = (2, 3, 6, 8), (2, 3, 5, 8)
@@ -140,7 +140,7 @@ def test_values_and_gradients(name):
         assert (ours.double() - exact).norm() <= 4 * (eager.double() - exact).norm() + 1e-6 * exact.norm()
 
 
-@pytest.mark.skipif(not _DYNAMO_KEEPS_OBJECTS, reason="models are captured whole from torch 2.6 on")
+@pytest.mark.skipif(not DYNAMO_KEEPS_OBJECTS, reason="models are captured whole from torch 2.6 on")
 def test_a_models_mask_while_dynamo_captures_it(monkeypatch):
     """As encoders of transformers have it: none in eager, one of ones where nobody can look."""
     found, without_mask = [], masks._without_mask

@@ -11,7 +11,7 @@ from torch import nn
 import fxfuse
 from fxfuse import plans, toolchain
 from fxfuse.errors import ToolchainError
-from fxfuse.module import _DYNAMO_KEEPS_OBJECTS as CAPTURES_BY_DYNAMO
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS as CAPTURES_BY_DYNAMO
 from fxfuse.problem import Plan
 from fxfuse.report import Report, SkippedReport
 from fxfuse.report.collect import gain_of
