@@ -1068,6 +1068,16 @@ def test_sums_of_the_same_are_one_kernel(name, device, monkeypatch):
     assert [text.count("struct Body") for text in texts if "Totals<" in text] == [1]
 
 
+def test_sums_of_the_same_of_which_one_is_overwritten(device):
+    """Memory that torch allocated for a sum begins with what is made of it in place."""
+
+    def forward(_, x):
+        x = x.cumsum(0)
+        return x.sum(-1), (x * x.tanh()).sum(-1).mul_(2).add_(1)
+
+    checked(Net(forward), device, 6, 70, exact=False)
+
+
 def test_sums_are_apart_where_another_kernel_needs_one_for_the_other(device):
     def forward(_, x):
         x = x.cumsum(0)

@@ -475,10 +475,15 @@ class _Plan:
                 self.made[slot] = producer.output
             self.computed.pop(number, None)
             self.computed[reader] = whole
-            self._parts.setdefault(reader, []).append(number)
-            self.absent.add(number)
-            self._writers[slot] = sorted(reader if writer == number else writer for writer in self._writers[slot])
+            self._goes_into(reader, number, [slot])
             touched[number], touched[reader] = set(), self.touched(reader)
+
+    def _goes_into(self, number: int, other: int, slots: Sequence[Slot]) -> None:
+        """Notes that a step computes what another one did, and writes these slots in its place."""
+        self._parts.setdefault(number, []).append(other)
+        self.absent.add(other)
+        for slot in slots:
+            self._writers[slot] = sorted(number if writer == other else writer for writer in self._writers[slot])
 
     def _add_up_together(self) -> None:
         """Lets one kernel go over rows of the same tensors for several results: sums of gradients, and of gradients by
@@ -495,21 +500,16 @@ class _Plan:
                     continue
                 if not self.may_join(other, [number]):
                     continue
+                self.made |= {
+                    store.output.slot: store.output for store in two.stores if self.begins(other, store.output.slot)
+                }
                 self.computed[number] = whole
                 del self.computed[other]
-                self.absent.add(other)
-                self._parts.setdefault(number, []).append(other)
-                for store in two.stores:
-                    slot = store.output.slot
-                    if slot.kind == "made" and other == self._writers[slot][0]:
-                        self.made[slot] = store.output
-                    self._writers[slot] = sorted(number if one == other else one for one in self._writers[slot])
+                self._goes_into(number, other, [store.output.slot for store in two.stores])
 
     def _is_worth_it(self, whole: Loops, one: Loops, two: Loops) -> bool:
         """Whether a kernel computes two loops, as one, better than two do."""
-        leaves, nodes = whole.size
-        fits = leaves <= MOST_LEAVES and nodes <= MOST_NODES and len(_sources(whole)) <= MAX_TENSORS
-        fits = fits and len(whole.stores) <= MOST_RESULTS
+        fits = _fits(whole) and len(whole.stores) <= MOST_RESULTS
         reads = read_along_rows(one), read_along_rows(two)
         return fits and 2 * len(reads[0] & reads[1]) >= min(map(len, reads)) > 0 and rows_pay(whole)
 
@@ -681,8 +681,7 @@ class _Plan:
         overwritten = [store.output for store in loops.stores if store.output.slot in _sources(producer)]
         if not all(is_read_in_place(whole, value) for value in overwritten):
             return None
-        leaves, nodes = whole.size
-        if leaves > MOST_LEAVES or nodes > MOST_NODES or len(_sources(whole)) > MAX_TENSORS:
+        if not _fits(whole):
             return None
         if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
             return None
@@ -699,6 +698,12 @@ class _Plan:
         except Inexact:
             return None
         return whole if kinds == before else None
+
+
+def _fits(loops: Loops) -> bool:
+    """Whether one kernel may have so much to do."""
+    leaves, nodes = loops.size
+    return leaves <= MOST_LEAVES and nodes <= MOST_NODES and len(_sources(loops)) <= MAX_TENSORS
 
 
 def _copied_as_it_lies(loops: Loops) -> Slot | None:
