@@ -289,7 +289,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         differentiable=traced.differentiable,
         kept=tuple(by_name[node.name] for node in kept),
         depends=_dependences(backward, tangents),
-        gives=frozenset(at for at, node in enumerate(_results(backward.graph)) if isinstance(node, fx.Node)),
+        gives=frozenset(at for at, node in enumerate(results_of(backward.graph)) if isinstance(node, fx.Node)),
         tangents=tuple(node.name for node in tangents),
         gradients=tuple(TensorMeta.of(value, value.device) for value in values),
         changed=frozenset(primals.index(node) for node in changed),
@@ -412,10 +412,11 @@ def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple
     for node in backward.graph.nodes:
         of_inputs = [found[one] for one in node.all_input_nodes]
         found[node] = frozenset([tangents.index(node)] if node in tangents else ()).union(*of_inputs)
-    return tuple(found[one] if isinstance(one, fx.Node) else frozenset() for one in _results(backward.graph))
+    return tuple(found[one] if isinstance(one, fx.Node) else frozenset() for one in results_of(backward.graph))
 
 
-def _results(graph: fx.Graph) -> Sequence[Any]:
+def results_of(graph: fx.Graph) -> Sequence[Any]:
+    """What a graph gives."""
     (end,) = (node for node in graph.nodes if node.op == "output")
     return end.args[0]  # type: ignore[no-any-return]
 

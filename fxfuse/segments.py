@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import distributed, fx, nn
 
+from fxfuse.joint import draws, results_of
 from fxfuse.row_padding import is_view
 
 MOST: Final = 32
@@ -76,7 +77,7 @@ def segments(
     Whoever is given a gradient may change it, or what it is the gradient of, at once: no segment behind reads either.
     """
     arguments = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    gradients = _gradients(backward.graph)
+    gradients = results_of(backward.graph)
     if buckets is not None:
         read = {number: arguments[at] for at, number in given.items()}
         uses = {
@@ -93,12 +94,6 @@ def segments(
     whole = fx.GraphModule(backward, _graph(arguments, nodes, [gradients[number] for number in given_for]))
     names = tuple(node.name for node in arguments[kept:])
     return (Segment(whole, tuple(range(kept)), names, given_for, (), frozenset()),)
-
-
-def _gradients(graph: fx.Graph) -> Sequence[Any]:
-    """What a backward gives."""
-    (end,) = (node for node in graph.nodes if node.op == "output")
-    return end.args[0]  # type: ignore[no-any-return]
 
 
 def _memory(node: fx.Node) -> fx.Node:
@@ -121,7 +116,7 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 def _groups(graph: fx.Graph, uses: Mapping[int, Set[fx.Node]], buckets: Buckets) -> list[list[int]]:
     """The tensors by whose gradients buckets are full, by number, in the order in which those are there."""
     places = {node: at for at, node in enumerate(graph.nodes)}
-    gradients = _gradients(graph)
+    gradients = results_of(graph)
     ready: dict[int, list[int]] = {}
     for number, of in uses.items():
         ready.setdefault(max(map(places.__getitem__, of)), []).append(number)
@@ -187,7 +182,7 @@ def _cut(
     kept: Sequence[fx.Node],
 ) -> tuple[Segment, ...]:  # fmt: skip
     """The segments of these nodes, with the gradients of these tensors."""
-    gradients = _gradients(backward.graph)
+    gradients = results_of(backward.graph)
     made_again = _made_again(backward.graph)
     places = {node: at for at, node in enumerate(kept)}
     found: list[Segment] = []
@@ -213,8 +208,7 @@ def _made_again(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that each segment has for itself: views, attributes, and what is made of nothing but numbers."""
     of_numbers: set[fx.Node] = set()
     for node in graph.nodes:
-        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "placeholder" and of_numbers.issuperset(node.all_input_nodes) and not draws:
+        if node.op != "placeholder" and of_numbers.issuperset(node.all_input_nodes) and not draws(node):
             of_numbers.add(node)
     return of_numbers.union(filter(is_view, graph.nodes))
 

@@ -196,7 +196,7 @@ class TrainingStep:
         marks, places = bytearray(len(kept)), self._lendable[number]
         for place, mark in zip(places, self._guard.alone([kept[place] for place in places]), strict=True):
             marks[place] = mark
-        return Lent(marks)
+        return Lent(marks) if any(marks) else Lent()  # as if the graph were kept: no other kind of call
 
 
 Values: TypeAlias = dict[str, torch.Tensor]

@@ -140,6 +140,8 @@ class Writer:
         self._lines: list[str] = []
         self._constants = 0
         self._pending: list[Launch] = []
+        self._waiting: set[Slot | Arena] = set()
+        """What is to be allocated before those."""
         self._marks: dict[int, list[Launch | Call]] = {}
         self._written: set[Value] = set()
         self._variables: set[str] = set()
@@ -214,20 +216,17 @@ class Writer:
         return f"c{self._constants}"
 
     def _write(self, recorder: Recorder) -> tuple[str, dict[int, tuple[Step, ...]]]:
-        waiting: set[Slot | Arena] = set()
         for number, step in enumerate(self.steps):
             if number in self._releases:
                 self._flush(number - 1)
                 self._release(self._releases[number])
             if isinstance(step, Launch):
                 self._pending.append(step)
-                waiting.update(owner for owner in map(self._to_be_taken, slots_of(step)) if owner is not None)
-                if len(waiting) >= MOST_TAKEN:
+                self._waiting.update(owner for owner in map(self._to_be_taken, slots_of(step)) if owner is not None)
+                if len(self._waiting) >= MOST_TAKEN:
                     self._flush(number)
-                    waiting.clear()
             else:
                 self._flush(number - 1)
-                waiting.clear()
                 self._call(step)
                 self._drop(number)
         self._flush(len(self.steps) - 1)
@@ -262,6 +261,7 @@ class Writer:
             self.names["count_up"] = count_up
             self._line(f"count_up(({', '.join(given)},))")
         self._pending.clear()
+        self._waiting.clear()
         self._drop(number)
 
     def _release(self, slots: Sequence[Slot]) -> None:
