@@ -232,7 +232,7 @@ def test_buckets_are_full(sizes):
 
 
 def outputs(segment):
-    return segments._gradients(segment.graph.graph)[: len(segment.gradients)]
+    return joint.results_of(segment.graph.graph)[: len(segment.gradients)]
 
 
 def test_there_are_not_too_many_segments():
