@@ -235,7 +235,7 @@ def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tu
         return tuple(results)
     shares = Counter(each.untyped_storage()._cdata for each in found)
     return tuple(
-        torch.ops.aten._unsafe_view.default(result, result.shape)
+        torch.ops.aten._unsafe_view.default(result, result.shape).as_strided_(result.shape, result.stride())
         if result._is_view() and shares[result.untyped_storage()._cdata] == 1
         else result
         for result in results
