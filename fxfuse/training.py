@@ -1,6 +1,6 @@
 """Calls that need gradients, of one graph: which of them a step runs (training_step.py), and when one is made.
 
-The second call in a row of one kind (shapes, dtypes, which tensors want gradients, autocast) is traced (joint.py).
+The second call of one kind (shapes, dtypes, which tensors want gradients, autocast) is traced (joint.py).
 
 Whoever captures a step as a CUDA graph (torch.cuda.graph, torch.cuda.make_graphed_callables) captures the programs.
 Nothing is traced meanwhile: a kind of call that has no step by then is captured as torch runs it, with a warning.
@@ -57,8 +57,6 @@ class Training:
         self.were_in_parts = False
         """Whether a call has come of whose tensors each process holds a part: torch computes those."""
         self._repeats = Repeats()
-        self._returned: Returned = []
-        """By the last call that was looked at."""
         self.captured_without_step = 0
         """Calls that became part of somebody's CUDA graph as torch runs them."""
         try:
@@ -88,12 +86,12 @@ class Training:
             if stream_capture.is_captured(bound.tensors):
                 self._tell_of_capture()
                 return forward(*args, **kwargs)
-            is_second = self._repeats.look(lambda: _kind(bound))
-            if is_second:
-                step = self._made(bound)
-            elif is_second is not None:
+            kind = self._repeats.look(lambda: _kind(bound), MOST_KEPT - len(self.steps))
+            if kind is not None and kind.results is not None:
+                step = self._made(bound, kind.results)
+            elif kind is not None:
                 result = forward(*args, **kwargs)
-                self._returned = _returned(result, bound.tensors)
+                kind.results = _returned(result, bound.tensors)
                 return result
         if step is None and not self.were_in_parts:
             self.were_in_parts = any(map(is_in_parts, bound.tensors))
@@ -108,7 +106,7 @@ class Training:
             "capture.\nThe graph computes what torch computes.", FxfuseWarning, stacklevel=2,
         )  # fmt: skip
 
-    def _made(self, bound: Bound) -> TrainingStep | None:
+    def _made(self, bound: Bound, returned: Returned) -> TrainingStep | None:
         """A step for calls of this kind, or a reason why there is none."""
         tensors, binding = bound.tensors, self._binding
         with self._lock:
@@ -116,7 +114,7 @@ class Training:
                 attributes = dict(zip(binding.paths, bound.attributes, strict=True))
                 given = [tensors[at] for at in first_of(tensors)]
                 joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
-                step = TrainingStep(joint, self._fused, bound, self._returned)
+                step = TrainingStep(joint, self._fused, bound, returned)
             except Refused as refused:
                 self.reason = str(refused)
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)

@@ -18,6 +18,7 @@ from fxfuse import events, program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
 from fxfuse.program import constants, record
+from fxfuse.program import MOST_KEPT
 from fxfuse.program.binding import PATIENCE
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import in_one_launch
@@ -531,6 +532,34 @@ def test_calls_that_never_come_again_are_not_looked_at_for_ever():
         for _ in range(3 * PATIENCE):
             assert_as_eager(model, fast, randn(4, 8))
     assert len(programs(fast)) == 1
+
+
+def test_kinds_that_alternate():
+    model = Net(lambda m, x: (m.fc(x) * 2 + 1).exp() * 2, fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(4):
+            for rows in (1, 4, 3):
+                assert_as_eager(model, fast, randn(rows, 8))
+    assert len(programs(fast)) == 3
+
+
+def test_kinds_that_alternate_with_more_than_are_kept():
+    """Those that have a program keep it: nothing is recorded to be dropped."""
+    model = Net(lambda m, x: (m.fc(x) * 2 + 1).exp() * 2, fc=linear())
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for rows in (*range(1, MOST_KEPT + 1), *range(1, MOST_KEPT + 1)):
+            fast(randn(rows, 8))
+        kept = programs(fast)
+        assert len(kept) == MOST_KEPT
+        for _ in range(4):
+            for rows in range(1, MOST_KEPT + 4):
+                assert_as_eager(model, fast, randn(rows, 8))
+        assert programs(fast) == kept
+        for _ in range(PATIENCE + 2):
+            fast(randn(MOST_KEPT + 5, 8))
+        assert len(programs(fast)) == MOST_KEPT and programs(fast) != kept
 
 
 REFUSED = {

@@ -1821,6 +1821,18 @@ def test_a_kind_that_comes_after_many_others_has_a_step():
     assert_errors_as_eagers(*found)
 
 
+def test_kinds_that_alternate():
+    """Each has a step, with results that lie as those of its own first call."""
+    fast, model, exact = triple(Net(lambda m, x: m.a(x).transpose(0, -1) * 2, a=linear()))
+    for _ in range(3):
+        for rows in (5, 3):
+            x = randn(rows, 8).requires_grad_()
+            assert fast(x).stride() == model(x).stride()
+            found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+            assert_errors_as_eagers(*found)
+    assert len(state_of(fast).training.steps) == 2
+
+
 def test_what_torch_begins_and_a_kernel_overwrites():
     """A short product stays torch's, and the pass behind it, in its place, is a kernel: memory is torch's."""
     torch.manual_seed(0)

@@ -302,7 +302,7 @@ class Programs:
         return forward(*args, **kwargs)
 
     def _unknown(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound) -> Any:
-        """A call for which there is no program: recorded if the one before was of the same kind."""
+        """A call for which there is no program: recorded if one of the last was of the same kind."""
         tensors, constants = bound.tensors, bound.constants
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
@@ -314,7 +314,9 @@ class Programs:
             return forward(*args, **kwargs)
         if stream_capture.is_captured(tensors):
             return forward(*args, **kwargs)
-        if not self._repeats.look(lambda: (list(map(described, tensors)), constants)):
+        places = MOST_KEPT - len(self.programs)
+        kind = self._repeats.look(lambda: (list(map(described, tensors)), constants), places)
+        if kind is None or not kind.has_repeated:
             return forward(*args, **kwargs)
         try:
             return self._recorded(bound, by_parts=merges)
@@ -353,7 +355,7 @@ class Programs:
 
 
 def described(tensor: torch.Tensor) -> Any:
-    """What must be the same in two calls in a row. Whatever else matters a program's own guard sees."""
+    """What must be the same in two calls. Whatever else matters a program's own guard sees."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 

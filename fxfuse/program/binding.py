@@ -132,27 +132,48 @@ def are_constant(constants: tuple[Any, ...]) -> bool:
 
 
 PATIENCE: Final = 16
-"""Calls in a row, none like the one before, after which every 16th only is looked at."""
+"""Calls, each of a kind that was not known, after which every 16th only is looked at."""
+
+
+class Kind:
+    """A kind of calls that were looked at."""
+
+    def __init__(self, described: Any) -> None:
+        self.described = described
+        """What is the same in all of them."""
+        self.has_repeated = False
+        self.results: Any = None
+        """What is known of the first one's results."""
 
 
 class Repeats:
-    """Which calls are of the same kind as the last one that was looked at."""
+    """The kinds of the last calls that were looked at."""
 
     def __init__(self) -> None:
-        self._kind: Any = None
+        self._kinds: list[Kind] = []
+        """The latest first."""
         self._misses = 0
 
-    def look(self, kind: Callable[[], Any]) -> bool | None:
-        """Whether a call is; None if it is not looked at: the sizes or numbers of many have been others each time."""
+    def look(self, described: Callable[[], Any], places: int) -> Kind | None:
+        """The kind of a call; None if it is not looked at: the sizes or numbers of many have been others each time.
+
+        Args:
+            places: how many kinds something may be made for before an older one must go. So many are remembered,
+                and one where there is none: then two calls in a row must be alike.
+        """
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:
             return None
-        before, self._kind = self._kind, kind()
-        if before != self._kind:
-            return False
-        self._kind = None
-        return True
+        new = Kind(described())
+        known = [kind for kind in self._kinds if kind.described == new.described]
+        others = [kind for kind in self._kinds if kind not in known]
+        if known:
+            self._kinds = others
+            known[0].has_repeated = True
+            return known[0]
+        self._kinds = [new, *others][: max(1, places)]
+        return new
 
     def count_anew(self) -> None:
-        """After a call that was like the one before, and from which something was made."""
+        """After a call whose kind has repeated, and for which something was made."""
         self._misses = 0
