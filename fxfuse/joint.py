@@ -233,14 +233,17 @@ def _twin(module: nn.Module) -> nn.Module:
 
 def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Sequence[torch.Tensor]) -> Joint:
     """The joint graph in two."""
-    given = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("primals_")]
+    given = [node for node in joint.graph.nodes if node.op == "placeholder"]  # gradients of results follow
     simplify(joint.graph, [given[number] for number in traced.buffers])
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)
     drawn = sum(map(draws, joint.graph.nodes))
-    with checkpoints.drawing_nothing(joint.graph):
-        forward, backward = partition()(joint, None, num_fwd_outputs=count)
+    if traced.differentiable:
+        with checkpoints.drawing_nothing(joint.graph):
+            forward, backward = partition()(joint, None, num_fwd_outputs=count)
+    else:
+        forward, backward = joint, _nothing(len(tensors))
     if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
@@ -299,6 +302,13 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         reference=traced,
         layouts=layouts,
     )
+
+
+def _nothing(count: int) -> fx.GraphModule:
+    """The backward of results that have no gradients."""
+    graph = fx.Graph()
+    graph.output((None,) * count)
+    return fx.GraphModule(nn.Module(), graph)
 
 
 def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:

@@ -1821,6 +1821,25 @@ def test_a_kind_that_comes_after_many_others_has_a_step():
     assert_errors_as_eagers(*found)
 
 
+def test_results_without_gradients():
+    """A region is computed, and nothing that comes of it is returned; random numbers are eager's."""
+
+    def forward(m, x):
+        (m.a(x) * 2).to(torch.bfloat16)
+        return m.drop(x)
+
+    fast, model, _ = triple(Net(forward, a=linear(), drop=nn.Dropout(0.25)))
+    for x in (randn(6, 8), randn(1, 8).expand(6, 8)):
+        for _ in range(4):
+            results = []
+            for each in (fast, model):
+                torch.manual_seed(0)
+                results.append(each(x))
+                results.append(torch.rand(2))
+            assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    made(fast)
+
+
 def test_kinds_that_alternate():
     """Each has a step, with results that lie as those of its own first call."""
     fast, model, exact = triple(Net(lambda m, x: m.a(x).transpose(0, -1) * 2, a=linear()))
