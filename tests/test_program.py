@@ -17,8 +17,7 @@ import fxfuse
 from fxfuse import events, program
 from fxfuse.guard import Guard
 from fxfuse.module import state_of
-from fxfuse.program import constants, record
-from fxfuse.program import MOST_KEPT
+from fxfuse.program import MOST_KEPT, constants, record
 from fxfuse.program.binding import PATIENCE
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.merge import in_one_launch
