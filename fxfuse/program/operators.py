@@ -474,13 +474,22 @@ def _triangle(row: str) -> Rule:
 
 def _slice_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, source, at = given["self"], given["src"], coordinates(result.shape)
-    dim, start, size = given.get("dim", 0) % len(at), given.get("start") or 0, result.shape[given.get("dim", 0)]
-    if given.get("step", 1) != 1:
-        raise Unknown
+    dim = given.get("dim", 0) % len(at)
+    start, step, size = given.get("start") or 0, given.get("step", 1), result.shape[dim]
     start = min(max(start + size if start < 0 else start, 0), size)
-    here = Inside(at[dim] - start, source.shape[dim])
-    own = [*at[:dim], at[dim] - start, *at[dim + 1 :]]
-    return body.choose([here], body.read(source, own, (here,)), body.read(x, at))
+    place = at[dim] // step - start // step
+    here = [Inside(place, source.shape[dim])]
+    if step > 1:
+        here.append(Inside(at[dim] % step - start % step, 1))
+    own = [*at[:dim], place, *at[dim + 1 :]]
+    return body.choose(here, body.read(source, own, tuple(here)), body.read(x, at))
+
+
+def _select_scatter(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, source, at = given["self"], given["src"], coordinates(result.shape)
+    dim = given["dim"] % len(at)
+    here = Inside(at[dim] - given["index"] % result.shape[dim], 1)
+    return body.choose([here], body.read(source, [*at[:dim], *at[dim + 1 :]], (here,)), body.read(x, at))
 
 
 def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -774,6 +783,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.index_put: _index_put,
     _aten.index_put_: _index_put,
     _aten.slice_scatter: _slice_scatter,
+    _aten.select_scatter: _select_scatter,
     _aten.tril: _triangle("le"),
     _aten.triu: _triangle("ge"),
     _aten.avg_pool1d: _avg_pool,
