@@ -24,8 +24,9 @@ from torch import distributed, fx, nn
 from fxfuse.joint import draws, results_of
 from fxfuse.row_padding import is_view
 
-MOST: Final = 32
-"""Segments: each is a graph of its own, and takes the CPU some 50 us a step."""
+MOST: Final = 6
+"""Segments: each is a graph of its own, and takes the CPU some 50 us a step; what is sent after the last one is a sixth
+of all gradients then, and no step that the CPU limits is held up (docs/notebook.md)."""
 
 
 class Buckets(NamedTuple):
