@@ -326,34 +326,41 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
-    """Lets the backward take what the forward was given, or gives, instead of views of it: autograd then sees if that
-    is changed in the meantime."""
+    """Lets the backward take memory instead of views of it, which it makes itself: of what the forward was given, or
+    gives (`known`), so that autograd sees if that is changed in the meantime; and of what the forward makes, so that
+    no more than one tensor has that, and it may be lent. Unless no view that is kept shows all of that."""
     own = {node.name: node for node in forward.graph.nodes}
     taken = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    for name, placeholder in list(taken.items()):
-        if name not in own:
+    found = {name: _views(own[name], known) for name in taken if name in own}
+    shown = Counter[fx.Node]()
+    for name, (base, _) in found.items():
+        shown[base] += own[name].meta["val"].numel()
+    for name, (node, views) in found.items():
+        if not views or not (node in known or shown[node] >= node.meta["val"].numel()):
             continue
-        views: list[fx.Node] = []
-        node: Any = own[name]
-        while node not in known and is_view(node):
-            views.append(node)
-            node = node.args[0]
-        if not views or node not in known:
-            continue
+        placeholder = taken[name]
         with backward.graph.inserting_before(placeholder):
             if node.name not in taken:
                 taken[node.name] = backward.graph.create_node("placeholder", node.name, name=node.name)
                 taken[node.name].meta = dict(node.meta)
         made = taken[node.name]
         after = [one for one in backward.graph.nodes if one.op == "placeholder"][-1]
-        for view in reversed(views):
+        for view in views:
             with backward.graph.inserting_after(after):
                 before: Any = view.args[0]
                 base = made
                 made = after = backward.graph.node_copy(view, lambda one: base if one is before else one)  # noqa: B023
         placeholder.replace_all_uses_with(made)
         backward.graph.erase_node(placeholder)
-        del taken[name]
+
+
+def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+    """The memory that a value is in, and the views that lead from there to it."""
+    views: list[fx.Node] = []
+    while node not in known and (is_view(node) or node.target is _aten._unsafe_view.default):
+        views.insert(0, node)
+        node = node.args[0]
+    return node, views
 
 
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
@@ -365,6 +372,11 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        if _is_transposed_again(node):  # a weight's gradient, which torch makes as that of the transposed weight
+            node.replace_all_uses_with(node.args[0].args[0])
+            graph.erase_node(node)
+        if node.target is _aten.view.default and _is_sum_with_ones(node.args[0]) and _size(node) == _kept(node.args[0]):
+            node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
             node.target = _aten.bernoulli_.float  # in the order of memory, as dropout draws in eager
         if node.target is _aten.where.self:
@@ -373,6 +385,23 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _is_transposed_again(node: fx.Node) -> bool:
+    before = node.args[0] if node.target is _aten.transpose.int else None
+    return isinstance(before, fx.Node) and before.target is _aten.transpose.int and before.args[1:] == node.args[1:]
+
+
+def _is_sum_with_ones(node: fx.Node) -> bool:
+    """Whether it is a sum that has a dimension of one element for each that it is over."""
+    is_sum = node.target is _aten.sum.dim_IntList and node.args[2:] == (True,) and not node.kwargs
+    return is_sum and bool(node.args[1]) and len(node.users) == 1
+
+
+def _kept(node: fx.Node) -> tuple[int, ...]:
+    """The sizes of dimensions that a sum is not over."""
+    size, over = _size(node.args[0]), {dim % len(_size(node)) for dim in node.args[1]}
+    return tuple(length for dim, length in enumerate(size) if dim not in over)
 
 
 def _nbytes(node: fx.Node) -> int:

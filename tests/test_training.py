@@ -1889,6 +1889,69 @@ def test_what_the_forward_kept_is_gone_after_its_last_use():
     assert_errors_as_eagers(*found)
 
 
+class Attention(nn.Module):
+    """Queries, keys and values are views of one result; what they give is kept for two gradients, in two shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).tanh()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_keeps_memory_and_no_views_of_it(autocast):
+    """A view, beside what it is of, would be another owner of memory that is not lent then; each is a call of torch."""
+    torch.manual_seed(0)
+    fast, model, exact = triple(nn.Sequential(Attention(), Attention()))
+    x = randn(2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        warm(fast, x)
+        for _ in range(6):
+            result = fast(x)
+            kept = result.grad_fn.saved_tensors
+            assert not any(each._is_view() for each in kept)
+            own = {each.data_ptr() for each in (*fast.parameters(), x, result)}
+            memory = [each.untyped_storage().data_ptr() for each in kept if each.data_ptr() not in own]
+            assert len(set(memory)) == len(memory)
+            backward(result)
+        found = [step_of(fast, x), step_of(model, x)]
+    assert_errors_as_eagers(*found, step_of(exact, *as_exact((x,))))
+    (step,) = made(fast)
+    views = {"view", "transpose", "transpose.int", "permute", "select", "select.int", "_unsafe_view", "t"}
+    for name, graph in step.graphs:
+        programs = state_of(graph).programs.programs
+        assert programs, name
+        assert not views & programs[0].calls.keys(), (name, programs[0].calls)
+
+
+def test_a_part_of_much_is_kept_alone():
+    """Of a large result a row is needed: the view is kept, as it may be all that is there of it."""
+    fast, model, exact = triple(Net(lambda m, x: m.b(torch.tanh(m.a(x))[:, 0]).sin(), a=linear(), b=linear()))
+    x = randn(6, 7, 8)
+    warm(fast, x)
+    found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+    assert_errors_as_eagers(*found)
+
+
+SUMS = {
+    "all": lambda m, x: m.fc(x) + m.p.expand(5, 8),
+    "of one row": lambda m, x: m.fc(x[:1]) * m.p,
+    "of a row in two dimensions": lambda m, x: m.fc(x)[None] + m.p.view(1, 1, 8),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_that_are_sums(name):
+    fast, model, exact = triple(Net(SUMS[name], fc=linear(), p=randn(8)))
+    x = randn(5, 8)
+    warm(fast, x)
+    found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+    assert_errors_as_eagers(*found)
+
+
 def test_what_somebody_else_holds_stays():
     torch.manual_seed(0)
     fast, _, _ = triple(wide())
