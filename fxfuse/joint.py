@@ -29,6 +29,7 @@ from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
 from fxfuse.program.values import Refused, device_of
 from fxfuse.row_padding import is_view, pad_rows, take_padded
+from fxfuse.traced_attention import AsEager
 
 _aten: Final = torch.ops.aten
 
@@ -140,7 +141,7 @@ class Traced:
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
         # the graph may switch gradients, and fail then
-        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph):
+        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph), AsEager():
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}

@@ -1927,6 +1927,38 @@ def test_a_step_keeps_memory_and_no_views_of_it(autocast):
         assert not views & programs[0].calls.keys(), (name, programs[0].calls)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an sm_80 GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [128, 197])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_without_a_mask_is_the_kernel_that_eager_calls(dtype, rows, autocast):
+    """Nobody keeps the weights of all pairs."""
+    torch.manual_seed(0)
+    heads, width = 12, 64
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(heads * width, heads * width) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (each(x).unflatten(-1, (heads, width)).transpose(1, 2) for each in (self.q, self.k, self.v))
+            return x + F.scaled_dot_product_attention(q, k, v, scale=0.1).transpose(1, 2).flatten(2)
+
+    fast, model, exact = triple(Layer().cuda().to(dtype))
+    x = randn(4, rows, heads * width).cuda().to(dtype)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        warm(fast, x)
+        found = [step_of(fast, x), step_of(model, x)]
+    assert_errors_as_eagers(*found, step_of(exact, *as_exact((x,))))
+    (step,) = made(fast)
+    assert step.joint.kept_bytes < 6 * x.numel() * 4
+    for name, graph in step.graphs:
+        (called,) = [each for each in graph.graph.nodes if "_scaled_dot_product" in str(each.target)]
+        assert "math" not in str(called.target), name
+
+
 def test_a_part_of_much_is_kept_alone():
     """Of a large result a row is needed: the view is kept, as it may be all that is there of it."""
     fast, model, exact = triple(Net(lambda m, x: m.b(torch.tanh(m.a(x))[:, 0]).sin(), a=linear(), b=linear()))
