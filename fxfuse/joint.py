@@ -24,12 +24,12 @@ from fxfuse.channels_last import Layouts, assign_layouts
 from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
+from fxfuse.patterns.masks import leave_out_masks
 from fxfuse.problem import TensorMeta
 from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
 from fxfuse.program.values import Refused, device_of
 from fxfuse.row_padding import is_view, pad_rows, take_padded
-from fxfuse.traced_attention import AsEager
 
 _aten: Final = torch.ops.aten
 
@@ -101,9 +101,11 @@ def joint_of(
 
 def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, Layouts]:
     """A copy of the graph with layouts of its own (channels_last.py), which the backward's values have, too: gradients
-    are traced in the layout of what they are of. Notes in `nodes` which node has become which."""
+    are traced in the layout of what they are of. Masks of attention that say nothing are left out: torch would trace
+    products and a softmax, whose weights the backward keeps. Notes in `nodes` which node has become which."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, nodes))
+    leave_out_masks(root, copied)
     return copied, assign_layouts(root, copied)
 
 
@@ -141,7 +143,7 @@ class Traced:
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
         # the graph may switch gradients, and fail then
-        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph), AsEager():
+        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph):
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}

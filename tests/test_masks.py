@@ -7,7 +7,7 @@ from helpers import Net, Net2, assert_as_eager, randn
 from torch import nn
 
 import fxfuse
-from fxfuse.module import DYNAMO_KEEPS_OBJECTS
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS, state_of
 from fxfuse.patterns import masks
 
 QUERY, OTHER = (2, 3, 6, 8), (2, 3, 5, 8)
@@ -138,6 +138,22 @@ def test_values_and_gradients(name):
     for eager, ours, exact in zip(*grads, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
         assert (ours.double() - exact).norm() <= 4 * (eager.double() - exact).norm() + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_steps_of_training_have_none(name):
+    mask, query, key, is_causal = LEFT_OUT[name]
+    torch.compiler.reset()
+    before = set(fxfuse.compiled_graphs())
+    fast = torch.compile(made_with(mask), backend="fxfuse")
+    q, k = randn(*query).requires_grad_(), randn(*key).requires_grad_()
+    for _ in range(3):
+        fast(q, k).sum().backward()
+    (graph,) = set(fxfuse.compiled_graphs()) - before
+    (step,) = state_of(graph).training.steps
+    (call,) = (node for node in step.joint.forward.graph.nodes if "scaled_dot_product" in str(node.target))
+    assert call.kwargs.get("attn_mask") is None and (True in call.args[3:]) is is_causal
+    assert not [node for node in step.joint.forward.graph.nodes if "arange" in str(node.target)]
 
 
 @pytest.mark.skipif(not DYNAMO_KEEPS_OBJECTS, reason="models are captured whole from torch 2.6 on")
