@@ -7,7 +7,7 @@ ours then read them element by element, in a half or a tenth of the speed. Where
     x ─ softmax ─┬─ mm          x ─ softmax ─ pad ─ slice ─┬─ mm
                  └─ sum                                    └─ sum
 
-Nobody sees it: what leaves the graph does not change, and what the backward keeps is a view of the longer rows.
+Nobody sees it: what leaves the graph does not change, and what the backward keeps are the longer rows.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor
     Args:
         unchanged: results whose strides the caller sees.
 
-    Returns, by the name that they had, values among what the graph returns that lie in another way now: whoever is
-    given them has to know (`take_padded`).
+    Returns, by the name that they had, values among what the graph returns that lie in another way now, or are longer:
+    whoever is given them has to know (`take_padded`).
     """
     (end,) = (node for node in graph.nodes if node.op == "output")
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
@@ -64,10 +64,13 @@ def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor
         if leaving and not is_free:
             continue
         returned |= leaving
+        if made.name in leaving:
+            returned[made.name] = longer
         with graph.inserting_after(last[0] if made.op == "placeholder" else made):
             padded = graph.call_function(_aten.constant_pad_nd.default, (made, [0, gap]))
         with graph.inserting_after(padded):
             part = graph.call_function(_aten.slice.Tensor, (padded, value.dim() - 1, 0, size))
+        end.replace_input_with(made, padded)
         made.replace_all_uses_with(part, lambda user, padded=padded: user is not padded)  # type: ignore[misc]
         padded.meta["val"], part.meta["val"] = longer, longer[..., :size]
         _note(views)
@@ -90,15 +93,28 @@ def _read_by_products(graph: fx.Graph) -> dict[fx.Node, int]:
 def take_padded(graph: fx.Graph, given: Mapping[str, torch.Tensor]) -> None:
     """Notes how arguments lie, by name. Where there is no such view of one, it is copied as it was."""
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in given]:
-        views = _views(node, given[node.name])
+        before, now = node.meta["val"], given[node.name]
+        part = now[..., : before.shape[-1]]
+        views, inserted = _views(node, part), node
+        if now.shape != before.shape:
+            inserted = _inserted(graph, node, _aten.slice.Tensor, (node, now.dim() - 1, 0, before.shape[-1]))
+            inserted.meta["val"] = part
         if views is None:
-            with graph.inserting_after(node):
-                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-                copy = graph.call_function(_aten.clone.default, (node,), options)
-            node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
-            copy.meta["val"], views = node.meta["val"], {}
-        node.meta["val"] = given[node.name]
+            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            copy = _inserted(graph, inserted, _aten.clone.default, (inserted,), options)
+            copy.meta["val"], views = before, {}
+        node.meta["val"] = now
         _note(views)
+
+
+def _inserted(
+    graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """A new call in the place of a node, which it takes."""
+    with graph.inserting_after(node):
+        made = graph.call_function(target, args, kwargs)
+    node.replace_all_uses_with(made, lambda user: user is not made)
+    return made
 
 
 def is_view(node: fx.Node) -> bool:

@@ -233,13 +233,19 @@ def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tu
     change a view in place that an autograd.Function has given."""
     if not any(result._is_view() for result in results):
         return tuple(results)
-    shares = Counter(each.untyped_storage()._cdata for each in found)
+    shares = Counter(map(_beginning, found))
     return tuple(
         torch.ops.aten._unsafe_view.default(result, result.shape).as_strided_(result.shape, result.stride())
-        if result._is_view() and shares[result.untyped_storage()._cdata] == 1
+        if result._is_view() and shares[_beginning(result)] == 1
         else result
         for result in results
     )
+
+
+def _beginning(tensor: torch.Tensor) -> int:
+    """Where the memory begins that a tensor lies in. Its storage is not asked: the Python object that torch makes for
+    that would own the memory from then on, which is not lent then."""
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 
 def first_of(tensors: Sequence[torch.Tensor]) -> list[int]:

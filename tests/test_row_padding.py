@@ -23,7 +23,8 @@ def padded(function, *inputs, keeps_results=True):
     module.recompile()
     expected = torch.utils._pytree.tree_leaves(function(*inputs))
     for have, want in zip(torch.utils._pytree.tree_leaves(module(*inputs)), expected, strict=True):
-        torch.testing.assert_close(have, want)
+        assert have.shape == want.shape or not keeps_results
+        torch.testing.assert_close(have[..., : want.shape[-1]], want)
         if keeps_results:
             assert have.stride() == want.stride()
     return module, returned
@@ -116,12 +117,12 @@ def test_who_is_given_a_result_with_gaps_knows_it(is_viewed):
     x, y, z = randn(20, 101), randn(101, 16), randn(20, 16)
     first, returned = padded(forward, x, y, keeps_results=False)
     (name,) = returned
-    assert not returned[name].is_contiguous()
+    assert returned[name].shape == (20, 104)
     second = traced(backward, x, z)
     given = next(iter(second.graph.nodes))
     given.name = name
     take_padded(second.graph, {name: returned[name]})
     second.recompile()
     made = first(x, y)[1]
-    assert made.stride() == given.meta["val"].stride() == (104, 1)
-    torch.testing.assert_close(second(made, z), backward(made.contiguous(), z))
+    assert made.shape == given.meta["val"].shape and not made._is_view()
+    torch.testing.assert_close(second(made, z), backward(made[:, :101].contiguous(), z))

@@ -1876,9 +1876,10 @@ def wide():
 
 
 @KNOWS_THE_LAST_BACKWARD
-def test_what_the_forward_kept_is_gone_after_its_last_use():
+@pytest.mark.parametrize("is_view", [False, True])
+def test_what_the_forward_kept_is_gone_after_its_last_use(is_view):
     torch.manual_seed(0)
-    fast, model, exact = triple(wide())
+    fast, model, exact = triple(nn.Sequential(*wide(), nn.Unflatten(1, (2, 256))) if is_view else wide())
     x = randn(1024, 512)
     warm(fast, x)
     result = fast(x)
