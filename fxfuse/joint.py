@@ -403,7 +403,9 @@ def _is_sum_with_ones(node: fx.Node) -> bool:
 
 def _kept(node: fx.Node) -> tuple[int, ...]:
     """The sizes of dimensions that a sum is not over."""
-    size, over = _size(node.args[0]), {dim % len(_size(node)) for dim in node.args[1]}
+    size, dims = _size(node.args[0]), node.args[1]
+    assert isinstance(dims, list | tuple)
+    over = {dim % len(size) for dim in dims if isinstance(dim, int)}
     return tuple(length for dim, length in enumerate(size) if dim not in over)
 
 

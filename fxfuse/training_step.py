@@ -245,7 +245,7 @@ def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tu
 def _beginning(tensor: torch.Tensor) -> int:
     """Where the memory begins that a tensor lies in. Its storage is not asked: the Python object that torch makes for
     that would own the memory from then on, which is not lent then."""
-    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def first_of(tensors: Sequence[torch.Tensor]) -> list[int]:

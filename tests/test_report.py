@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import Net, check_html, linear, randn, regions
+from helpers import Net, Net2, check_html, linear, randn, regions
 from torch import nn
 
 import fxfuse
@@ -217,6 +217,27 @@ def test_operations_are_counted_before_and_after():
     assert operations.before == 8
     assert operations.kernels == 1 and operations.after == 8, "the region is a call of addmm and a kernel"
     assert dict(operations.calls)["addmm"] == 4
+
+
+def test_what_a_region_moves_is_predicted():
+    """relu(linear * 2 + y): eager reads and writes the product, its double and their sum, a pass after the product."""
+    model = Net2(lambda m, x, y: torch.relu(m.fc(x) * 2 + y), fc=nn.Linear(64, 32))
+    x, y = randn(16, 64), randn(16, 32)
+    fast = fxfuse.optimize(model)
+    assert fxfuse.explain(fast).regions[0].moved is None
+    with torch.no_grad():
+        fast(x, y)
+    report = fxfuse.explain(fast)
+    (region,) = report.regions
+    given = 4 * (x.numel() + 64 * 32 + 32 + y.numel())
+    result = 4 * y.numel()
+    assert region.moved[0] == given + 2 * 3 * result + result
+    between = 2 * result if "+" in region.kernel else 0
+    assert region.moved[1] == given + between + result
+    (line,) = [line for line in str(report).splitlines() if line.startswith("predicted: ")]
+    assert line == f"predicted: 1 region read and write {region.moved[1] / 1024:.3g} KiB a call, " + (
+        f"eager's operations {region.moved[0] / 1024:.3g} KiB ({region.moved[0] / region.moved[1]:.1f}x)"
+    )
 
 
 def test_before_any_call_regions_are_counted_for_kernels():

@@ -17,6 +17,7 @@ from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, is_fused, state_of,
 from fxfuse.problem import Plan
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
+from fxfuse.report.work import work_of
 from fxfuse.training import CALLS_BEFORE_CAPTURE
 
 _T = TypeVar("_T")
@@ -229,8 +230,16 @@ def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
         error=max((error for plan in made for name, error in plan.errors if name == plan.kernel), default=None),
         workspace=max((plan.workspace for plan in made), default=0),
         gains=tuple(dict.fromkeys(gain for plan in made for gain in gain_of(plan))),
+        moved=_moved(region),
         number=region.number,
     )
+
+
+def _moved(region: FusedRegion) -> tuple[int, int] | None:
+    for problem, plan in reversed(plans.problems_of(region.number).items()):
+        work = work_of(problem, plan) if plan.kernel is not None else None
+        return None if work is None else (work.nbytes + work.left + work.saved, work.nbytes + work.left)
+    return None
 
 
 def gain_of(plan: Plan) -> Iterator[tuple[float, float]]:

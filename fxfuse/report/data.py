@@ -44,6 +44,9 @@ class RegionReport:
     gains: tuple[tuple[float, float], ...] = ()
     """For each problem that was measured, the seconds of torch's library and one pass behind it, and of the kernel in
     use."""
+    moved: tuple[int, int] | None = None
+    """Bytes that its latest call reads and writes, as eager computes it and now: a prediction, of shapes and dtypes
+    alone. None before the first call, and where torch runs the region."""
     number: int = field(default=0, compare=False)
     """Unique in the process; not compared, since two traces of a module may have the same region."""
 

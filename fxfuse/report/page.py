@@ -23,6 +23,7 @@ from fxfuse.report import measure, text
 from fxfuse.report.collect import explain
 from fxfuse.report.data import RegionReport, Report
 from fxfuse.report.drawing import Drawing, described, drawings_of
+from fxfuse.report.text import bytes_as_text, scaled
 from fxfuse.report.work import Work, work_of
 
 _MOST_LISTED: Final = 12
@@ -172,7 +173,7 @@ def _region_data(row: _Row) -> dict[str, Any]:
     details += [("torch", region.fallback)] if region.fallback else []
     details += [("candidates", _candidates(contest)) for contest in region.measured]
     if work is not None:
-        details += [("work", _work(work)), ("saved", f"{_bytes(work.saved)} a call")]
+        details += [("work", _work(work)), ("saved", f"{bytes_as_text(work.saved)} a call")]
     details += [("time", _time(row))] if seconds else []
     point = None
     if work is not None and seconds and work.flops and work.nbytes:
@@ -215,7 +216,7 @@ def _tiles(report: Report, measured: measure.Measured | None, rows: Sequence[_Ro
         tiles.append(("eager → fxfuse", f"{_seconds(measured.eager)} → {_seconds(measured.fused)}", detail))
     saved = sum(row.work.saved for row in rows if row.work is not None)
     if saved:
-        tiles.append(("not moved", _bytes(saved), "of intermediate results, a call of each region"))
+        tiles.append(("not moved", bytes_as_text(saved), "of intermediate results, a call of each region"))
     if report.skipped:
         reasons = text.counted(len(text.reasons(report.skipped)), "reason")
         tiles.append(("left alone", str(len(report.skipped)), f"for {reasons}"))
@@ -242,7 +243,7 @@ def _regions_table(rows: Sequence[_Row]) -> str:
             _kernel_cell(region),
             escape(value),
             "" if work is None else escape(_work(work)),
-            "" if work is None else escape(_bytes(work.saved)),
+            "" if work is None else escape(bytes_as_text(work.saved)),
             escape(_time(row)),
         ]
         body.append(f'<tr data-region="{region.number}">{_cells(cells, numbers=2)}</tr>')
@@ -273,7 +274,7 @@ def _kernel_cell(region: RegionReport) -> str:
     if region.error is not None:
         lines.append(f'<div class="note">error {region.error:.2g}x of what eager\'s allows</div>')
     if region.workspace:
-        lines.append(f'<div class="note">scratch memory {_bytes(region.workspace)}</div>')
+        lines.append(f'<div class="note">scratch memory {bytes_as_text(region.workspace)}</div>')
     return "".join(lines)
 
 
@@ -393,19 +394,7 @@ def _ranked(contest: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def _work(work: Work) -> str:
-    return f"{_scaled(work.flops, ('FLOP', 'kFLOP', 'MFLOP', 'GFLOP', 'TFLOP'), 1000)}, {_bytes(work.nbytes)}"
-
-
-def _bytes(count: float) -> str:
-    return _scaled(count, ("B", "KiB", "MiB", "GiB"), 1024)
-
-
-def _scaled(count: float, units: Sequence[str], step: int) -> str:
-    """A number in the largest unit in which it is at least one, with three digits."""
-    at = 0
-    while at < len(units) - 1 and count >= step:
-        count, at = count / step, at + 1
-    return f"{count:.3g} {units[at]}" if count < step else f"{count:.0f} {units[at]}"
+    return f"{scaled(work.flops, ('FLOP', 'kFLOP', 'MFLOP', 'GFLOP', 'TFLOP'), 1000)}, {bytes_as_text(work.nbytes)}"
 
 
 def _seconds(seconds: float) -> str:

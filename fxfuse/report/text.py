@@ -33,7 +33,7 @@ def short(report: Report) -> str:
     lines = [headline(report.regions)]
     lines += tabulate(kinds_of(report.regions), tablefmt="plain", disable_numparse=True).splitlines()
     lines += report.channels_last[:1]
-    lines += [line for line in (operations(report), gain(report)) if line]
+    lines += figures(report)
     lines += report.cuda_graphs
     lines += map(_wrapped, report.dynamo)
     lines += [_wrapped(line) for line in report.training if "come from torch" in line]
@@ -102,6 +102,11 @@ def reasons(skipped: Sequence[SkippedReport]) -> list[tuple[str, list[str]]]:
     return [(group[0].reason, [item.node for item in group]) for group in ranked]
 
 
+def figures(report: Report) -> list[str]:
+    """What a call consists of, what is predicted of it and what was measured, as far as it is known."""
+    return [line for line in (operations(report), traffic(report), gain(report)) if line]
+
+
 def operations(report: Report) -> str:
     """What a call consists of, before and after; empty if nothing was captured."""
     counts = report.operations
@@ -120,6 +125,31 @@ def operations(report: Report) -> str:
 def counted(count: int, name: str) -> str:
     """ "1 kernel", "2 kernels"."""
     return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def traffic(report: Report) -> str:
+    """How much less memory is read and written, of regions whose shapes are known; empty if it is not less."""
+    moved = [region.moved for region in report.regions if region.moved is not None]
+    before, now = (sum(nbytes) for nbytes in zip(*moved, strict=True)) if moved else (0, 0)
+    if now >= before:
+        return ""
+    return (
+        f"predicted: {counted(len(moved), 'region')} read and write {bytes_as_text(now)} a call, "
+        f"eager's operations {bytes_as_text(before)} ({before / now:.1f}x)"
+    )
+
+
+def bytes_as_text(count: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    return scaled(count, ("B", "KiB", "MiB", "GiB"), 1024)
+
+
+def scaled(count: float, units: Sequence[str], step: int) -> str:
+    """A number in the largest unit in which it is at least one, with three digits."""
+    at = 0
+    while at < len(units) - 1 and count >= step:
+        count, at = count / step, at + 1
+    return f"{count:.3g} {units[at]}" if count < step else f"{count:.0f} {units[at]}"
 
 
 def gain(report: Report) -> str:
@@ -150,7 +180,7 @@ def everything(report: Report) -> str:
         ]
         headers = ("anchor", "count", "replaces", "epilogue", "kernel")
         parts.append(tabulate(rows, headers=headers, tablefmt="simple_outline"))
-    parts += [line for line in (operations(report), gain(report)) if line]
+    parts += figures(report)
     parts += remarks(report)
     if report.skipped:
         parts.append(f"{len(report.skipped)} not fused")

@@ -25,8 +25,10 @@ class Work:
     nbytes: int
     """Bytes that the region has to read and write: its tensors and its result, each once."""
     saved: int
-    """Bytes that eager reads and writes beside those: intermediate results. Less what is left of them, where torch's
-    library computes the anchor and a pass follows."""
+    """Bytes that eager reads and writes beside those: intermediate results, but for what is left of them."""
+    left: int
+    """Bytes of intermediate results that are still read and written, where torch's library computes the anchor and a
+    pass follows."""
     shape: tuple[int, ...]
     """Of the result."""
     strides: tuple[int, ...]
@@ -41,12 +43,10 @@ def work_of(problem: Problem, plan: Plan) -> Work | None:
     flops, moved, anchor, result = counted
     given = [problem.x, problem.weight, problem.bias, *problem.operands]
     nbytes = sum(bytes_of(meta) for meta in given if meta is not None) + bytes_of(TensorMeta.of(result, result.device))
-    if plan.kernel is None:
-        saved = 0
-    else:
-        between = 2 * anchor if " + " in plan.kernel else 0  # several launches: a result between them
-        saved = max(0, moved - nbytes - between)
-    return Work(flops, nbytes, saved, tuple(result.shape), result.stride(), result.dtype)
+    between = max(0, moved - nbytes)
+    left = between if plan.kernel is None else 2 * anchor if " + " in plan.kernel else 0  # several launches
+    left = min(left, between)
+    return Work(flops, nbytes, between - left, left, tuple(result.shape), result.stride(), result.dtype)
 
 
 def bytes_of(meta: TensorMeta) -> int:
