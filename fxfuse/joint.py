@@ -267,6 +267,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         for buffer, node in changed.items():
             forward.graph.call_function(_aten.copy_.default, (buffer, node))
     _make_views_again(forward, backward, {*primals, *results})
+    _compute_early(forward.graph, [*results, *becoming])
     taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
     names = {node.name for node in taken}
     more = [node for node in forward.graph.nodes if node.name in names and node not in (*results, *primals)]
@@ -326,6 +327,30 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
                 gradients[number] = backward.call_function(_aten.clone.default, (node,), options)
             gradients[number].meta["val"] = node.meta["val"].clone(**options)
     end.args = (tuple(gradients),)
+
+
+def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
+    """Moves what only the backward needs up to the last value that it is made of, which need not be there until the
+    end of the forward then: the partitioner leaves it behind the results."""
+    needed: set[fx.Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    placed = {node for node in graph.nodes if node.op == "placeholder"}
+    late = {node for node in graph.nodes if not (node in needed or node in placed or node.op == "output")}
+    late = {node for node in late if not draws(node) and node.target is not _aten.copy_.default}
+    for node in [node for node in graph.nodes if node not in placed and node not in late]:
+        made, last = [node], node
+        for one in made:
+            placed.add(one)
+            for user in one.users:
+                if user in late and user not in made and placed.issuperset(user.all_input_nodes):
+                    last.append(user)
+                    last = user
+                    made.append(user)
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:

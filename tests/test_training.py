@@ -1960,6 +1960,42 @@ def test_attention_without_a_mask_is_the_kernel_that_eager_calls(dtype, rows, au
         assert "math" not in str(called.target), name
 
 
+def test_what_the_backward_needs_is_computed_early():
+    """torch's partitioner leaves it behind the results, so that what it is made of would be there until then."""
+
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = self.q(x) * 0.5, (self.k(x) * 0.5).transpose(1, 2), self.v(x)
+            return x + (q @ k).softmax(-1) @ v
+
+    fast, model, exact = triple(nn.Sequential(ByHand(), ByHand(), ByHand()))
+    x = randn(2, 6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        warm(fast, x)
+        found = [step_of(fast, x), step_of(model, x)]
+    assert_errors_as_eagers(*found, step_of(exact, *as_exact((x,))))
+    (step,) = made(fast)
+    graph = step.joint.forward.graph
+    places = {node: at for at, node in enumerate(graph.nodes)}
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    needed, waiting = set(), [*end.args[0][: step.joint.results]]
+    while waiting:
+        node = waiting.pop()
+        needed.add(node)
+        waiting += [one for one in node.all_input_nodes if one not in needed]
+    late = [node for node in places if node not in needed and node.op == "call_function"]
+    late = [node for node in late if any(one.op == "call_function" for one in node.all_input_nodes)]
+    assert len(late) > 6
+    for node in late:
+        behind = max(map(places.__getitem__, node.all_input_nodes))
+        between = [one for one in places if behind < places[one] < places[node]]
+        assert needed.isdisjoint(between), f"{node} stands behind {between}"
+
+
 def test_a_part_of_much_is_kept_alone():
     """Of a large result a row is needed: the view is kept, as it may be all that is there of it."""
     fast, model, exact = triple(Net(lambda m, x: m.b(torch.tanh(m.a(x))[:, 0]).sin(), a=linear(), b=linear()))
