@@ -476,7 +476,7 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
         match node:
             case Call(op, args):
                 try:
-                    value[node] = _with_eagers_strides(ops.row(op), [value[arg] for arg in args])
+                    value[node] = _with_eagers_strides(ops.row(op), [value[arg] for arg in args], problem.x.device)
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     raise Refused(f"torch does not accept these tensors: {error}") from None
             case Operand(index):
@@ -488,15 +488,16 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
     return value
 
 
-def _with_eagers_strides(row: ops.PointwiseOp, args: list[Any]) -> Any:
+def _with_eagers_strides(row: ops.PointwiseOp, args: list[Any], device: torch.device) -> Any:
     """What the row computes of meta tensors.
 
     Of expanded ones that are of 16 bits or integers these make a copy in float32 first, which has strides of its own;
-    torch's kernels do not.
+    torch's kernels do not, but for those on a CPU if the tensors are of several dtypes.
     """
     result = row.reference(*args)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     converts = row.code != "{0}" and row.in_place_of is None and not row.boolean
+    converts &= device.type != "cpu" or len({arg.dtype for arg in tensors}) == 1
     if not converts or all(t.dtype == torch.float32 or not _is_expanded(t) for t in tensors):
         return result
     twins = [_float32(arg) if isinstance(arg, torch.Tensor) and arg.dtype != torch.bool else arg for arg in args]

@@ -86,8 +86,11 @@ def test_meta_tensors_have_the_strides_that_torchs_kernels_give(name, device):
     assert compared >= len(LAYOUTS)
 
 
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_expanded_tensors_of_any_dtype_have_eagers_strides(dtype):
     model = Net(lambda m, x: x[..., :1].expand_as(x) * x * m.v + m.v, v=randn(8)).to(dtype)
     fast = fxfuse.optimize(model)
@@ -95,6 +98,20 @@ def test_expanded_tensors_of_any_dtype_have_eagers_strides(dtype):
     for order in itertools.permutations(range(3)):
         x = torch.rand([(3, 4, 8)[i] for i in order]).permute([order.index(i) for i in range(3)])
         assert_as_eager(model, fast, x.to(dtype), exact=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.permutations([torch.bfloat16, torch.float16, torch.float32], 2)), ids=str
+)
+def test_expanded_tensors_beside_others_dtypes_have_eagers_strides(dtypes):
+    """On a CPU torch makes a copy of one that it has to convert, which has strides of its own."""
+    model = Net2(lambda m, x, y: (x[..., :1].expand_as(x) * y).tanh() + y[..., :1])
+    fast = fxfuse.optimize(model)
+    assert len(regions(fast)) == 1
+    for order in itertools.permutations(range(3)):
+        x = torch.rand([(3, 4, 8)[i] for i in order]).permute([order.index(i) for i in range(3)])
+        assert_as_eager(model, fast, *map(x.to, dtypes), exact=False)
 
 
 CHAINS = {
