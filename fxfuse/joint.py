@@ -354,17 +354,19 @@ def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
-    """Lets the backward take memory instead of views of it, which it makes itself: of what the forward was given, or
-    gives (`known`), so that autograd sees if that is changed in the meantime; and of what the forward makes, so that
-    no more than one tensor has that, and it may be lent. Unless no view that is kept shows all of that."""
+    """Lets the backward take memory and make its views itself: of what the forward was given, or gives (`known`), so
+    that autograd sees if that is changed in the meantime; and of what the forward makes, so that one tensor owns it,
+    and it may be lent. Where views that are kept show a part of it only, that part may be all that is there."""
     own = {node.name: node for node in forward.graph.nodes}
     taken = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    others = {node.name for node in backward.graph.nodes} - taken.keys()
     found = {name: _views(own[name], known) for name in taken if name in own}
     shown = Counter[fx.Node]()
     for name, (base, _) in found.items():
         shown[base] += own[name].meta["val"].numel()
     for name, (node, views) in found.items():
-        if not views or not (node in known or shown[node] >= node.meta["val"].numel()):
+        is_whole = node in known or shown[node] >= node.meta["val"].numel()
+        if not views or not is_whole or node.name in others:  # which the backward computes again
             continue
         placeholder = taken[name]
         with backward.graph.inserting_before(placeholder):

@@ -236,10 +236,11 @@ def _region_report(region: FusedRegion, prefix: str) -> RegionReport:
 
 
 def _moved(region: FusedRegion) -> tuple[int, int] | None:
-    for problem, plan in reversed(plans.problems_of(region.number).items()):
-        work = work_of(problem, plan) if plan.kernel is not None else None
-        return None if work is None else (work.nbytes + work.left + work.saved, work.nbytes + work.left)
-    return None
+    problems = list(plans.problems_of(region.number).items())
+    if not problems or problems[-1][1].kernel is None:
+        return None
+    work = work_of(*problems[-1])
+    return None if work is None else (work.nbytes + work.left + work.saved, work.nbytes + work.left)
 
 
 def gain_of(plan: Plan) -> Iterator[tuple[float, float]]:

@@ -21,11 +21,7 @@ def html_of(report: Report) -> str:
     if body:
         lines = "".join(f"<tr>{row}</tr>" for row in body)
         parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
-    parts += [
-        f"<div>{escape(line)}</div>"
-        for line in (text.operations(report), text.traffic(report), text.gain(report))
-        if line
-    ]
+    parts += [f"<div>{escape(line)}</div>" for line in text.figures(report)]
     groups = [f"{len(nodes)} × ({text.few(nodes)}): {reason}" for reason, nodes in text.reasons(report.skipped)]
     parts.append(_folded(f"left alone: {len(report.skipped)}", groups))
     parts.append(_folded("of the whole model", text.remarks(report)))
