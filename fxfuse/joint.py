@@ -402,9 +402,6 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        if _is_transposed_again(node):  # a weight's gradient, which torch makes as that of the transposed weight
-            node.replace_all_uses_with(node.args[0].args[0])
-            graph.erase_node(node)
         if node.target is _aten.view.default and _is_sum_with_ones(node.args[0]) and _size(node) == _kept(node.args[0]):
             node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
@@ -415,11 +412,6 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
-
-
-def _is_transposed_again(node: fx.Node) -> bool:
-    before = node.args[0] if node.target is _aten.transpose.int else None
-    return isinstance(before, fx.Node) and before.target is _aten.transpose.int and before.args[1:] == node.args[1:]
 
 
 def _is_sum_with_ones(node: fx.Node) -> bool:

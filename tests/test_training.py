@@ -1925,7 +1925,7 @@ def test_a_step_keeps_memory_and_no_views_of_it(autocast):
     for name, graph in step.graphs:
         programs = state_of(graph).programs.programs
         assert programs, name
-        assert not views & programs[0].calls.keys(), (name, programs[0].calls)
+        assert name == "backward" or not views & programs[0].calls.keys(), programs[0].calls
 
 
 @pytest.mark.gpu
