@@ -25,6 +25,7 @@ from fxfuse.decompositions import decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.masks import leave_out_masks
+from fxfuse.patterns.numbers import made_of
 from fxfuse.problem import TensorMeta
 from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
@@ -332,13 +333,7 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
 def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
     """Moves what only the backward needs up to the last value that it is made of, which need not be there until the
     end of the forward then: the partitioner leaves it behind the results."""
-    needed: set[fx.Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = {node for result in results for node in made_of(result)}
     placed = {node for node in graph.nodes if node.op == "placeholder"}
     late = {node for node in graph.nodes if not (node in needed or node in placed or node.op == "output")}
     late = {node for node in late if not draws(node) and node.target is not _aten.copy_.default}

@@ -214,7 +214,7 @@ def test_gradients_arrive_between_segments():
     assert [event for event in events if isinstance(event, int)] == list(range(count)) and count >= 7
     starts = [events.index(number) for number in range(count)] + [len(events)]
     assert all(end - start > 1 for start, end in itertools.pairwise(starts)), "each gives something"
-    assert events.index("9.weight") < events.index(2) and events.index("0.bias") > events.index(count - 1)
+    assert events.index("9.weight") < events.index(2) and events.index("0.weight") > events.index(count - 1)
 
 
 @pytest.mark.parametrize("sizes", [segments.Buckets(300, 2000), segments.Buckets(10**6, 10**6), None])

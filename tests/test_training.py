@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import fxfuse
 from fxfuse import joint, plans
 from fxfuse.module import FusedModule, state_of
+from fxfuse.patterns.numbers import made_of
 from fxfuse.program.binding import PATIENCE
 
 FEW_ULPS = 4 * torch.finfo(torch.float32).eps
@@ -1982,11 +1983,7 @@ def test_what_the_backward_needs_is_computed_early():
     graph = step.joint.forward.graph
     places = {node: at for at, node in enumerate(graph.nodes)}
     (end,) = (node for node in graph.nodes if node.op == "output")
-    needed, waiting = set(), [*end.args[0][: step.joint.results]]
-    while waiting:
-        node = waiting.pop()
-        needed.add(node)
-        waiting += [one for one in node.all_input_nodes if one not in needed]
+    needed = {node for result in end.args[0][: step.joint.results] for node in made_of(result)}
     late = [node for node in places if node not in needed and node.op == "call_function"]
     late = [node for node in late if any(one.op == "call_function" for one in node.all_input_nodes)]
     assert len(late) > 6
