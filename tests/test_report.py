@@ -235,8 +235,8 @@ def test_what_a_region_moves_is_predicted():
     between = 2 * result if "+" in region.kernel else 0
     assert region.moved[1] == given + between + result
     (line,) = [line for line in str(report).splitlines() if line.startswith("predicted: ")]
-    assert line == f"predicted: 1 region read and write {region.moved[1] / 1024:.3g} KiB a call, " + (
-        f"eager's operations {region.moved[0] / 1024:.3g} KiB ({region.moved[0] / region.moved[1]:.1f}x)"
+    assert line == f"predicted: {region.moved[1] / 1024:.3g} KiB read and written by 1 region a call, " + (
+        f"{region.moved[0] / 1024:.3g} KiB by eager's operations ({region.moved[0] / region.moved[1]:.1f}x)"
     )
 
 

@@ -134,8 +134,8 @@ def traffic(report: Report) -> str:
     if now >= before:
         return ""
     return (
-        f"predicted: {counted(len(moved), 'region')} read and write {bytes_as_text(now)} a call, "
-        f"eager's operations {bytes_as_text(before)} ({before / now:.1f}x)"
+        f"predicted: {bytes_as_text(now)} read and written by {counted(len(moved), 'region')} a call, "
+        f"{bytes_as_text(before)} by eager's operations ({before / now:.1f}x)"
     )
 
 
