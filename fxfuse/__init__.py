@@ -3,6 +3,8 @@
 Start with `optimize`; `explain`, `verify` and `benchmark` say what it did, how exact it is and how fast.
 """
 
+__version__ = "0.1.0"  # before the imports: backend.py tells importlib.metadata, which they may ask
+
 from fxfuse import cache
 from fxfuse.backend import compiled_graphs
 from fxfuse.benchmark import Benchmark, benchmark
@@ -25,8 +27,6 @@ from fxfuse.progress import Progress, on_progress
 from fxfuse.report import Report, explain
 from fxfuse.source import source
 from fxfuse.verify import Verification, verify
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Benchmark",
