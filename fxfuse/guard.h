@@ -41,7 +41,10 @@ inline const c10::TensorImpl* tensor_of(PyObject* object, uint64_t offset) {
     return *reinterpret_cast<c10::TensorImpl* const*>(reinterpret_cast<const char*>(object) + offset);
 }
 
-inline void describe(PyObject* object, uint64_t offset, Words& words, uint64_t* address) {
+// The largest power of two that divides an address, `most` at most.
+inline uint64_t alignment(uint64_t address, uint64_t most) { return (address | most) & -(address | most); }
+
+inline void describe(PyObject* object, uint64_t offset, uint64_t most, Words& words, uint64_t* address) {
     words.next(reinterpret_cast<uint64_t>(Py_TYPE(object)));
     if (!words.alike) return;  // no tensor perhaps
     const auto* tensor = tensor_of(object, offset);
@@ -56,6 +59,7 @@ inline void describe(PyObject* object, uint64_t offset, Words& words, uint64_t* 
     for (const int64_t size : tensor->sizes()) words.next(size);
     for (const int64_t stride : tensor->strides()) words.next(stride);
     *address = reinterpret_cast<uint64_t>(static_cast<const c10::TensorImpl*>(tensor)->data());
+    words.next(alignment(*address, most));
 }
 
 // Whether dictionaries hold these objects, in this order, and no others.
@@ -93,24 +97,21 @@ inline void mark_alone(PyObject* list, uint64_t offset, uint8_t* marks) {
 // Whether tensors and tables are as they were, or notes how they are; and where the tensors lie.
 inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* addresses) {
     Words words{reinterpret_cast<uint64_t*>(arguments[1]), arguments[2] != 0};
-    words.alike = hold(reinterpret_cast<PyObject*>(arguments[4]), reinterpret_cast<PyObject*>(arguments[5]));
+    words.alike = hold(reinterpret_cast<PyObject*>(arguments[5]), reinterpret_cast<PyObject*>(arguments[6]));
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     words.next(bits(keys.included_));
     words.next(bits(keys.excluded_));
-    uint64_t all = 0;
     const Py_ssize_t count = PyList_GET_SIZE(list);
     for (Py_ssize_t i = 0; i < count && words.alike; ++i) {
-        describe(PyList_GET_ITEM(list, i), arguments[0], words, addresses + i);
-        all |= addresses[i];
+        describe(PyList_GET_ITEM(list, i), arguments[0], arguments[4], words, addresses + i);
     }
-    addresses[count] = all;
     return words.alike;
 }
 
 }  // namespace fxfuse_guard
 
-// arguments: offset, words, whether to note them, addresses (one more than there are tensors: all of them, by bits), and
-// two lists: dictionaries, and what they must hold. `context`: a list of tensors. The caller holds all of them.
+// arguments: offset, words, whether to note them, addresses, how much of their alignment matters, and two lists:
+// dictionaries, and what they must hold. `context`: a list of tensors. The caller holds all of them.
 // Without words: marks, a byte each in the place of addresses, the tensors that have their memory alone.
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;

@@ -18,31 +18,38 @@ SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of program
 
 
 class Guard:
-    """Type, dtype, device, sizes, strides, requires_grad and dispatch keys of tensors, and the thread's keys; and which
-    objects tables hold."""
+    """Type, dtype, device, sizes, strides, alignment, requires_grad and dispatch keys of tensors; the thread's keys;
+    and which objects tables hold."""
 
-    def __init__(self, tensors: list[torch.Tensor], tables: Sequence[dict[Any, Any]] = ()) -> None:
-        """As they are now. Raises ToolchainError, BuildError, UnsupportedError if that cannot be asked."""
+    def __init__(
+        self, tensors: list[torch.Tensor], tables: Sequence[dict[Any, Any]] = (), alignment: int = 1
+    ) -> None:  # fmt: skip
+        """As they are now. Raises ToolchainError, BuildError, UnsupportedError if that cannot be asked.
+
+        Args:
+            alignment: a power of two; whether an address is a multiple of it, or of which smaller one, must be as it is
+                now.
+        """
         self._tables = list(tables)
         self._members = [member for table in tables for member in table.values()]
         self._offset, self._call = _offset(), build.load(SOURCE)
-        self._words = array("Q", bytes(8 * (2 + sum(4 + 2 * tensor.dim() for tensor in tensors))))
+        self._words = array("Q", bytes(8 * (2 + sum(5 + 2 * tensor.dim() for tensor in tensors))))
         self._place = self._words.buffer_info()[0]
         self._count = len(tensors)
-        self.addresses = array("Q", bytes(8 * (len(tensors) + 1)))
-        self._lists = id(self._tables), id(self._members)
+        self.addresses = array("Q", bytes(8 * len(tensors)))
+        self._rest = alignment, id(self._tables), id(self._members)
         try:
-            self._call(b"", id(tensors), self._offset, self._place, 1, self.addresses.buffer_info()[0], *self._lists)
+            self._call(b"", id(tensors), self._offset, self._place, 1, self.addresses.buffer_info()[0], *self._rest)
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from None
 
     def holds(self, tensors: list[torch.Tensor], addresses: array[int]) -> bool:
         """Whether tensors are what those were, and the tables hold what they did. If so, `addresses` begin with the
-        tensors', followed by the bits of all."""
+        tensors'."""
         if len(tensors) != self._count:
             return False
         try:
-            self._call(b"", id(tensors), self._offset, self._place, 0, addresses.buffer_info()[0], *self._lists)
+            self._call(b"", id(tensors), self._offset, self._place, 0, addresses.buffer_info()[0], *self._rest)
         except RuntimeError:
             return False
         return True

@@ -73,7 +73,7 @@ class TrainingStep:
         self._is_prepared = False
         self._constants, self._settings, self.autocast = bound.constants, settings_of(device), _autocast()
         self._guard = Guard(bound.tensors)
-        self._addresses = array("Q", bytes(8 * (len(bound.tensors) + 1)))
+        self._addresses = array("Q", bytes(8 * len(bound.tensors)))
 
     def is_for(self, bound: Bound) -> bool:
         """Whether the call is of this kind."""

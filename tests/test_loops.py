@@ -23,6 +23,7 @@ from fxfuse.module import state_of
 from fxfuse.program import attention, merge, record
 from fxfuse.program.indices import Index, Quotient, Remainder, Variable, variable
 from fxfuse.program.loops import Inside, simplified_index
+from fxfuse.verify import leaves_of
 
 EMULATED = pytest.mark.skipif(not emulator.available(), reason="the emulation needs Linux and g++ 12 or newer")
 
@@ -73,6 +74,78 @@ def checked(model, device, *shape, dtype=torch.float32, **compared):
     skip_if_python(fast)
     (made,) = state_of(fast).programs.programs or [pytest.fail(state_of(fast).programs.reason)]
     return made
+
+
+def test_tensors_at_odd_addresses_have_programs_of_their_own(any_device):
+    def at(place, *shape):
+        size = math.prod(shape)
+        return torch.randn(size + 8).to(any_device)[place : place + size].view(shape)
+
+    model = Net(lambda m, x: F.softmax((m.fc((x * 2).tanh() + 1) * 3).exp() + 1, -1) * m.fc.weight + x, fc=linear())
+    model.to(any_device).fc.weight.data = at(1, 8, 8)
+    fast = fxfuse.optimize(model)  # of the same parameters
+    with torch.no_grad():
+        for place in (0, 1, 2, 3) * 3:
+            x = at(place, 8, 8)  # no copy of it, which would lie elsewhere
+            torch.testing.assert_close(fast(x), model(x))
+        skip_if_python(fast)
+        made = state_of(fast).programs
+        assert len(made.programs) == 3, made.reason  # whose x lies at multiples of 16, 4 and 8 bytes
+        fitting = []
+        for place in (0, 1, 2, 3):
+            bound = made._binding.of((at(place, 8, 8),), {})
+            fitting += [one for one in made.programs if one.table(bound.tensors, bound.constants) is not None]
+    assert len(fitting) == 4 and fitting[1] is fitting[3] and len(set(fitting)) == 3
+
+
+@pytest.fixture
+def widening(monkeypatch):
+    """Products that take the dtype of their result, on a CPU, too, which torch has none for."""
+
+    def product(a, b, dtype, *, out=None):
+        return torch.mm(a.to(dtype), b.to(dtype), out=out)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", product, "CPU")
+    library.impl("mm.dtype_out", product, "CPU")
+    known = merge.products_that_widen(torch.device("cuda"))
+    monkeypatch.setattr(merge, "products_that_widen", lambda device: known)
+    yield
+    library._destroy()
+
+
+WIDENED = {
+    "a result": (lambda p, x: p.float(), 1),
+    "read by kernels": (lambda p, x: p.float().cumsum(0) * 2, 1),
+    "needed in 16 bits, too": (lambda p, x: (p.float(), p.cumsum(0)), 0),
+    "the caller's": (lambda p, x: (p.float(), p), 0),
+    "turned over": (lambda p, x: p.t().float().contiguous(), 0),
+    "computed with": (lambda p, x: p.float() * 2, 0),
+    "a part of it": (lambda p, x: p[1:].float(), 0),
+    "as float64": (lambda p, x: p.double(), 0),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten.mm, "dtype"), reason="torch's products have the dtype of their arguments"
+)
+@pytest.mark.parametrize("name", WIDENED)
+def test_products_that_are_converted_are_written_as_float32(name, device, widening):
+    then, expected = WIDENED[name]
+    torch.manual_seed(0)
+    model = Net(lambda m, x: then(torch.mm(x.bfloat16(), x.bfloat16().t()), x)).to(device)
+    fast = fxfuse.optimize(model)
+    x = torch.randn(24, 40, device=device)
+    rounded = x.bfloat16().double()
+    exact = leaves_of(then(rounded @ rounded.t(), x))
+    with torch.no_grad():
+        for _ in range(4):
+            made = leaves_of(fast(x))
+    (program,) = state_of(fast).programs.programs
+    assert program.code.count("out_dtype=") == expected, program.code
+    tolerance = 1e-6 if expected else 2**-8
+    for one, other in zip(made, exact, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
 
 
 def compiled(model, device, *shape):

@@ -39,7 +39,20 @@ from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import forget_indices
 from fxfuse.program.merge import NoKernel, in_one_launch, merged
 from fxfuse.program.record import KINDS, NOT_YET, Recorder, check_graph
-from fxfuse.program.values import PLAIN, Call, Launch, Lent, Refused, Slot, Step, address, device_of, slots_of
+from fxfuse.program.values import (
+    ALIGNMENT,
+    PLAIN,
+    Call,
+    Launch,
+    Lent,
+    Refused,
+    Slot,
+    Step,
+    address,
+    alignment,
+    device_of,
+    slots_of,
+)
 from fxfuse.program.write import Writer
 
 logger = logging.getLogger("fxfuse")
@@ -54,8 +67,6 @@ MERGING: Final = ("cuda", "cpu")
 ATTENDING: Final = ("cuda",)
 """Those on which attention that is written by hand may be torch's own."""
 
-ALIGNMENT: Final = 16
-"""Bytes of which the address of each tensor is a multiple; calls with others run the graph's own code."""
 _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
 SOURCES: Final = (_EXECUTOR, guard.SOURCE)
 """What all programs need."""
@@ -101,9 +112,9 @@ class Program:
         self._switches = switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
-        self._count, self._ties, self._distances = len(tensors), recorder.ties, recorder.distances
-        self._distinct = self._count - len(recorder.ties)
-        self._guard = Guard(tensors)
+        self._ties, self._distances = recorder.ties, recorder.distances
+        self._distinct = len(tensors) - len(recorder.ties)
+        self._guard = Guard(tensors, alignment=ALIGNMENT)
         self._states = _random_states(recorder.steps, tensors)
         self._blank = array("Q", bytes(8 * writer.table_size))
         for index, tensor in writer.constants.items():
@@ -157,10 +168,6 @@ class Program:
             and self._switches == switches(self._device)
         )
         return table if is_alike else None
-
-    def is_aligned(self, table: array[int]) -> bool:
-        """Whether all tensors lie where kernels of this program may read them."""
-        return not table[self._count] & (ALIGNMENT - 1)
 
 
 def _random_states(steps: Sequence[Launch | Call], tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
@@ -286,8 +293,6 @@ class Programs:
         for program in self.programs:
             table = program.table(tensors, constants)
             if table is not None:
-                if not program.is_aligned(table):
-                    break
                 if program.constants and stream_capture.is_captured(tensors):
                     stream_capture.keep(program.constants)
                 try:
@@ -315,7 +320,7 @@ class Programs:
         if stream_capture.is_captured(tensors):
             return forward(*args, **kwargs)
         places = MOST_KEPT - len(self.programs)
-        kind = self._repeats.look(lambda: (list(map(described, tensors)), constants), places)
+        kind = self._repeats.look(lambda: ([(described(t), alignment(t)) for t in tensors], constants), places)
         if kind is None or not kind.has_repeated:
             return forward(*args, **kwargs)
         try:

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, TypeGuard
 
@@ -22,6 +23,7 @@ from fxfuse.cpu import loops as cpu_kernels
 from fxfuse.cuda import gpu
 from fxfuse.cuda import loops as kernels
 from fxfuse.errors import FxfuseError, MissingKernelError
+from fxfuse.expression import Call as ExpressionCall
 from fxfuse.expression import Operand
 from fxfuse.program.indices import Element
 from fxfuse.program.loops import (
@@ -99,7 +101,7 @@ class _Missing(Exception):
 def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     on_gpu = runs_on_gpu(device)
     generator = kernels if on_gpu else cpu_kernels
-    plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits)
+    plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits, products_that_widen(device))
     found: dict[int, LoopsKernel] = {}
     for number, loops in plan.computed.items():
         if not on_gpu and loops == steps[number].loops:
@@ -129,6 +131,11 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
                 number, slot
             ):  # not what torch begins, as it does now
                 _give_memory(store.output)
+    for number, (converting, output) in plan.widened.items():
+        product = steps[number]
+        assert isinstance(product, Call)
+        product.result, product.kwargs = output, {"out_dtype": output.dtype}
+        product.label = joined_labels([product.label, steps[converting].label])
     result: list[Launch | Call] = []
     for number, step in enumerate(steps):
         if number in together:
@@ -297,9 +304,14 @@ class _Plan:
     """What becomes of the steps that loops compute."""
 
     def __init__(
-        self, steps: Sequence[Launch | Call], output: Any, suits: Callable[[Loops], bool] | None = None
-    ) -> None:
-        """`suits`: which loops kernels compute; all if None."""
+        self, steps: Sequence[Launch | Call], output: Any, suits: Callable[[Loops], bool] | None = None,
+        widening: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            suits: which loops kernels compute; all if None.
+            widening: functions of torch's that take the dtype of their result.
+        """
         self._suits = suits
         if suits is not None:
             for step in steps:
@@ -336,6 +348,10 @@ class _Plan:
             self._add_up_together()
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
+        self.widened: dict[int, tuple[int, Value]] = {}
+        """Products that torch puts into memory as float32: by number of step, the step that converted it and its
+        result."""
+        self._widen_products(widening)
         for number, loops in self.computed.items():
             if loops.into is None and self.begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
@@ -596,6 +612,29 @@ class _Plan:
         self.same[self.computed.pop(number).output.slot] = slot
         self.absent.add(number)
 
+    def _widen_products(self, widening: Sequence[Any]) -> None:
+        """Leaves out steps that only convert a product of 16 bits to float32: gradients of weights under autocast.
+
+        The library rounds it less then, and writes it once.
+        """
+        if not widening:
+            return
+        times_read = Counter(slot for loops in self.computed.values() for slot in _sources(loops))
+        for number, loops in list(self.computed.items()):
+            slot, output = _widened_as_it_lies(loops), loops.output
+            if slot is None or slot in self._leaving or times_read[slot] > 1 or len(self._writers.get(slot, ())) != 1:
+                continue
+            (writer,) = self._writers[slot]
+            product = self._steps[writer]
+            if not isinstance(product, Call) or product.kwargs or not any(product.target is one for one in widening):
+                continue
+            if any(map(self._is_torchs, self._readers.get(slot, ()))):
+                continue
+            if (product.result.shape, product.result.strides) == (output.shape, output.strides):
+                self.widened[writer] = number, output
+                del self.computed[number]
+                self.absent.add(number)
+
     def _may_be_absent(self, number: int) -> bool:
         """Whether what a step writes may be computed where it is read, until the next step overwrites it."""
         loops = self.computed[number]
@@ -715,6 +754,27 @@ def _copied_as_it_lies(loops: Loops) -> Slot | None:
         return None
     is_alike = (read.index, read.dtype) == (loops.place(), loops.output.dtype)
     return read.slot if is_alike and read.slot.alignment >= loops.output.slot.alignment else None
+
+
+def products_that_widen(device: torch.device) -> tuple[Any, ...]:
+    """Torch's products that take the dtype of their result: on GPUs, since 2.8."""
+    products = [name for name in ("mm", "bmm") if hasattr(getattr(torch.ops.aten, name), "dtype")]
+    return tuple(getattr(torch._C._VariableFunctions, name) for name in products) if device.type == "cuda" else ()
+
+
+def _widened_as_it_lies(loops: Loops) -> Slot | None:
+    """The memory that holds a result in 16 bits, each element where it lies as float32."""
+    output = loops.output
+    if output.dtype != torch.float32 or output.offset or output.slot.kind != "made" or loops.also or loops.into:
+        return None
+    expression, leaves = loops.expression, loops.leaves
+    if isinstance(expression, ExpressionCall) and expression.op == "float32":
+        (expression,) = expression.args
+    if not isinstance(expression, Operand) or len(leaves) != 1 or not isinstance(leaves[0], Read) or leaves[0].where:
+        return None
+    read = leaves[0]
+    is_alike = read.dtype in (torch.bfloat16, torch.float16) and read.index == loops.place()
+    return read.slot if is_alike else None
 
 
 def _is_loops_only(step: Launch | Call) -> TypeGuard[Call]:

@@ -39,7 +39,7 @@ class Slot:
     dtype: torch.dtype = torch.uint8
     nbytes: int = 0
     alignment: int = 16
-    """Largest power of two, up to 16, that divides its address in every call."""
+    """Largest power of two, up to 16, that divides its address; in every call the same."""
     escapes: bool = False
     """Whether it lives on after the call."""
     index: int = -1
@@ -99,8 +99,10 @@ class Owner:
     @staticmethod
     def of(slot: Slot, tensor: torch.Tensor) -> Owner:
         storage = tensor.untyped_storage()
-        if slot.kind != "given":  # of those, calls with other addresses than multiples of 16 run no program
-            slot.alignment = math.gcd(16, tensor.storage_offset() * tensor.element_size())
+        if slot.kind == "given":
+            slot.alignment = alignment(tensor)  # in all calls: the guard sees to it
+        else:
+            slot.alignment = math.gcd(ALIGNMENT, tensor.storage_offset() * tensor.element_size())
         return Owner(slot, address(tensor), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
@@ -110,6 +112,15 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     if len(devices) > 1:
         devices.discard(torch.device("cpu"))
     return next(iter(devices)) if len(devices) == 1 else None
+
+
+ALIGNMENT: Final = 16
+"""Bytes that kernels read at a time at most: an address that is a multiple of it is as good as any."""
+
+
+def alignment(tensor: torch.Tensor) -> int:
+    """The largest power of two, up to `ALIGNMENT`, that divides its address."""
+    return math.gcd(ALIGNMENT, tensor.data_ptr())
 
 
 def address(tensor: torch.Tensor) -> int:

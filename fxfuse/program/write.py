@@ -173,7 +173,7 @@ class Writer:
         self._releases = releases(self.steps, self.arenas, lent)
         self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
         """Whether memory that is lent holds something else afterwards, or is gone."""
-        indices = itertools.count(self._given + 1)  # behind the given ones, and what the guard says of them
+        indices = itertools.count(self._given)
         for arena in self.arenas:
             arena.index = next(indices) if arena.lender is None else arena.lender.index
             own = (slot for block in arena.blocks for slot in block.slots if slot is not arena.lender)
