@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse.layout import FORMATS, channels_last_strides, contiguous_strides
+from fxfuse.layout import FORMATS, contiguous_strides
 from fxfuse.min_cut import NEVER, SINK, SOURCE, Network
 from fxfuse.patterns.anchors import known_tensor
 from fxfuse.patterns.layouts import (
@@ -120,11 +120,12 @@ def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
     if not wanted or not isinstance(x, torch.Tensor) or x.dim() not in FORMATS or not _gains(x):
         return x
     memory_format = FORMATS[x.dim()]
-    if not x.is_contiguous(memory_format=memory_format):
-        _copied[number] = x.numel() * x.element_size()
-        return x.contiguous(memory_format=memory_format)
-    # one channel, or one pixel: the same in memory, but a convolution goes by strides
-    return x if x.stride(1) == 1 else x.as_strided(x.shape, channels_last_strides(x.shape))
+    if x.is_contiguous(memory_format=memory_format) and x.stride(1) == 1:
+        return x
+    # One channel or one pixel is the same in memory, but a convolution goes by strides. No view of it: the gradient of
+    # what changes a view in place takes torch three copies.
+    _copied[number] = x.numel() * x.element_size()
+    return x.clone(memory_format=memory_format)
 
 
 def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> Any:
@@ -137,10 +138,8 @@ def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> 
     strides = contiguous_strides(y.shape)
     if y.stride() == strides:
         return y
-    if y.is_contiguous():  # but for the strides of dimensions of size 1
-        return y.as_strided(y.shape, strides)
     _copied[number] = y.numel() * y.element_size()
-    return y.contiguous()
+    return y.clone(memory_format=torch.contiguous_format)  # also where only strides of dimensions of size 1 differ
 
 
 def _proxy_among(values: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ and puts that into them at its end.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -321,13 +322,26 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
     (end,) = (node for node in backward.nodes if node.op == "output")
     gradients = list(end.args[0])
     for number, (node, tensor) in enumerate(zip(gradients, tensors, strict=False)):  # none where no result has any
-        lies_otherwise = isinstance(node, fx.Node) and not node.meta["val"].is_contiguous()
-        if lies_otherwise and tensor.is_leaf and tensor.is_contiguous():
-            with backward.inserting_before(end):
-                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-                gradients[number] = backward.call_function(_aten.clone.default, (node,), options)
-            gradients[number].meta["val"] = node.meta["val"].clone(**options)
+        if not isinstance(node, fx.Node) or not tensor.is_leaf or not tensor.is_contiguous():
+            continue
+        with backward.inserting_before(end):
+            if not node.meta["val"].is_contiguous():
+                gradients[number] = backward.call_function(_aten.clone.default, (node,), _CONTIGUOUS)
+            elif _is_of_filters(node):
+                gradients[number] = backward.call_method("contiguous", (node,))
+        gradients[number].meta["val"] = node.meta["val"].clone(**_CONTIGUOUS)
     end.args = (tuple(gradients),)
+
+
+_CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
+
+
+def _is_of_filters(node: fx.Node) -> bool:
+    """Whether it is the gradient of a convolution's filters, which libraries give in channels_last where that is how
+    they convolve, whatever torch says of it."""
+    return (
+        node.target is operator.getitem and getattr(node.args[0], "target", None) is _aten.convolution_backward.default
+    )
 
 
 def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:

@@ -73,6 +73,15 @@ def is_eager() -> bool:
 is_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_waiting() -> bool:
+    """Whether one of these models runs as Python for now: what its children would make for calls to come would be of no
+    use once it is captured."""
+    return getattr(_capturing, "waiting", False)
+
+
+is_waiting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def _said(name: str) -> Iterator[None]:
     before = getattr(_capturing, name, False)
@@ -177,10 +186,11 @@ class Recapture:
             return python(*args, **kwargs)
         if self._calls < CALLS_BEFORE:
             self._calls += 1
+            before = self._literals() if self._calls == CALLS_BEFORE else {}
+            with _said("waiting"):
+                result = python(*args, **kwargs)
             if self._calls < CALLS_BEFORE:
-                return python(*args, **kwargs)
-            before = self._literals()
-            result = python(*args, **kwargs)
+                return result
             now = self._literals()
             changed = next((name for (module, name), value in before.items() if now.get((module, name)) != value), None)
             if changed is not None:  # Dynamo captures anew for each value, and does not count calls that raise

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import checkpoints, functional, stream_capture
+from fxfuse import checkpoints, functional, recapture, stream_capture
 from fxfuse.errors import FxfuseWarning
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
@@ -82,7 +82,7 @@ class Training:
             self._begin()
             return self.call(forward, args, kwargs)
         step = next((step for step in self.steps if step.is_for(bound)), None)
-        if step is None and _may_have_step(bound):
+        if step is None and not recapture.is_waiting() and _may_have_step(bound):
             if stream_capture.is_captured(bound.tensors):
                 self._tell_of_capture()
                 return forward(*args, **kwargs)

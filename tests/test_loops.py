@@ -98,6 +98,32 @@ def test_tensors_at_odd_addresses_have_programs_of_their_own(any_device):
     assert len(fitting) == 4 and fitting[1] is fitting[3] and len(set(fitting)) == 3
 
 
+TURNED = {  # shape, what is read across the memory of the result, whether threads go across it, too
+    "to channels_last": ((2, 40, 9, 5), lambda x: x.contiguous(memory_format=torch.channels_last), True),
+    "filters": ((8, 64, 3, 3), lambda x: x.contiguous(memory_format=torch.channels_last), True),
+    "from channels_last": ((2, 9, 12, 40), lambda x: x.permute(0, 3, 1, 2).contiguous() * 2, True),
+    "an odd size": ((2, 45, 9, 11), lambda x: x.contiguous(memory_format=torch.channels_last), True),
+    "a prime size": ((2, 67, 9, 11), lambda x: x.contiguous(memory_format=torch.channels_last), False),
+    "two transpositions": ((48, 48, 48), lambda x: x.transpose(0, 2) + x.transpose(1, 2), True),
+    "beside what lies alike": ((3, 40, 48), lambda x: x.transpose(1, 2) * x.view(3, 48, 40), True),
+    "two results": ((3, 40, 24), lambda x: (lambda y: (y, y.exp()))(x.transpose(1, 2).contiguous() * 2), True),
+    "between others": ((3, 16, 4, 24), lambda x: x.permute(0, 3, 2, 1).contiguous() * 2, True),
+    "few beside": ((3, 4, 100), lambda x: x.transpose(1, 2).contiguous() * 2, False),
+    "padded": ((2, 40, 9, 5), lambda x: F.pad(x, (1, 2, 0, 1)).contiguous(memory_format=torch.channels_last), True),
+    "rolled": ((2, 40, 9, 12), lambda x: x.roll(5, 3).contiguous(memory_format=torch.channels_last), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TURNED)
+def test_threads_go_across_the_memory_of_a_result_that_is_read_so(name, dtype, device, monkeypatch):
+    asked, across = [], kernels._across
+    monkeypatch.setattr(kernels, "_across", lambda *args: asked.append(across(*args)) or asked[-1])
+    shape, move, expected = TURNED[name]
+    checked(moved(move), device, *shape, dtype=dtype, exact=False)
+    assert any(found is not None for found in asked) == expected or dtype != torch.float32, asked
+
+
 @pytest.fixture
 def widening(monkeypatch):
     """Products that take the dtype of their result, on a CPU, too, which torch has none for."""
@@ -117,7 +143,7 @@ def widening(monkeypatch):
 WIDENED = {
     "a result": (lambda p, x: p.float(), 1),
     "read by kernels": (lambda p, x: p.float().cumsum(0) * 2, 1),
-    "needed in 16 bits, too": (lambda p, x: (p.float(), p.cumsum(0)), 0),
+    "needed in 16 bits, too": (lambda p, x: (p.float(), p.sort(0).values), 0),
     "the caller's": (lambda p, x: (p.float(), p), 0),
     "turned over": (lambda p, x: p.t().float().contiguous(), 0),
     "computed with": (lambda p, x: p.float() * 2, 0),

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import joint, plans
+from fxfuse import channels_last, joint, plans
 from fxfuse.module import FusedModule, state_of
 from fxfuse.patterns.numbers import made_of
 from fxfuse.program.binding import PATIENCE
@@ -2088,3 +2088,61 @@ def test_a_step_takes_no_more_memory_than_eagers():
         backward(each(x))
         most.append(torch.cuda.max_memory_allocated() - before)
     assert most[0] <= most[1] * 1.02
+
+
+class OneOrMany(nn.Module):
+    """That fx cannot trace, and Dynamo can; its children are graphs until then."""
+
+    def __init__(self, captured):
+        super().__init__()
+        self.first, self.second = (Net(lambda m, x: m.fc(x).relu() * 2 + 1, fc=linear()) for _ in range(2))
+        self.captured = captured
+
+    def forward(self, x):
+        if not self.captured and x.sum() > 1e9:
+            return x
+        return self.second(self.first(x) if x.shape[0] > 1 else x)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_children_of_a_model_that_dynamo_may_capture_wait_for_it(captured):
+    fast, model, exact = triple(OneOrMany(captured))
+    x = randn(4, 8)
+    counted = []
+    for _ in range(6):
+        step_of(fast, x)
+        counted.append([len(state_of(child).training.steps) for child in (fast.first, fast.second)])
+    assert counted[:2] == [[0, 0], [0, 0]]
+    assert counted[-1] == ([0, 0] if captured else [1, 1])
+    assert len(made(fast)) == (1 if captured else 2)
+    assert_errors_of_calls(fast, model, exact, x)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_gradients_of_filters_lie_as_the_filters(memory_format):
+    """Whatever order a library gives them in: else torch's autograd copies them, one by one."""
+    fast, model, exact = triple(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU()))
+    x = randn(2, 8, 9, 9).to(memory_format=memory_format)
+    warm(fast, x)
+    made(fast)
+    gradients = torch.autograd.grad(weighed(fast(x)), list(fast.parameters()))
+    assert [each.stride() for each in gradients] == [each.stride() for each in fast.parameters()]
+    assert_errors_of_calls(fast, model, exact, x)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "anew"])
+def test_one_pixel_that_is_laid_out_anew_costs_no_copies_in_the_backward(in_place, monkeypatch):
+    """As where classifiers are convolutions."""
+    monkeypatch.setattr(channels_last, "_gains", lambda x: True)
+    monkeypatch.setattr(channels_last, "_elements", lambda values: math.inf)
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.ReLU(in_place),
+        nn.Conv2d(32, 32, 1), nn.ReLU(in_place), nn.Flatten(), nn.Linear(32, 4),
+    )  # fmt: skip
+    fast, model, exact = triple(model)
+    x = randn(3, 8, 5, 5)
+    warm(fast, x)
+    (step,) = made(fast)
+    targets = {str(node.target) for half in (step.joint.forward, step.joint.backward) for node in half.graph.nodes}
+    assert not {target for target in targets if "as_strided" in target or "new_empty" in target}
+    assert_errors_of_calls(fast, model, exact, x)

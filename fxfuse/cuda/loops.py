@@ -210,23 +210,62 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
         cut = _cut(f"d{len(sizes) - 1}", sizes[-1], vector)
         leaves = [substituted(leaf, cut) for leaf in leaves]
         into = None if into is None else into.substituted(cut)
-    text.coordinates([*sizes[:-1], sizes[-1] // vector] if sizes else [])
+    runs, place = [*sizes[:-1], sizes[-1] // vector] if sizes else [], "rest"
+    across = _across(runs, leaves, vector * loops.output.dtype.itemsize) if into is None else None
+    if across is None:
+        text.coordinates(runs)
+    else:
+        place = text.coordinates_across(runs, *across)
     arguments = ", ".join(["0.0f", *text.leaves(leaves)])
     text.within.append(f"set(result.element[lane], expression({arguments}));")
-    if loops.also:
-        text.before.insert(0, "const unsigned place = rest * kVector;")
+    if loops.also or across is not None:
+        at = 0 if across is None else len(text.before)  # `rest` is used up by then
+        text.before.insert(at, f"const unsigned place = ({place}) * kVector;")
     access = ACCESS if into is None else _access_into(loops, into, vector)
     after = _stores(loops) + ([] if into is None else _put(into, access, vector, "p.out", "", text))
+    if across is not None:
+        after.append("result.store(p.out + place);")
     body = _RUNS.format(
         vector=vector,
         access=access or ACCESS,
-        placed=str(into is not None).lower(),
+        placed=str(into is not None or across is not None).lower(),
         function="\n\n".join([_function(loops, 0), *_others(loops, vector, arguments, text)]),
         before=_indented(text.before, 8),
         within=_indented(text.within, 12),
         after=_indented(after, 8),
     )
     return body, math.prod(sizes) // vector
+
+
+def _across(sizes: Sequence[int], leaves: Sequence[Leaf], nbytes: int) -> tuple[int, int] | None:
+    """Which other dimension threads that follow each other go over where something is read that lies along that one, as
+    in a transposition: then what they read, and what they write, are whole sectors. And before that so many runs of the
+    last dimension. None if they go over the last dimension as memory does.
+
+    Args:
+        sizes: in runs.
+        nbytes: of a run.
+    """
+    found = Counter[int]()
+    for read in (leaf for leaf in leaves if isinstance(leaf, Read)):
+        steps = {term.name: abs(step) for term, step in read.index.terms if isinstance(term, Variable)}
+        apart = steps.get(LANE, steps.get(RUN, 0)) * read.dtype.itemsize
+        for dim, size in enumerate(sizes[:-1]):
+            if steps.get(f"d{dim}") == 1 and apart >= SECTOR and size >= LEAST_ALONG:
+                found[dim] += read.dtype.itemsize
+    if not found:
+        return None
+    dim, _ = found.most_common(1)[0]
+    most = max(1, WRITTEN // nbytes)
+    count = max(number for number in range(1, most + 1) if sizes[-1] % number == 0)
+    is_worth_it = count * nbytes >= SECTOR // 2 and math.prod(sizes[dim + 1 :]) > 2 * most
+    return (dim, count) if is_worth_it else None
+
+
+LEAST_ALONG: Final = 8
+"""Elements that lie side by side, of which less are not worth another order."""
+WRITTEN: Final = 2 * SECTOR
+"""Bytes side by side that threads which follow each other write."""
 
 
 def _access_into(loops: Loops, into: Index, width: int) -> int:

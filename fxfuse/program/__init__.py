@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import build, functional, guard, stream_capture
+from fxfuse import build, functional, guard, recapture, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
@@ -317,7 +317,7 @@ class Programs:
             return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not are_plain(tensors, constants):
             return forward(*args, **kwargs)
-        if stream_capture.is_captured(tensors):
+        if stream_capture.is_captured(tensors) or recapture.is_waiting():
             return forward(*args, **kwargs)
         places = MOST_KEPT - len(self.programs)
         kind = self._repeats.look(lambda: ([(described(t), alignment(t)) for t in tensors], constants), places)

@@ -178,13 +178,30 @@ class Text:
         self._read: dict[_Place, str] = {}
 
     def coordinates(self, sizes: Sequence[int]) -> None:
-        names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), RUN]
-        for dim in reversed(range(len(sizes))):
-            if sizes[dim] == 1:
-                continue
-            is_first = all(size == 1 for size in sizes[:dim])
-            value = "rest" if is_first else f"{self._divisor(sizes[dim])}.take(rest)"
-            self.before.append(f"const unsigned {names[dim]} = {value};")
+        """Takes the coordinates of a run from its number, `rest`. `sizes`: in runs, none of a single element."""
+        names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), RUN] if sizes else []
+        self._take(list(zip(names, sizes, strict=True)))
+
+    def coordinates_across(self, sizes: Sequence[int], dim: int, count: int) -> str:
+        """The same where runs are numbered in another order: first so many of the last dimension, a divisor of its
+        size, of these then all that `dim` has. The run's number in memory."""
+        names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), "high"]
+        sized = [*zip(names, [*sizes[:-1], sizes[-1] // count], strict=True)]
+        self._take([*sized[:dim], *sized[dim + 1 :], sized[dim], ("low", count)])
+        high = "" if sizes[-1] == count else f"high * {self.number(count)} + "
+        self.before.append(f"const unsigned {RUN} = {high}{'0' if count == 1 else 'low'};")
+        place = ""
+        for name, size in zip([*names[:-1], RUN], sizes, strict=True):
+            if size > 1:
+                place = f"({place}) * {self.number(size)} + {name}" if place else name
+        return place
+
+    def _take(self, sized: Sequence[tuple[str, int]]) -> None:
+        """Variables, the one that counts fastest last."""
+        sized = [(name, size) for name, size in sized if size > 1]
+        for number, (name, size) in reversed(list(enumerate(sized))):
+            value = f"{self._divisor(size)}.take(rest)" if number else "rest"
+            self.before.append(f"const unsigned {name} = {value};")
 
     def leaves(self, leaves: Sequence[Leaf]) -> list[str]:
         """What an expression takes for its leaves. What several of them read of one place, each under conditions of its
