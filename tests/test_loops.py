@@ -470,6 +470,27 @@ def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, dev
     assert made.calls == {"cumsum": 2, "convolution": 1} and made.launches >= 2
 
 
+@pytest.mark.parametrize("wanted", [(True, True, False), (True, False, False), (False, True, False)])
+def test_weights_for_gradients_are_brought_into_channels_last_by_kernels_of_ours(wanted, device, monkeypatch):
+    monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 8, 3, 3))
+
+        def forward(self, x):
+            image = x.cumsum(1).to(memory_format=torch.channels_last)
+            sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+            found = torch.ops.aten.convolution_backward(image[:, :6].exp(), image, self.weight, None, *sizes, wanted)
+            return [found[at].cumsum(1) for at in range(2) if wanted[at]]
+
+    made = checked(Model(), device, 2, 8, 7, 7)
+    assert made.calls["convolution_backward"] == 1, made.code
+    nodes = [step.what for step in made.steps if step.is_launch]
+    assert any("its weight" in what for what in nodes) == wanted[0], made.code
+
+
 @pytest.mark.parametrize("terms, calls", [(1, 0), (16, 0), (17, 1)])
 def test_products_of_few_terms_are_kernels_of_ours(terms, calls, device):
     made = checked(moved(lambda x: (x[..., :terms] @ x[:, :terms].flip(1)).sin()), device, 4, 20, 20)

@@ -608,17 +608,18 @@ class Recorder:
         call = self._operation(operation, known, label)
         if moved:
             return [*moved, call]
-        if not _brings_weight_into_channels_last(operation):
+        place = _weight_for_channels_last(operation)
+        if place is None:
             return [call]
-        image, weight, *others = call.args
+        weight, filters = call.args[place], operation.args[place]
         slot = Slot("made", self._name(), dtype=weight.dtype)
-        memory_format = FORMATS[operation.args[1].dim()]
-        strides = operation.args[1].to(memory_format=memory_format).stride()
+        memory_format = FORMATS[filters.dim()]
+        strides = filters.to(memory_format=memory_format).stride()
         there = Value(slot, 0, weight.shape, strides, weight.dtype, slot.name)
         kwargs = {"memory_format": memory_format}
         loops = loops_of(_aten.clone.default, (weight,), kwargs, there)
         copy = Call(torch.clone, (weight,), kwargs, there, False, True, False, f"{label}: its weight", loops)
-        return [copy, dataclasses.replace(call, args=(image, there, *others))]
+        return [copy, dataclasses.replace(call, args=(*call.args[:place], there, *call.args[place + 1 :]))]
 
     def _indices_moved(self, operation: Operation, known: dict[int, Any], label: str) -> tuple[list[Call], Operation]:
         """The operation with indices that are made of numbers on the CPU brought to the device: torch copies them there
@@ -719,20 +720,26 @@ def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:
     return full_strided, (*args, number), kwargs
 
 
-def _brings_weight_into_channels_last(operation: Operation) -> bool:
-    """Whether it is a convolution in which torch copies the weight, for cuDNN, as the image lies."""
-    if operation.overload is not _aten.convolution.default or operation.kwargs:
-        return False
-    image, weight, *_ = operation.args
+def _weight_for_channels_last(operation: Operation) -> int | None:
+    """Which argument is the weight, of a convolution or for the gradient of its image, that torch copies for cuDNN so
+    that it lies as the image does."""
+    if operation.overload is _aten.convolution.default and not operation.kwargs:
+        place, (image, weight, *options) = 1, operation.args
+    elif operation.overload is _aten.convolution_backward.default and operation.args[-1][0]:
+        place, (_, image, weight, _, *options, _) = 2, operation.args
+        options = [None, *options]  # without a bias
+    else:
+        return None
     memory_format = FORMATS.get(image.dim())
-    return (
+    is_copied = (
         memory_format is not None
         and image.is_contiguous(memory_format=memory_format)
         and not image.is_contiguous()
         and weight.is_contiguous()
         and not weight.is_contiguous(memory_format=memory_format)
-        and _runs_in_cudnn(*operation.args)
+        and _runs_in_cudnn(image, weight, *options)
     )
+    return place if is_copied else None
 
 
 def _runs_in_cudnn(*arguments: Any) -> bool:
