@@ -23,17 +23,16 @@ def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: to
 _CUDA: Final = torch.device("cuda")
 
 
-_quick_empty_strided: Final[Callable[..., torch.Tensor]] = getattr(
+allocate: Final[Callable[..., torch.Tensor]] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty_strided
 )
-"""The function that torch.compile's code calls, if torch has it: it takes a microsecond less than the other, and asks
-no dispatcher."""
+"""allocate(shape, strides, dtype) on the current GPU, by the function that torch.compile's code calls, if torch has it:
+it takes a microsecond less than the other, and asks no dispatcher. Programs call it, which nobody records."""
 
 
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without contents on the current GPU, or on the one that stands in for it."""
-    allocate = _quick_empty_strided if gpu.standing_in() is None else _plain_empty_strided
-    tensor: torch.Tensor = allocate(shape, strides, dtype)
+    tensor = (allocate if gpu.standing_in() is None else _plain_empty_strided)(shape, strides, dtype)
     return events.note_memory(tensor) if events.recording else tensor
 
 

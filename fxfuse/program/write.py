@@ -436,9 +436,9 @@ def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """empty(shape, strides, dtype) on the device, which is the current one."""
     if device.type == "cuda":
-        from fxfuse.cuda.launch import empty_strided
+        from fxfuse.cuda.launch import allocate
 
-        return empty_strided
+        return allocate
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 
 
