@@ -20,8 +20,9 @@ from torch import nn
 import fxfuse
 from fxfuse.verify import leaves_of
 
-CALLS = 3
-"""Steps up to the first result: fxfuse makes its own at the second, and programs of them at the third."""
+CALLS = 6
+"""Steps after which all that is compiled is there: fxfuse makes a step at the second, of models that Dynamo captures at
+the fourth, and its programs at the one after that."""
 _DROPS = re.compile("drop|stochastic_?depth", re.IGNORECASE)
 """In names of what leaves values out at random, and of its probabilities."""
 

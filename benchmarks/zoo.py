@@ -20,7 +20,7 @@ there. Time to the first result is taken side by side with other networks' build
 it within a row only.
 
 With --train a call is a step of training (steps.py): forward, loss, backward, without dropout and without CUDA graphs.
-Errors are those of all gradients, bfloat16 is torch.autocast around the forward, the first result is three steps.
+Errors are those of all gradients, bfloat16 is torch.autocast around the forward, the first result is six steps.
 """
 
 from __future__ import annotations
