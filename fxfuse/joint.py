@@ -329,6 +329,8 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
                 gradients[number] = backward.call_function(_aten.clone.default, (node,), _CONTIGUOUS)
             elif _is_of_filters(node):
                 gradients[number] = backward.call_method("contiguous", (node,))
+            else:
+                continue
         gradients[number].meta["val"] = node.meta["val"].clone(**_CONTIGUOUS)
     end.args = (tuple(gradients),)
 

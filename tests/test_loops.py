@@ -144,6 +144,7 @@ WIDENED = {
     "a result": (lambda p, x: p.float(), 1),
     "read by kernels": (lambda p, x: p.float().cumsum(0) * 2, 1),
     "needed in 16 bits, too": (lambda p, x: (p.float(), p.sort(0).values), 0),
+    "read by a region, too": (lambda p, x: (p.float(), (p * 2 + 1).tanh() * p.sigmoid()), 0),
     "the caller's": (lambda p, x: (p.float(), p), 0),
     "turned over": (lambda p, x: p.t().float().contiguous(), 0),
     "computed with": (lambda p, x: p.float() * 2, 0),
@@ -474,18 +475,14 @@ def test_weights_are_brought_into_channels_last_by_kernels_of_ours(computed, dev
 def test_weights_for_gradients_are_brought_into_channels_last_by_kernels_of_ours(wanted, device, monkeypatch):
     monkeypatch.setattr(record, "_runs_in_cudnn", lambda *_: True)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 8, 3, 3))
+    def gradients(m, x):
+        image = x.cumsum(1).to(memory_format=torch.channels_last)
+        options = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+        found = torch.ops.aten.convolution_backward(image[:, :6].exp(), image, m.weight, None, *options, wanted)
+        return [found[at].cumsum(1) for at in range(2) if wanted[at]]
 
-        def forward(self, x):
-            image = x.cumsum(1).to(memory_format=torch.channels_last)
-            sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
-            found = torch.ops.aten.convolution_backward(image[:, :6].exp(), image, self.weight, None, *sizes, wanted)
-            return [found[at].cumsum(1) for at in range(2) if wanted[at]]
-
-    made = checked(Model(), device, 2, 8, 7, 7)
+    model = Net(gradients, weight=nn.Parameter(torch.randn(6, 8, 3, 3)))
+    made = checked(model, device, 2, 8, 7, 7)
     assert made.calls["convolution_backward"] == 1, made.code
     nodes = [step.what for step in made.steps if step.is_launch]
     assert any("its weight" in what for what in nodes) == wanted[0], made.code

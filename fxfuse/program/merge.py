@@ -389,8 +389,13 @@ class _Plan:
 
     def _is_torchs(self, number: int) -> bool:
         """Whether torch computes a step: memory that it frees there is needed by others."""
+        return isinstance(self._steps[number], Call) and self._stays(number)
+
+    def _stays(self, number: int) -> bool:
+        """Whether a step computes by itself what it does, and reads what it does."""
         step = self._steps[number]
-        return isinstance(step, Call) and not step.is_view and number not in self.computed and number not in self.absent
+        is_view = isinstance(step, Call) and step.is_view
+        return not is_view and number not in self.computed and number not in self.absent
 
     def _conflict(self, number: int, reads: set[Slot], writes: set[Slot]) -> bool:
         """Whether a step may not change places with one that reads and writes these."""
@@ -628,7 +633,7 @@ class _Plan:
             product = self._steps[writer]
             if not isinstance(product, Call) or product.kwargs or not any(product.target is one for one in widening):
                 continue
-            if any(map(self._is_torchs, self._readers.get(slot, ()))):
+            if any(map(self._stays, self._readers.get(slot, ()))):
                 continue
             if (product.result.shape, product.result.strides) == (output.shape, output.strides):
                 self.widened[writer] = number, output
