@@ -193,7 +193,7 @@ def _kind(tensor: torch.Tensor) -> Any:
 
 
 def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]:
-    """The recorded steps, on a GPU with kernels of ours for what stands between regions."""
+    """The recorded steps, with kernels of ours for what stands between regions."""
     if device.type not in MERGING:
         return recorder.steps
     try:
