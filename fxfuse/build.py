@@ -1,15 +1,16 @@
-"""Generated source text in, a loaded kernel out; the only file that calls load_inline.
+"""Compiles generated source text and loads the kernel. This is the only file that calls load_inline.
 
-`load(source)` returns a function launch(params, context, *pointers) (binding.h). Builds are cached on disk (cache.py)
-under a hash of everything that decides the machine code: the source, every header of the package, the flags, torch and
-Python. Each set of compilers has entries of its own; where there is none, anybody's entry will do. An entry is built
-in a temporary folder and renamed into place, so that neither a second process nor a kill can leave half an entry.
+`load(source)` returns a function launch(params, context, *pointers) (binding.h).
 
-Kernels that wait for a processor are compiled together, as one *unit*: most of a compiler's time goes into headers, so
-that eight kernels of loops take hardly longer than one. A unit's library is the entry of each of its kernels, by links.
-
-A build has a thread of its own, which no KeyboardInterrupt can reach: no lock is left held, and who waits can stop
-waiting. toolchain.py sees to it that compilers end.
+- *Cache.* Builds are cached on disk (cache.py) under a hash of everything that decides the machine code: the source,
+  every header of the package, the flags, torch and Python. Each set of compilers has entries of its own. Without
+  compilers, any set's entry will do. An entry is built in a temporary folder and renamed into place, so neither a
+  second process nor a kill can leave half an entry.
+- *Units.* Kernels that wait for a processor are compiled together, as one *unit*. Most of a compiler's time goes into
+  headers, so eight kernels of loops take hardly longer than one. The cache entries of a unit's kernels all link to its
+  library.
+- *Threads.* A build has its own thread. Python raises no KeyboardInterrupt there, so no lock is left held, and a thread
+  that waits for a build can stop waiting. toolchain.py makes sure that compilers end.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ Launch = Callable[..., None]
 """launch(params: bytes, context: int, *pointers: int); raises RuntimeError with the device's message."""
 
 CPU_FLAGS: Final = (
-    # load_inline names the standard that torch's headers, which guard.h includes, are written in: C++17, later C++20
+    # load_inline adds the standard of torch's headers, which guard.h includes: C++17, later C++20
     "-O3", "-march=native", "-fopenmp",
     # Both are safe for NaN and inf: errno is never read, and no floating-point trap handler is installed.
     "-fno-math-errno", "-fno-trapping-math",
     # a * b + c is contracted where cpu/kernels/math.h says so and nowhere else: its error bounds depend on it
     "-ffp-contract=off",
-    # g++'s partial redundancy elimination shares truth values between branches, and the vectoriser then gives up
+    # g++'s partial redundancy elimination shares truth values between branches, which stops the vectoriser
     "-fno-tree-pre",
     "-fvisibility=hidden",
 )  # fmt: skip
@@ -62,15 +63,15 @@ CUDA_FLAGS: Final = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompile
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's complete text: what the compiler sees but for the package's headers."""
+    """A kernel's complete source text, apart from the package's headers, and what it is built for."""
 
     text: str
     architecture: tuple[int, int] | None = None
     """Compute capability of the GPU to build for; None for CPU code."""
     label: str = "kernel"
-    """What it is, for messages: "linear: relu(acc + o0)"."""
+    """The kernel's name in messages: "linear: relu(acc + o0)"."""
     cpu: str = "native"
-    """For CPU code, the instructions that it may use, as -march says; those of this machine by default."""
+    """For CPU code, the value of -march; by default the instructions of this machine."""
 
     @property
     def is_cuda(self) -> bool:
@@ -96,7 +97,7 @@ def package_digest() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """What -march=native means here."""
+    """What -march=native means on this machine."""
     try:
         flags = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
@@ -107,7 +108,7 @@ def _machine() -> str:
 
 
 def _key(source: Source) -> str:
-    """What a kernel depends on beside its compilers, as 32 hexadecimal digits."""
+    """A kernel's key: a hash, in 32 hexadecimal digits, of everything that it depends on but its compilers."""
     parts = [
         source.text, repr(source.architecture), package_digest(), repr(_flags(source)),
         torch.__version__, sys.version, "" if source.is_cuda or source.cpu != "native" else _machine(),
@@ -116,7 +117,7 @@ def _key(source: Source) -> str:
 
 
 def portable_key(source: Source) -> str:
-    """What a kernel computes, for a GPU's architecture or any CPU, whichever machine compiles it: a package's key."""
+    """A kernel's key in a package: like `_key`, but the same on whichever machine the kernel is compiled."""
     flags = CPU_FLAGS if source.architecture is None else _flags(source)
     parts = [source.text, repr(source.architecture), package_digest(), repr(flags)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -126,7 +127,7 @@ def _flags(source: Source) -> tuple[str, ...]:
     if source.architecture is None:
         return tuple(f"-march={source.cpu}" if flag.startswith("-march=") else flag for flag in CPU_FLAGS)
     major, minor = source.architecture
-    specific = "a" if (major, minor) == (9, 0) else ""  # with the instructions that only Hopper has
+    specific = "a" if (major, minor) == (9, 0) else ""  # includes the instructions that only Hopper has
     return (*CUDA_FLAGS, f"-gencode=arch=compute_{major}{minor}{specific},code=sm_{major}{minor}{specific}")
 
 
@@ -157,15 +158,15 @@ def load(source: Source) -> Launch:
 
 
 def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
-    """`load` each, together; the error in the place of a kernel that a package does not have.
+    """Loads several kernels at once. In place of a kernel that a package does not have stands its MissingKernelError.
 
-    Raises what `load` does beside that.
+    Raises what `load` raises otherwise.
     """
     call, standing = packaged.this_call(), gpu.standing_in()
 
     def loaded(source: Source) -> Launch | MissingKernelError:
         try:
-            with packaged.only(*call), gpu.instead_of(standing):  # as the thread that asks
+            with packaged.only(*call), gpu.instead_of(standing):  # the state of the calling thread
                 return load(source)
         except MissingKernelError as error:
             return error
@@ -175,11 +176,11 @@ def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
 
 
 class _Absent:
-    """A kernel for a GPU that is not here: to launch it does nothing."""
+    """A kernel for a GPU that is not here: launching it does nothing."""
 
     def __init__(self, key: str) -> None:
         self.functions = (int(key, 16),) * 2
-        """In the place of the addresses of its two functions (binding.h), as distinct as those."""
+        """Stands for the addresses of its two functions (binding.h), and is as unique as they are."""
 
     def launch(self, params: bytes, context: int, *pointers: int) -> None:
         """Does nothing."""
@@ -194,18 +195,18 @@ _source_of: Final[dict[Launch, Source]] = {}
 
 
 def source_of(launch: Launch) -> Source | None:
-    """The text of a kernel that was loaded in this process; None if it is none."""
+    """The source of a kernel that was loaded in this process; None if `launch` is no such kernel."""
     return _source_of.get(launch)
 
 
 def file_of(source: Source) -> str:
-    """What FXFUSE_DUMP calls the file with its text."""
+    """The name of the file to which FXFUSE_DUMP writes the source."""
     return dump.file_name(source.label, _key(source), source.is_cuda)
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Source]]:
-    """Inside, a list to which each kernel's source is added that this thread loads."""
+    """Inside, the source of each kernel that this thread loads is added to the list."""
     outer: tuple[list[Source], ...] = getattr(_thread, "noted", ())
     sources: list[Source] = []
     _thread.noted = (*outer, sources)
@@ -216,7 +217,7 @@ def noted() -> Iterator[list[Source]]:
 
 
 class NotBuilt(Exception):
-    """A kernel would have to be compiled where only those that exist are asked for."""
+    """A kernel would have to be compiled inside `built_only`."""
 
 
 _thread = threading.local()
@@ -224,7 +225,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def built_only() -> Iterator[None]:
-    """Inside, in this thread, what would have to be compiled raises NotBuilt instead."""
+    """Inside, this thread compiles nothing: a kernel that would have to be compiled raises NotBuilt."""
     outer = getattr(_thread, "built_only", False)
     _thread.built_only = True
     try:
@@ -239,7 +240,7 @@ def may_build() -> bool:
 
 
 def check_may_build(label: str) -> None:
-    """Raises NotBuilt inside `built_only`, MissingKernelError in a call of a package that compiles nothing."""
+    """Raises NotBuilt inside `built_only`, and MissingKernelError in a call of a package (packaged.only)."""
     if not may_build():
         raise NotBuilt
     packaged.check_may_build(label)
@@ -252,7 +253,7 @@ def _load_cached(key: str, source: Source) -> Launch | None:
         for entry in cache.find(key, toolchain.identity(source.is_cuda)):
             try:
                 launch = _loaded[key] = _import(key, cache.library_of(entry))
-            except Exception as error:  # whatever importing a file can raise, beside cache.UNREADABLE
+            except Exception as error:  # importing a file can raise anything, and reading it cache.UNREADABLE
                 logger.info("fxfuse: rebuilding a cached kernel: %s", error)
                 cache.remove(entry)
             else:
@@ -262,35 +263,35 @@ def _load_cached(key: str, source: Source) -> Launch | None:
 
 
 def _load_packaged(source: Source) -> Launch | None:
-    """A kernel that a package brought, whose instructions are known here."""
+    """The kernel, if a package brought it; None for CPU code of other instructions than this machine's."""
     if not packaged.kernels or source.cpu != "native":
         return None
     return packaged.kernels.get(portable_key(source))
 
 
 def library_of(source: Source) -> tuple[str, Path]:
-    """A kernel's key, and its library in the cache, where it is built if it is not there.
+    """A kernel's key, and its library in the cache. It is built if it is not there.
 
-    Raises ToolchainError or BuildError, FileNotFoundError if the cache keeps nothing.
+    Raises ToolchainError or BuildError, and FileNotFoundError if the cache did not keep it.
     """
     key = _key(source)
     for attempt in (1, 2):
         for entry in cache.find(key, toolchain.identity(source.is_cuda)):
             with contextlib.suppress(*cache.UNREADABLE):
                 return key, cache.library_of(entry)
-        if attempt == 1:  # a package brought it, or it was removed meanwhile
+        if attempt == 1:  # it came from a package, or was removed from the cache meanwhile
             _build_once(source, key)
     raise FileNotFoundError(f"the kernel cache did not keep {source.label}")
 
 
 def libraries_of(sources: Sequence[Source]) -> list[tuple[str, Path]]:
-    """`library_of` each; those that are not in the cache are built together."""
+    """`library_of` for several kernels. Those that are not in the cache are built together."""
     with ThreadPoolExecutor(MOST_OF_A_UNIT * PROCESSORS) as pool, interrupted_together():
         return list(pool.map(library_of, sources))
 
 
 def import_library(key: str, library: Path) -> Launch:
-    """The function launch of the kernel `key` in a library. Raises ImportError or OSError if it cannot be loaded."""
+    """The `launch` function of the kernel `key` in a library. Raises ImportError or OSError if it cannot be loaded."""
     return _import(key, library)
 
 
@@ -307,7 +308,7 @@ def _import(key: str, library: Path) -> Launch:
 
 @functools.cache
 def _bring_runtime() -> None:
-    """Loads the CUDA runtime that kernels are linked to, where torch has none and it may not lie where libraries do."""
+    """Loads the CUDA runtime that kernels are linked to, where torch has none: the loader might not find it."""
     home = toolchain.cuda_home()
     for folder in ("lib64", "lib"):
         with contextlib.suppress(OSError):
@@ -316,18 +317,18 @@ def _bring_runtime() -> None:
 
 
 def _module(key: str) -> str:
-    """The name of a kernel's extension module, and of the function PyInit_… that makes it."""
+    """The name of a kernel's extension module, and so of its PyInit_… function."""
     return f"fxfuse_{key}"
 
 
 # -------------------------------------------------------------------------------------------- building
 
 PROCESSORS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-"""That this process may use."""
+"""Processors that this process may use."""
 MOST_OF_A_UNIT: Final = 8
-"""Kernels that are compiled together: with more, the last of them are waited for too long."""
+"""Most kernels that are compiled together: with more, one would wait too long for the unit."""
 _PRUNE_EVERY: Final = 64
-"""Builds of a process, the first included, after which what is too old or too much in the cache is removed."""
+"""The cache is pruned after the first build of a process, and then after so many more each time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,17 +345,18 @@ _lock = free_in_children(threading.Lock())
 """Held while a build begins or ends, never while one runs."""
 _running: dict[str, _Build] = {}
 _waiting: list[_Build] = []
-"""Those of which nobody compiles yet, in the order in which they were asked for."""
+"""Builds that no thread has started to compile, in the order in which they were requested."""
 _finished = 0
 _compilers: dict[bool, threading.Semaphore] = {}
-"""As many at a time as there are processors: every one takes half a gigabyte, and callers ask for whole networks.
+"""Limits compilers, by whether kernels are for a GPU, to one for each processor (`_processors`).
 
-Where kernels are for a GPU one less, if there are several: what is compiled already is measured meanwhile.
+A compiler takes half a gigabyte, and callers request the kernels of whole networks. With several processors, kernels
+for a GPU leave one free: kernels that are compiled already are measured meanwhile.
 """
 _worked: set[str] = set()
-"""Compilers that made a kernel in this process."""
+"""Compilers (toolchain.identity) that made a kernel in this process."""
 _hung: dict[tuple[str, float], ToolchainError] = {}
-"""Those that made none within a limit of time: nobody waits for them as long again."""
+"""Compilers that made no kernel within a time limit, by both: they are not waited for again."""
 
 
 def _processors(cuda: bool) -> int:
@@ -362,7 +364,7 @@ def _processors(cuda: bool) -> int:
 
 
 def _renew() -> None:
-    """In a new process, also one that was forked, nothing is being built."""
+    """Resets the state of builds, for a new or forked process: nothing is being built there."""
     _running.clear()
     _waiting.clear()
     _compilers.update({cuda: threading.BoundedSemaphore(_processors(cuda)) for cuda in (False, True)})
@@ -373,7 +375,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def _build_once(source: Source, key: str) -> Launch:
-    """The kernel, when a thread that builds it has finished."""
+    """The kernel, built by a thread of its own. Waits for a build of the same kernel that has begun already."""
     toolchain.check(source.is_cuda)
     with _lock:
         build = _running.get(key)
@@ -389,7 +391,7 @@ def _build_once(source: Source, key: str) -> Launch:
 
 @contextlib.contextmanager
 def interrupted_together() -> Iterator[None]:
-    """Inside, a KeyboardInterrupt ends all builds, and so those that other threads wait for."""
+    """Inside, a KeyboardInterrupt ends all builds, also those that other threads wait for."""
     try:
         yield
     except KeyboardInterrupt:
@@ -398,7 +400,7 @@ def interrupted_together() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """Ends all builds: who waits for one gets a KeyboardInterrupt. What is asked for later is built as ever."""
+    """Ends all builds. Threads that wait for one get a KeyboardInterrupt. Later requests are built as usual."""
     with _lock:
         builds = list(_running.values())
     for build in builds:
@@ -406,7 +408,7 @@ def interrupt() -> None:
 
 
 def _work(cuda: bool) -> None:
-    """What a thread does that was started for a build: builds a unit of those that wait, if there are any left."""
+    """The work of a build's thread: compiles one unit of the builds that wait, if any are left."""
     _yield_processors()
     with _compilers[cuda]:
         unit = _next_unit(cuda)
@@ -419,7 +421,8 @@ def _work(cuda: bool) -> None:
 
 
 def _next_unit(cuda: bool) -> list[_Build]:
-    """Takes its share of the builds that wait, of one architecture: none waits for others while a processor is free."""
+    """Takes a share of the builds that wait, all of one architecture. While a processor is free, no build waits for
+    others."""
     with _lock:
         waiting = [build for build in _waiting if build.source.is_cuda == cuda]
         alike = [build for build in waiting if build.source.architecture == waiting[0].source.architecture]
@@ -429,7 +432,7 @@ def _next_unit(cuda: bool) -> list[_Build]:
 
 
 def _is_made(build: _Build) -> bool:
-    """Whether another process has made it meanwhile."""
+    """Whether another process has built the kernel meanwhile. If so, the build is finished."""
     launch = _load_cached(build.key, build.source)
     if launch is not None:
         _leave(build, launch)
@@ -437,7 +440,7 @@ def _is_made(build: _Build) -> bool:
 
 
 def _build_unit(unit: Sequence[_Build]) -> None:
-    """Builds them together; each by itself if that fails, so that a failure is that of one."""
+    """Builds the kernels together. If the unit does not compile, each is built by itself, so that only one fails."""
     if not unit:
         return
     try:
@@ -456,7 +459,7 @@ def _build_unit(unit: Sequence[_Build]) -> None:
 
 
 def _leave(build: _Build, result: Launch | BaseException) -> None:
-    """Hands a build's result, or what ended it, to those who wait for it."""
+    """Finishes a build: hands its result or exception to the threads that wait for it."""
     global _finished
     if not isinstance(result, BaseException):
         _loaded[build.key] = result
@@ -465,7 +468,7 @@ def _leave(build: _Build, result: Launch | BaseException) -> None:
             del _running[build.key]
             progress.add("compile", build.source.label, done=1)
     try:
-        progress.deliver()  # before those who wait go on, and perhaps print
+        progress.deliver()  # before the waiting threads go on, and perhaps print
     finally:
         if isinstance(result, BaseException):
             build.launch.set_exception(result)
@@ -476,7 +479,7 @@ def _leave(build: _Build, result: Launch | BaseException) -> None:
     with _lock:
         _finished += 1
         prune = _finished % _PRUNE_EVERY == 1
-    if prune:  # nobody waits for it
+    if prune:  # no thread waits for this
         cache.prune()
 
 
@@ -511,7 +514,7 @@ def _compile(unit: Sequence[_Build]) -> list[Launch]:
                 f"{label} did not compile; its source is kept in {kept}. The compiler said:\n{error}"
             ) from error
         _worked.add(compilers)
-        for build in reversed(unit):  # the first one's entry is the folder itself
+        for build in reversed(unit):  # the folder becomes the entry of the first, so it is last
             keep = cache.finish if build is first else cache.share
             try:
                 keep(library, build.key, compilers, build.source.text, build.source.label)
@@ -523,8 +526,8 @@ def _compile(unit: Sequence[_Build]) -> list[Launch]:
 
 
 COMPILERS_NICE: Final = 10
-"""How much lower the priority of compilers is than that of the thread that measures: the launches of a timed run must
-be issued within 0.2 ms (benchmark.AHEAD_CYCLES), so it cannot wait for a processor."""
+"""The nice value added for compilers. The thread that measures must issue the launches of a timed run within 0.2 ms
+(benchmark.AHEAD_CYCLES), so it cannot wait for a processor."""
 
 
 def _yield_processors() -> None:
@@ -535,9 +538,12 @@ def _yield_processors() -> None:
 
 
 def unit_text(sources: Mapping[str, Source]) -> str:
-    """The text of a unit, by the kernels' keys: their names are made different, and each gets a module.
+    """The text of a unit. Macros make the kernels' names distinct, and each kernel gets a Python module.
 
-    What a kernel's text defines is in a namespace fxfuse_kernel, but for the two functions of binding.h.
+    A kernel's text defines everything in a namespace fxfuse_kernel, except for the two functions of binding.h.
+
+    Args:
+        sources: by the kernels' keys.
     """
     binding = ["#ifndef __CUDA_ARCH__", '#include "binding.h"', "#endif"]  # passes for a device do not know Python
     names = ("fxfuse_kernel", "fxfuse_launch", "fxfuse_error")
@@ -555,14 +561,14 @@ def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> N
     first = next(iter(sources.values()))
     arguments: dict[str, Any] = {}
     includes = [str(PACKAGE), str(PACKAGE / ("cuda" if first.is_cuda else "cpu") / "kernels")]
-    # Without torch's headers a kernel takes 3 s to compile instead of 60.
+    # A kernel takes 3 s to compile without torch's headers, and 60 s with them.
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
         arguments["no_implicit_headers"] = True
-    else:  # torch before 2.7 always includes them: those here are empty
+    else:  # torch before 2.7 always includes them: empty headers take their place
         includes.insert(0, str(PACKAGE / "implicit"))
     if first.is_cuda:
         arguments |= {
-            "cpp_sources": [""],  # as a file of its own the binding takes longer
+            "cpp_sources": [""],  # the binding in a file of its own would take longer
             "cuda_sources": [unit_text(sources)],
             "extra_cuda_cflags": list(_flags(first)),
         }
@@ -575,7 +581,7 @@ def _load_inline(sources: Mapping[str, Source], name: str, directory: Path) -> N
         extra_include_paths=includes,
         build_directory=str(directory),
         with_cuda=first.is_cuda,
-        is_python_module=False,  # _import does it, for each kernel
+        is_python_module=False,  # _import loads the module of each kernel
         verbose=False,
         **arguments,
     )

@@ -1,16 +1,16 @@
-"""The kernel cache on disk: list, verify, prune and clear it; whom what lies there is trusted from.
+"""The kernel cache on disk. Functions to list, verify, prune and clear it are for users, too.
 
     for entry in fxfuse.cache.entries():
         print(entry.label, entry.bytes)
 
 `fxfuse cache` does the same in a shell.
 
-The cache (FXFUSE_CACHE_DIR, else the user's cache folder) holds one folder for each compiled kernel, and what was
-measured (`choices`). Whatever is loaded is a regular file of this user in folders of this user that nobody else can
-write, without a symbolic link on the way below the cache; it says which key it is for, and its digest is checked.
-
-What killed processes leave, and failed builds, are removed after a day. Of the kernels the last used 2 GB are kept
-(FXFUSE_CACHE_LIMIT). Nothing is touched whose name is not one that fxfuse gives.
+- *Contents.* The cache (FXFUSE_CACHE_DIR, else the user's cache folder) holds one folder for each compiled kernel, and
+  measurements in `choices`.
+- *Trust.* A file is loaded only if it is a regular file of this user, in folders of this user that no other user can
+  write, with no symbolic link in its path below the cache. It names the key that it is for, and its digest is checked.
+- *Size.* Leftovers of killed processes and failed builds are removed after a day. Of the kernels, the last used 2 GB
+  are kept (FXFUSE_CACHE_LIMIT). Files and folders whose names fxfuse does not give are never touched.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from typing import Any, Final
 logger = logging.getLogger("fxfuse")
 
 LIMIT: Final = 2 << 30
-"""Bytes of kernels that are kept, where FXFUSE_CACHE_LIMIT says nothing."""
+"""Bytes of kernels that are kept, if FXFUSE_CACHE_LIMIT is not set."""
 LEFT_OVER: Final = 24 * 3600.0
-"""Seconds after which what nobody finished is removed."""
+"""Seconds after which unfinished files and folders are removed."""
 
 _MANIFEST: Final = "manifest.json"
 _LOCK: Final = ".lock"
-"""In folders that a process works in: locked (flock) for as long as it does."""
+"""A file in each folder that a process works in. The process holds a lock (flock) on it meanwhile."""
 _TEMPORARY: Final = "fxfuse-cache-"
 _MOST_TEXT: Final = 1 << 20  # bytes of a document
 _MOST_LIBRARY: Final = 1 << 30
 
 _KEY: Final = "[0-9a-f]{32}"
 _ENTRY: Final = re.compile(rf"({_KEY})(-[0-9a-f]{{8}})?")
-"""A kernel: its key, and which compilers made it (none in the entries of fxfuse 0.1)."""
+"""The name of a kernel's folder: its key, and a hash of its compilers (missing in entries of fxfuse 0.1)."""
 _CHOICE: Final = re.compile(rf"{_KEY}\.json")
 _UNFINISHED: Final = re.compile(rf"failed-{_KEY}|\.{_KEY}-\w+|\.removed-\w+")
 
 UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a document that anything may have happened to can raise."""
+"""Exceptions that reading a damaged document can raise."""
 
 
 # ------------------------------------------------------------------------------------------- its folder
 
 
 def directory() -> Path:
-    """Where kernels are kept: FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
+    """The cache's folder: FXFUSE_CACHE_DIR, else $XDG_CACHE_HOME/fxfuse, else ~/.cache/fxfuse."""
     explicit = os.environ.get("FXFUSE_CACHE_DIR")
     if explicit:
         return Path(explicit).expanduser().absolute()
@@ -71,7 +71,7 @@ def directory() -> Path:
 
 
 def folders() -> list[Path]:
-    """Where finished kernels are looked for: the cache, though it be read-only, and this process's temporary one."""
+    """The folders where kernels are looked for: the cache, which may be read-only, and this process's temporary one."""
     found = [_used_instead[0]] if _used_instead else []
     cache = directory()
     with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def folders() -> list[Path]:
 
 
 def writable() -> Path:
-    """The cache, created if need be; a temporary one, with a warning, where it cannot be used."""
+    """The cache's folder, created if need be. If it cannot be used, a temporary one, with a warning."""
     cache = directory()
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ _used_instead: list[Path] = []
 
 @contextlib.contextmanager
 def temporary_folder(within: str) -> Iterator[Path]:
-    """A folder for what may go after a day, too, if this process is killed."""
+    """A temporary folder in the folder `within`. If this process is killed, it is removed after a day."""
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=within) as name:
         descriptor = lock(Path(name))
         try:
@@ -130,7 +130,7 @@ def _temporary(instead_of: Path, reason: str) -> Path:
 
 
 def _remove_temporary(folder: Path, descriptor: int | None, owner: int) -> None:
-    if os.getpid() == owner:  # and not a child that was forked meanwhile
+    if os.getpid() == owner:  # not a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -138,7 +138,10 @@ def _remove_temporary(folder: Path, descriptor: int | None, owner: int) -> None:
 
 
 def read(cache: Path, *names: str, most: int = _MOST_TEXT) -> bytes:
-    """The bytes of a file below the cache, by the names that lead to it; OSError unless all of them are private."""
+    """The bytes of the file cache/names[0]/names[1]/…, if the file and its folders are private to this user.
+
+    Raises OSError if they are not, and ValueError if the file has more than `most` bytes.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as opened:
         folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,7 +168,7 @@ def _plain(name: str) -> str:
 
 
 def read_document(cache: Path, *names: str, key: str) -> Any:
-    """The value that `write_document` stored for `key`; one of UNREADABLE if it is not what was stored there."""
+    """The value that `write_document` stored for `key`. Raises one of UNREADABLE if the file is not what it stored."""
     document = json.loads(read(cache, *names))
     if not isinstance(document, dict) or document.keys() != {"key", "digest", "value"}:
         raise ValueError("it is none of this version's")
@@ -177,9 +180,9 @@ def read_document(cache: Path, *names: str, key: str) -> Any:
 
 
 def write_document(path: Path, key: str, value: Any) -> None:
-    """Stores a JSON value; readers see all of it or nothing. OSError where nothing can be written."""
+    """Stores a JSON value. Readers see all of it or nothing. Raises OSError if it cannot be written."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor, written = tempfile.mkstemp(prefix=".removed-", dir=path.parent)  # its name if it is left there
+    descriptor, written = tempfile.mkstemp(prefix=".removed-", dir=path.parent)  # a name that is pruned if left there
     try:
         with open(descriptor, "w") as file:
             json.dump({"key": key, "digest": _digest(value), "value": value}, file, indent=1)
@@ -202,14 +205,14 @@ class Entry:
 
     path: Path
     label: str
-    """What it computes."""
+    """What the kernel computes."""
     bytes: int
     used: float
-    """When it was last loaded or made, in seconds since the epoch."""
+    """When the kernel was last loaded or built, in seconds since the epoch."""
 
 
 def find(key: str, compilers: str | None) -> list[Path]:
-    """Folders with the kernel `key`, as these compilers make it; whichever made it, latest first, if there are none."""
+    """Folders with the kernel `key` from these compilers. With None, from any compilers, the last used first."""
     if compilers is not None:
         return [path for path in (cache / entry_name(key, compilers) for cache in folders()) if os.path.lexists(path)]
     found = []
@@ -220,12 +223,12 @@ def find(key: str, compilers: str | None) -> list[Path]:
 
 
 def entry_name(key: str, compilers: str) -> str:
-    """The folder's name of a kernel."""
+    """The name of a kernel's folder."""
     return f"{key}-{hashlib.sha256(compilers.encode()).hexdigest()[:8]}"
 
 
 def library_of(entry: Path) -> Path:
-    """The library in an entry, when all about it is as it should be; one of UNREADABLE otherwise."""
+    """The library in an entry. Raises one of UNREADABLE unless everything about the entry is as it should be."""
     return _checked(entry)[1]
 
 
@@ -244,7 +247,7 @@ def _checked(entry: Path) -> tuple[dict[str, Any], Path]:
 
 def touch(entry: Path) -> None:
     """Notes that an entry was used."""
-    with contextlib.suppress(OSError):  # a read-only cache keeps no such notes
+    with contextlib.suppress(OSError):  # a read-only cache does not note this
         os.utime(entry / _MANIFEST)
 
 
@@ -257,7 +260,7 @@ def _used(entry: Path) -> float:
 
 @contextlib.contextmanager
 def building(key: str) -> Iterator[Path]:
-    """A new folder to build a kernel in, locked meanwhile; removed afterwards if it is still there."""
+    """A new folder to build a kernel in. It is locked meanwhile, and removed afterwards if it is still there."""
     folder = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=writable()))
     descriptor = lock(folder)
     try:
@@ -269,7 +272,7 @@ def building(key: str) -> Iterator[Path]:
 
 
 def share(library: Path, key: str, compilers: str, text: str, label: str) -> None:
-    """Makes an entry for another kernel that is in the library; OSError where that cannot be."""
+    """Makes an entry for a further kernel of a library, by a link to it. Raises OSError if that is impossible."""
     with building(key) as folder:
         try:
             os.link(library, folder / library.name)
@@ -279,10 +282,12 @@ def share(library: Path, key: str, compilers: str, text: str, label: str) -> Non
 
 
 def finish(library: Path, key: str, compilers: str, text: str, label: str) -> None:
-    """Makes the folder in which a library was built the entry of a kernel; OSError, as on a full disk, leaves none.
+    """Turns the folder in which `library` was built into a kernel's entry.
+
+    Raises OSError, for example on a full disk; then there is no entry.
 
     Args:
-        text: the kernel's source, for people.
+        text: the kernel's source, which is kept for people to read.
     """
     folder, name = library.parent, f"fxfuse_{key}{library.suffix}"
     sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -297,7 +302,7 @@ def finish(library: Path, key: str, compilers: str, text: str, label: str) -> No
 
 
 def keep_failed(folder: Path, key: str) -> Path:
-    """Keeps a folder whose build failed, for people; where it is then."""
+    """Keeps the folder of a failed build for people to read. Returns its new path."""
     kept = folder.parent / f"failed-{key}"
     try:
         remove(kept)
@@ -308,10 +313,13 @@ def keep_failed(folder: Path, key: str) -> Path:
 
 
 def lock(folder: Path) -> int | None:
-    """Locks a folder as one that a living process works in, until the descriptor is closed."""
+    """Marks a folder as one that a living process works in, until the returned descriptor is closed.
+
+    None if it cannot be locked.
+    """
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:  # a full disk: others then go by its age
+    except OSError:  # a full disk: other processes then go by the folder's age
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -338,9 +346,9 @@ def _is_locked(folder: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder in the cache; nothing happens where that is impossible."""
+    """Removes a file, a link or a folder of the cache, if that is possible."""
     with contextlib.suppress(OSError):
-        if not path.name.startswith("."):  # nobody is to find a half of it
+        if not path.name.startswith("."):  # renamed first, so that no process finds half of it
             hidden = path.with_name(f".removed-{os.urandom(8).hex()}")
             path.rename(hidden)
             path = hidden
@@ -355,19 +363,19 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """What there is in the cache, and what may be done with it."""
+    """The contents of the cache, and whether it can be used."""
 
     directory: Path
     exists: bool
     problem: str | None
-    """Why nothing is loaded from it or stored in it, in words: it is no folder of this user's own; None if it is."""
+    """Why it is not used (it is not a private folder of this user); None if it can be used."""
     writable: bool
-    """Whether new kernels are kept in it, or it can be made. If not, each process builds in a temporary folder."""
+    """Whether new kernels are kept in it, also if it must be created. If not, each process has a temporary one."""
     kernels: int
     choices: int
-    """Measured choices among candidates, and other measurements."""
+    """Number of stored measurements: choices between candidates, and others."""
     bytes: int
-    """Of kernels and choices."""
+    """Bytes of kernels and measurements."""
     limit: int
     """Bytes of kernels that are kept when it is pruned."""
 
@@ -403,7 +411,7 @@ def entries() -> list[Entry]:
 
 
 def verify() -> dict[Path, str]:
-    """The kernels that would not be loaded but built again, and why; those of other versions of fxfuse among them."""
+    """The kernels that would be built again instead of loaded, and why. Other versions of fxfuse may have made them."""
     bad = {}
     for path in _scan(directory(), _ENTRY):
         try:
@@ -414,13 +422,13 @@ def verify() -> dict[Path, str]:
 
 
 def prune(limit: int | None = None) -> int:
-    """Removes what killed processes and failed builds left more than a day ago, and kernels beyond `limit` bytes.
+    """Removes kernels beyond `limit` bytes, and what killed processes and failed builds left more than a day ago.
 
     Args:
-        limit: bytes of kernels to keep, those used last; FXFUSE_CACHE_LIMIT (bytes, or as in "500M", "2G"), else
-            2 GB, if not given.
+        limit: bytes of kernels to keep, the last used ones. By default FXFUSE_CACHE_LIMIT (a number of bytes, or
+            "500M", "2G"), else 2 GB.
 
-    Returns how many bytes were freed. Folders that a running process builds in stay.
+    Returns the number of bytes freed. Folders in which a running process builds are kept.
     """
     freed = sum(map(_remove_counted, _left_over(directory(), _UNFINISHED)))
     freed += sum(map(_remove_counted, _left_over(Path(tempfile.gettempdir()), re.compile(rf"{_TEMPORARY}\w+"), True)))
@@ -428,7 +436,7 @@ def prune(limit: int | None = None) -> int:
 
 
 def clear() -> int:
-    """Removes all kernels and measured choices; how many bytes were freed. Running processes keep what they loaded."""
+    """Removes all kernels and measurements. Returns the number of bytes freed. Processes keep what they have loaded."""
     cache = directory()
     freed = _evict(0) + prune()
     for path in _scan(cache, _UNFINISHED):
@@ -438,7 +446,7 @@ def clear() -> int:
 
 
 def _evict(limit: int) -> int:
-    """Removes the kernels that were used longest ago, beyond `limit` bytes."""
+    """Keeps the last used kernels up to `limit` bytes and removes the others. Returns the number of bytes freed."""
     freed = kept = 0
     used = sorted(((_used(path), path) for path in _scan(directory(), _ENTRY)), reverse=True)
     for _, path in used:
@@ -474,12 +482,12 @@ def _files(path: Path) -> Iterator[os.stat_result]:
 
 
 def _size(path: Path) -> int:
-    """Bytes; of a library that several kernels share, this one's part."""
+    """Bytes of an entry. A library that several entries link to counts in equal parts for each."""
     return sum(status.st_size // status.st_nlink for status in _files(path))
 
 
 def _remove_counted(path: Path) -> int:
-    """How many bytes that freed: the last kernel's removal frees a library that several share."""
+    """Removes an entry. Returns the number of bytes freed: a shared library's only with the last entry that has it."""
     size = sum(status.st_size for status in _files(path) if status.st_nlink == 1)
     remove(path)
     return 0 if os.path.lexists(path) else size

@@ -1,17 +1,17 @@
-"""Which values of a graph are in channels_last, whatever layout the model's inputs have: images (4-D) and, in
-channels_last_3d, volumes or videos (5-D).
+"""Layout assignment: decides which values of a graph are in channels_last, and inserts the conversions.
 
-Libraries and kernels convolve faster there, and most of torch's operators pass the layout on. So each value of the
-graph is given a layout, eager's own or channels_last, for the least bytes: a conversion where the layout changes costs
-those of the value, a convolution that is left in NCHW a part of those that it reads and writes (a library's converts x
-and the result by itself). The cheapest assignment is a minimal cut of the graph (min_cut.py).
+The values are images (4-D) and, in channels_last_3d, volumes or videos (5-D). The layout of the model's inputs does not
+matter. Libraries and kernels convolve faster in channels_last, and most of torch's operators keep the layout. So each
+value of the graph gets a layout, eager's own or channels_last, such that the cost in bytes is least. A conversion costs
+the bytes of its value. A convolution that is left in NCHW costs a part of the bytes that it reads and writes, because a
+library then converts x and the result by itself. The cheapest assignment is a minimal cut of the graph (min_cut.py).
 
                         eager's                   channels_last                     eager's
     x ──────────────────────── to_channels_last ─ conv ─ relu ─┬─ conv ─ add ─ as_before ── output
                                                                └──────────┘
 
-Nobody sees it: what leaves has the strides that eager would give. Those are known where everything that a value comes
-of is contiguous, and somewhere nothing would be gained: `plain` asks that at each call.
+The caller does not see it: results have the strides that eager would give. Those are known only where all sources of a
+value are contiguous, and on some devices nothing would be gained. `plain` checks both at each call.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.values import is_tensor
 
 LEFT: Final = 0.6
-"""What a convolution that is left in NCHW costs: of the bytes of x and of its result, half of which a conversion there
-and back would be. So four convolutions of one size are worth two conversions, and three are not."""
+"""The cost of a convolution that is left in NCHW, as a fraction of the mean of the bytes of x and of its result. So
+four convolutions of one size are worth two conversions, and three are not."""
 _PRICE: Final = 1000
-"""The price of a value as large as the model's image in one channel."""
+"""The price of a conversion of one channel of the model's image."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A place of the graph where a value changes its layout."""
+    """A place in the graph where a value changes its layout."""
 
     number: int
-    """Unique in the process; the node passes it, so that what it copied can be told (`bytes_of`)."""
+    """Unique in the process. The conversion's node passes it on, so that `bytes_of` knows what it copied."""
     value: str
-    """The name of the node whose value it is."""
+    """The name of the node whose value is converted."""
     reader: str
-    """The first node that reads it in the other layout."""
+    """The name of the first node that reads it in the other layout."""
     there: bool
-    """Whether to channels_last, or back."""
+    """True: to channels_last. False: back."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """What the graph's values were given."""
+    """The result of the assignment, for the report."""
 
     convolutions: int = 0
-    """How many work in channels_last."""
+    """The number of convolutions in channels_last."""
     conversions: tuple[Conversion, ...] = ()
 
 
@@ -77,16 +77,16 @@ class Layouts:
 
 _stride: Final = torch.Tensor.stride
 _copied: Final[dict[int, int]] = {}
-"""Bytes that each conversion copied when it last did, by its number."""
+"""By a conversion's number: the bytes that it copied when it last copied anything."""
 
 
 def bytes_of(number: int) -> int | None:
-    """Bytes that a conversion copied in its latest call that did; None if none has."""
+    """The bytes that a conversion copied when it last copied anything; None if it never has."""
     return _copied.get(number)
 
 
 def _forget(numbers: Iterable[int]) -> None:
-    """Drops what is known of conversions whose graph no longer exists."""
+    """Drops the entries of conversions whose graph no longer exists."""
     for number in numbers:
         _copied.pop(number, None)
 
@@ -94,14 +94,18 @@ def _forget(numbers: Iterable[int]) -> None:
 def plain(
     values: Sequence[Any], parameters: Sequence[torch.Tensor] = (), *others: bool, least: int = 0
 ) -> bool:  # fmt: skip
-    """Whether all that a value comes of is contiguous, so that it is, too, and channels_last is faster there.
+    """Whether values work in channels_last in this call: all their sources are contiguous, and it is faster there.
 
-    On a CPU, where a library brings the weights into that order at every call: if the values have `least` elements.
+    Args:
+        values: the sources that are arguments or results of other nodes.
+        parameters: the sources that are weights.
+        others: flags of the same kind, which must be true, too.
+        least: on a CPU, how many elements `values` must have. A library there converts the weights at every call.
     """
-    if torch.compiler.is_compiling():  # a compiler lays out by itself
+    if torch.compiler.is_compiling():  # a compiler assigns layouts by itself
         return False
     proxy = _proxy_among((*values, *parameters, *others))
-    if proxy is not None:  # somebody traces the optimised model
+    if proxy is not None:  # the optimised model is being traced
         kwargs = {"least": least} if least else {}
         return proxy.tracer.create_proxy("call_function", plain, (values, parameters, *others), kwargs)  # type: ignore[no-any-return]
     return (
@@ -113,7 +117,7 @@ def plain(
 
 
 def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
-    """x in channels_last if that is wanted, else x."""
+    """x in channels_last if that is `wanted`, else x itself."""
     proxy = _proxy_among((x, wanted))
     if proxy is not None:
         return proxy.tracer.create_proxy("call_function", to_channels_last, (x, wanted, number), {})
@@ -122,14 +126,14 @@ def to_channels_last(x: Any, wanted: bool, number: int = 0) -> Any:
     memory_format = FORMATS[x.dim()]
     if x.is_contiguous(memory_format=memory_format) and x.stride(1) == 1:
         return x
-    # One channel or one pixel is the same in memory, but a convolution goes by strides. No view of it: the gradient of
-    # what changes a view in place takes torch three copies.
+    # With one channel or one pixel both layouts are the same in memory, but a convolution chooses by strides. This is
+    # no view: the gradient of an in-place change of a view takes torch three copies.
     _copied[number] = x.numel() * x.element_size()
     return x.clone(memory_format=memory_format)
 
 
 def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> Any:
-    """y with the strides that it has in eager, if it was `converted` and does not stay so."""
+    """y with the strides that it has in eager, if it was `converted`; y itself if not, or if it `stays` converted."""
     proxy = _proxy_among((y, converted, stays))
     if proxy is not None:
         return proxy.tracer.create_proxy("call_function", as_before, (y, converted, number, stays), {})
@@ -143,7 +147,7 @@ def as_before(y: Any, converted: bool, number: int = 0, stays: bool = False) -> 
 
 
 def _proxy_among(values: Sequence[Any]) -> Any:
-    """The first fx.Proxy, or None; in words that Dynamo of torch 2.6 reads."""
+    """The first fx.Proxy, or None. A plain loop, which Dynamo of torch 2.6 can trace."""
     for value in values:
         if isinstance(value, fx.Proxy):
             return value
@@ -154,13 +158,14 @@ _shape: Final[Any] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a source is contiguous, not in channels_last, and on a device where channels_last is faster."""
     if not isinstance(value, torch.Tensor):
         return True
     if value.dim() not in FORMATS:
         return value.is_contiguous()
     if not value.is_contiguous() or (value.dim() == 4 and not _gains(value)):  # 5-D values stay as they are then
         return False
-    # Where both layouts are the same in memory, strides say which of them torch's operators take it to have.
+    # Where both layouts are the same in memory, torch's operators choose one of them by strides.
     both = value.is_contiguous(memory_format=FORMATS[value.dim()])
     return not both or value.stride() == contiguous_strides(value.shape)
 
@@ -171,7 +176,7 @@ def _are_contiguous(shapes: tuple[Sequence[int], ...], strides: tuple[tuple[int,
 
 
 def _gains(x: torch.Tensor) -> bool:
-    """Whether its device convolves numbers of its dtype faster in channels_last: GPUs do, and oneDNN does images."""
+    """Whether the tensor's device convolves its dtype faster in channels_last: GPUs do, and oneDNN does for images."""
     if x.is_cuda:
         return True
     is_image = x.dim() == 4 and x.dtype in _OF_ONEDNN
@@ -179,7 +184,7 @@ def _gains(x: torch.Tensor) -> bool:
 
 
 def _elements(values: Sequence[Any]) -> float:
-    """How many they have; infinitely many on a GPU, where weights are brought into order as fast as all else."""
+    """The number of elements of all values. Infinite on a GPU, which converts weights as fast as anything else."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return math.inf if any(tensor.is_cuda for tensor in tensors) else sum(tensor.numel() for tensor in tensors)
 
@@ -191,7 +196,7 @@ _OF_ONEDNN: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assign_layouts(root: nn.Module, graph: fx.Graph) -> Layouts:
-    """Puts conversions into `graph`, whose regions are fused already, where a minimal cut says so."""
+    """Inserts conversions into `graph`, whose regions are fused already, where the minimal cut is."""
     known = _Known(root, graph)
     if not any(role.is_convolution for role in known.roles.values()):
         return Layouts()
@@ -200,15 +205,17 @@ def assign_layouts(root: nn.Module, graph: fx.Graph) -> Layouts:
 
 
 class _Known:
-    """What the assignment goes by.
+    """What is known of a graph before the assignment.
+
+    A *picture* is a value that may be in channels_last: an image, a volume or a video.
 
     Attributes:
-        roles: of the nodes that may work in channels_last: what they make is a picture.
-        sizes: channels and pixels of every value, in relation to others.
-        dimensions: of pictures.
-        origins: of every value, such values that it is contiguous in eager if all of them are.
-        tied: nodes of `roles` that must have one layout, since one overwrites what others read.
-        has_strangers: whether the graph calls modules that may do anything.
+        roles: the roles of nodes that may work in channels_last. Their results are pictures.
+        sizes: (channels, pixels) of every value, relative to the others.
+        dimensions: the ranks of pictures.
+        origins: for every value, its sources: if all of them are contiguous, the value is contiguous in eager.
+        tied: groups of nodes in `roles` that must have one layout, because one overwrites memory that others read.
+        has_strangers: whether the graph calls modules of other packages than torch, which may do anything.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
@@ -234,7 +241,7 @@ class _Known:
             self.sizes[node] = self._size(role, [arg for arg in role.inputs if arg in pictures])
             self.dimensions.setdefault(node, role.dimensions or max(self.dimensions.get(arg, 0) for arg in role.inputs))
             pictures.add(node)
-            # what comes of permutations is in channels_last in eager already, or in neither layout
+            # values with permuted sources are in channels_last in eager already, or in neither layout
             if not any(map(is_never_contiguous, self.origins[node])):
                 self.roles[node] = role
         self._sizes_are_noted = all(known_elements(node) is not None for node in self.roles)
@@ -242,7 +249,7 @@ class _Known:
             self._tie(memory, [node for node in graph.nodes if self.mutations.memory(node) & memory])
 
     def _tie(self, memory: frozenset[object], sharing: list[fx.Node]) -> None:
-        """Keeps nodes that share memory which is overwritten in one layout: in eager's, if others share it, too."""
+        """Gives one layout to nodes that share overwritten memory: eager's if other nodes or inputs share it, too."""
         made = all(isinstance(item, fx.Node) and item.op != "placeholder" for item in memory)
         if made and self.roles.keys() >= set(sharing) and len({self.unknown(node) for node in sharing}) == 1:
             self.tied.append(sharing)
@@ -251,11 +258,11 @@ class _Known:
                 self.roles.pop(node, None)
 
     def unknown(self, node: fx.Node) -> frozenset[fx.Node]:
-        """Of the origins those that are results of what nobody knows."""
+        """The origins of a node that are results of unknown operations."""
         return frozenset(arg for arg in self.origins[node] if arg.op not in ("placeholder", "get_attr"))
 
     def _origins_of(self, node: fx.Node, role: Role | None) -> frozenset[fx.Node]:
-        """Values such that `node`'s is contiguous in eager if all of them are."""
+        """The sources of `node`'s value: if all of them are contiguous, the value is contiguous in eager."""
         if not is_tensor(node):
             return frozenset()
         if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
@@ -268,7 +275,7 @@ class _Known:
     def _size(self, role: Role, pictures: Sequence[fx.Node]) -> tuple[float, float]:
         first = max(pictures or role.inputs[:1], key=lambda arg: self.sizes[arg][1])
         channels, pixels = self.sizes[first]
-        if role.channels == 0:  # those of all inputs
+        if role.channels == 0:  # the sum over all inputs
             channels = sum(self.sizes[arg][0] for arg in role.inputs)
         elif role.channels is not None:
             channels = role.channels
@@ -277,21 +284,21 @@ class _Known:
         return channels, pixels * role.grows
 
     def price(self, node: fx.Node) -> int:
-        """Of a conversion of the value."""
+        """The price of converting a node's value."""
         elements = (
             known_elements(node) if self._sizes_are_noted else None
-        )  # of few nodes they were no measure of others
+        )  # noted sizes and relative ones are not comparable
         channels, pixels = self.sizes[node]
         return max(1, elements if elements is not None else round(_PRICE * channels * pixels))
 
     def left(self, node: fx.Node) -> int:
-        """What it costs to leave a convolution in NCHW."""
+        """The cost of leaving a convolution in NCHW."""
         first = self.roles[node].inputs[0]
         read = self.price(first) if first in self.sizes else self.price(node)
         return round(LEFT * (read + self.price(node)) / 2)
 
     def rearranged(self, node: fx.Node) -> int:
-        """Elements of a convolution's weight, if channels_last is another order of them."""
+        """The number of elements of a convolution's weight; 0 if both layouts are the same in memory."""
         if node.op == "call_module":
             weight: Any = getattr(self.root.get_submodule(str(node.target)), "weight", None)
         else:
@@ -302,8 +309,10 @@ class _Known:
         return 0 if is_both else weight.numel()
 
     def behind(self, value: fx.Node) -> fx.Node:
-        """What `value` is the contiguous copy of, if that is a permutation, which may be in channels_last, and nobody
-        overwrites either of them afterwards; else `value` itself."""
+        """The source of `value`, if `value` is a contiguous copy of a permutation; otherwise `value` itself.
+
+        The source may be in channels_last already. It must not be overwritten afterwards, nor may the copy.
+        """
         if not is_contiguous_copy(value):
             return value
         (source,) = value.args
@@ -314,16 +323,16 @@ class _Known:
         return value if is_overwritten else source
 
     def forgets(self, value: fx.Node, user: fx.Node) -> bool:
-        """Whether nothing that comes of `user` depends on the strides of `value`, a picture."""
+        """Whether no result of `user` depends on the strides of `value`, a picture."""
         return forgets(self.root, value, user, self.dimensions[value])
 
     def outside(self, node: fx.Node) -> bool:
-        """Whether it is a value that may be a picture, and has eager's layout in any case."""
+        """Whether a node's value may be a picture, but keeps eager's layout in any case."""
         return node not in self.roles and node.op != "get_attr" and is_tensor(node)
 
 
 def _merged(memories: Iterable[frozenset[object]]) -> list[frozenset[object]]:
-    """The same, those that overlap as one."""
+    """The same sets, where overlapping ones are united."""
     merged: list[frozenset[object]] = []
     for memory in memories:
         apart = [other for other in merged if not other & memory]
@@ -347,7 +356,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
             vertex = value
             if role.is_convolution:
                 network.add(SOURCE, value, known.left(value) + (price if is_copied(value) else 0))
-            back = NEVER if role.is_alias or role.several else price  # others would not see it overwritten
+            back = NEVER if role.is_alias or role.several else price  # a copy would not see it overwritten
             network.add(value, ("back", value), back)
             others = [user for user in value.users if user not in readers and not known.forgets(value, user)]
             for reader in [*readers, *([SINK] if others else [])]:
@@ -365,7 +374,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
 
 
 class _Conversions:
-    """Puts conversions on the borders of what is in channels_last."""
+    """Inserts conversions where values enter and leave channels_last."""
 
     _numbers = itertools.count(1)
 
@@ -397,7 +406,7 @@ class _Conversions:
     # ----- what decides
 
     def _put_base_flag(self, ordered: Sequence[fx.Node]) -> None:
-        """What all values in channels_last depend on: the model's arguments and parameters."""
+        """Inserts the flag that all others depend on: whether the model's arguments and parameters are plain."""
         origins = frozenset().union(*(self._known.origins[node] for node in ordered))
         given = [node for node in self._graph.nodes if node.op == "placeholder" and node in origins]
         paths = [str(node.target) for node in self._reads if node in origins]
@@ -407,7 +416,10 @@ class _Conversions:
             self._flags[frozenset()] = self._graph.call_function(plain, (given, parameters))
 
     def _put_least(self, ordered: Sequence[fx.Node]) -> None:
-        """Says from how many elements of the arguments on the whole brings more than the weights cost, if those do."""
+        """Sets `least` of the base flag: how many elements of arguments make up for converting the weights.
+
+        Nothing is set if both layouts of all weights are the same in memory.
+        """
         flag, known = self._flags[frozenset()], self._known
         convolutions = [node for node in ordered if known.roles[node].is_convolution]
         order = {node.name: node for node in self._order}
@@ -419,7 +431,7 @@ class _Conversions:
             flag.kwargs = {"least": math.ceil(weights * size / gain) if gain > 0 else 2**62}
 
     def _parameter(self, path: str, place: fx.Node) -> fx.Node:
-        """The parameter, read before `place`; it is read but once, unless a stranger may replace it meanwhile."""
+        """A node that reads the parameter before `place`: the only one, unless a stranger may replace the parameter."""
         found: fx.Node | None = next((node for node in self._reads if node.target == path), None)
         if found is None or self._known.has_strangers:
             return self._graph.get_attr(path)
@@ -431,13 +443,13 @@ class _Conversions:
         return node.op == "call_module" and self._known.roles[node].is_convolution
 
     def _is_weight(self, path: str) -> bool:
-        """Whether it has several dimensions, whose order may be another."""
+        """Whether the tensor at `path` has several dimensions, so that it may have other strides."""
         node = fx.Node(self._graph, "", "get_attr", path, (), {})
         tensor = known_tensor(self._known.root, node)
         return tensor is not None and tensor.dim() > 1
 
     def _flag(self, node: fx.Node) -> fx.Node:
-        """Says, at a call, whether `node` works in channels_last."""
+        """The node whose value, at a call, says whether `node` works in channels_last."""
         key = self._known.unknown(node)
         if key not in self._flags:
             values = sorted(key, key=self._order.__getitem__)
@@ -457,14 +469,14 @@ class _Conversions:
             self._replace(node, value, self._converted(node, value, True, (flag,)))
 
     def _read_outside(self, value: fx.Node) -> None:
-        """Lets all others read `value` as it is in eager."""
+        """Lets all other nodes read `value` with eager's strides."""
         for user in sorted(value.users, key=lambda user: self._order.get(user, -1)):
             reads = user not in self._order or (user in self._inside and value in self._known.roles[user].inputs)
             if not reads and not self._known.forgets(value, user):
                 self._replace(user, value, self._converted(user, value, False, (self._flag(value),)))
 
     def _converted(self, reader: fx.Node, value: fx.Node, there: bool, flags: tuple[fx.Node, ...]) -> fx.Node:
-        """The conversion of `value` for `reader`; the same for all, unless the value is overwritten in between."""
+        """The conversion of `value` for `reader`. Readers share it, unless the value is overwritten in between."""
         behind = self._known.behind
         key = (value, there, flags)
         place = self._order[reader]

@@ -1,7 +1,7 @@
-"""Checkpoints in a graph (torch.utils.checkpoint): parts of it whose values a training step computes again.
+"""Checkpoints in a graph (torch.utils.checkpoint): parts whose values the backward of a training step recomputes.
 
-Dynamo keeps what a checkpoint runs as a graph of its own (backend.py). Here it becomes a part of the graph around it,
-with a mark for torch's partitioner, which then lets the backward compute again what eager would.
+Dynamo keeps the body of a checkpoint as a graph of its own (backend.py). Here this graph is inlined into the one around
+it. Its nodes are marked for torch's partitioner, which then lets the backward recompute what eager would.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.utils import checkpoint
 from fxfuse.program.values import Refused
 
 AGAIN: Final = "recompute"
-"""The mark of a node, as torch's partitioner reads it: in its meta, which torch.fx copies to what is traced of it."""
+"""The key, in a node's meta, of the mark that torch's partitioner reads. torch.fx copies it to nodes traced from it."""
 _PART: Final = "ac_graph_id"
-"""Of the same: which checkpoint it is. What one gives the next is kept."""
+"""The key, in the same, of the checkpoint's number. What one checkpoint passes to the next is kept."""
 _POLICY: Final[Any] = getattr(checkpoint, "CheckpointPolicy", None)
 _MARK: Final[Any] = True if _POLICY is None else _POLICY.MUST_RECOMPUTE
 
 
 def has_any(graph: fx.Graph) -> bool:
-    """Whether there is a checkpoint in it."""
+    """Whether a graph contains a checkpoint."""
     return any(map(_is_checkpoint, graph.nodes))
 
 
 def inlined(root: nn.Module, graph: fx.Graph) -> fx.Graph:
-    """The graph itself if it has no checkpoints, else a copy with marked nodes in their place.
+    """The graph itself if it has no checkpoints, else a copy with marked nodes in place of each checkpoint.
 
-    Raises Refused for one that chooses what to keep, or whose graph has attributes.
+    Raises Refused for a checkpoint that chooses what to keep, or whose graph has attributes or calls modules.
     """
     if not has_any(graph):
         return graph
@@ -61,7 +61,7 @@ def inlined(root: nn.Module, graph: fx.Graph) -> fx.Graph:
 
 
 def marked(graph: fx.Graph) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is traced of the graph's nodes has their marks, if there are any."""
+    """A context in which traced nodes get the marks of the graph's nodes, if there are any."""
     return traceback.preserve_node_meta() if _has_marks(graph) else contextlib.nullcontext()
 
 
@@ -71,8 +71,11 @@ def _has_marks(graph: fx.Graph) -> bool:
 
 @contextlib.contextmanager
 def drawing_nothing(graph: fx.Graph) -> Iterator[None]:
-    """Inside, torch's partitioner takes no operator with a mark for one that draws random numbers, in this thread: it
-    would take attention without dropout for one, by its tag. The caller has the lock of traces (joint.py)."""
+    """A context in which torch's partitioner, in this thread, assumes that no marked operator draws random numbers.
+
+    By its tag it would assume that attention draws, even without dropout. The caller holds the lock of traces
+    (joint.py).
+    """
     if not _has_marks(graph):
         yield
         return
@@ -92,7 +95,7 @@ def _is_checkpoint(node: fx.Node) -> bool:
 
 
 def _captured(body: nn.Module) -> tuple[nn.Module, fx.Graph]:
-    """What a checkpoint's graph was before its regions were fused."""
+    """The root and the graph of a checkpoint's body before its regions were fused."""
     from fxfuse.module import state_of  # which imports training.py
 
     captured = state_of(body).captured  # type: ignore[arg-type]
@@ -102,7 +105,7 @@ def _captured(body: nn.Module) -> tuple[nn.Module, fx.Graph]:
 
 
 def _replace(node: fx.Node, result: Any) -> None:
-    """Puts what a checkpoint's graph gives in the place of the checkpoint."""
+    """Replaces a checkpoint by the result of its inlined graph."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     for user in list(node.users):

@@ -1,15 +1,17 @@
 """optimize(..., cuda_graphs=True): a call of the whole model as one CUDA graph instead of one launch after another.
 
-`Replays` decides for each call. The first call of its kind (shapes, strides and dtypes of the tensors, values of the
-other arguments, torch's switches) runs as usual, the second is captured: warm-up calls on a stream of its own, then
-torch.cuda.graph with a memory pool that the model's graphs share. Arguments are copied into buffers before a replay,
-and results out of the graph's memory after it, so that they belong to the caller; objects among them that only hold
-attributes (a cache of keys and values) are made anew.
+`Replays` decides for each call.
 
-A graph reads parameters and buffers where they lay when it was captured: changes in place are seen, and if one of them
-lies elsewhere now, has been replaced, or if a module has changed its mode, all graphs are dropped. Dynamo's graphs get
-theirs as arguments: these are read where they lie, too. What a forward reads from Python (a number in an attribute) or
-does there is fixed at the capture.
+- *Kinds of call.* A kind is the shapes, strides and dtypes of the tensors, the values of the other arguments, and
+  torch's switches. The first call of a kind runs as usual. The second is captured: warm-up calls on a stream of its
+  own, then torch.cuda.graph with a memory pool that all graphs of the model share.
+- *Arguments and results.* Before a replay, arguments are copied into buffers. After it, results are copied out of the
+  graph's memory, so that they belong to the caller. Objects among the results that only hold attributes (a cache of
+  keys and values) are made anew.
+- *Parameters and buffers.* A graph reads them at the addresses that they had at the capture. So it sees changes in
+  place. If the address of one has changed, one has been replaced, or a module has changed its mode, all graphs are
+  dropped. Dynamo's graphs get parameters and buffers as arguments; these are read in place, too.
+- *Python.* What a forward reads from Python (a number in an attribute), or does there, is fixed at the capture.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from fxfuse.state import Draws, draws_without_readers, unchanged
 logger = logging.getLogger("fxfuse")
 
 GRAPHS: Final = 8
-"""Kinds of call for which a model keeps graphs, each with the memory of all intermediate results."""
+"""Most kinds of call for which a model keeps graphs. Each graph keeps the memory of all intermediate results."""
 KINDS_REMEMBERED: Final = 64
-"""Kinds of call of which is known that they have been met once."""
+"""Most kinds of call that are remembered because they have come once."""
 WARM_UP_CALLS: Final = 2
 
 Forward: TypeAlias = Callable[..., Any]
@@ -55,14 +57,14 @@ _dtype: Final[Callable[..., Any]] = torch.Tensor.dtype.__get__  # type: ignore[a
 
 
 class Unfit(Exception):
-    """Why a call cannot be a graph."""
+    """A call cannot be a graph; the message says why."""
 
 
 # ------------------------------------------------------------------------------------- arguments, results
 
 
 def flatten(value: Any, leaves: list[torch.Tensor]) -> Key:
-    """What a graph is captured for in an argument; its tensors are appended to `leaves`. Raises Unfit."""
+    """The part of an argument that decides its kind of call. Its tensors are appended to `leaves`. Raises Unfit."""
     if type(value) in _TENSORS:
         if value.layout is not torch.strided or value.is_nested or torch._debug_has_internal_overlap(value) == 1:
             raise Unfit("an argument's elements share memory, or it is not strided")
@@ -71,7 +73,7 @@ def flatten(value: Any, leaves: list[torch.Tensor]) -> Key:
     if value is None or isinstance(value, _CONSTANTS):
         return (type(value), value)
     if isinstance(value, float):
-        return (float, value.hex())  # NaN is no key, and -0.0 is not 0.0
+        return (float, value.hex())  # NaN does not equal itself, and -0.0 equals 0.0
     if type(value) in (tuple, list):
         return (type(value), *(flatten(item, leaves) for item in value))
     if type(value) is dict:
@@ -83,12 +85,13 @@ def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], made: dict[int, Any] | None = None,
     shared: Container[int] = (),
 ) -> Any:  # fmt: skip
-    """`value` with every tensor replaced; containers, dataclasses and objects are made anew. Raises Unfit for what does
-    more than hold attributes.
+    """`value` with `function` applied to every tensor. Containers, dataclasses and other objects are made anew.
+
+    Raises Unfit for an object that does more than hold attributes.
 
     Args:
-        made: the new objects by the identity of the old ones, which are met again there.
-        shared: the identities of objects that are kept.
+        made: collects the new objects, by the ids of the old ones. So an object that occurs twice is made once.
+        shared: the ids of objects that are kept.
     """
     made = {} if made is None else made
 
@@ -119,7 +122,7 @@ def map_tensors(
 
 
 def _only_holds_attributes(value: Any) -> bool:
-    """Whether another object with the same attributes is as good (a cache of keys and values)."""
+    """Whether an object can be replaced by a new one with the same attributes (a cache of keys and values)."""
     kind = type(value)
     return (
         all(getattr(kind, name, None) is getattr(object, name, None) for name in _OF_OBJECTS)
@@ -132,11 +135,11 @@ def _only_holds_attributes(value: Any) -> bool:
 _OF_OBJECTS: Final = (
     "__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__del__",
 )  # fmt: skip
-"""Methods by which an object says that it is more than its attributes."""
+"""Methods that a class defines if its objects are more than their attributes."""
 
 
 def _that_live_on(before: Any, now: Any) -> set[int]:
-    """The objects among the results of two calls that are the same. Raises Unfit if one of them holds tensors."""
+    """The ids of objects that are among the results of both calls. Raises Unfit if one of them holds tensors."""
     earlier: dict[int, Any] = {}
     later: dict[int, Any] = {}
     map_tensors(before, lambda tensor: tensor, earlier)
@@ -157,20 +160,23 @@ def _buffer(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What returns a copy of the result as it is by then, with the same strides."""
+    """A function that returns a copy of the result, with the same strides, as it is at the time of its call."""
     shape, strides = result.shape, result.stride()
     expanded = [size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)]
     if any(expanded):
         once = _copying(result[tuple(slice(0, 1) if repeated else slice(None) for repeated in expanded)])
         return lambda: once().expand(shape)
-    if torch.empty_like(result).stride() == strides:  # in one call of torch's instead of two
+    if torch.empty_like(result).stride() == strides:  # clone is one call of torch instead of two
         return result.clone
     dtype, device = result.dtype, result.device
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(result)
 
 
 def _copying_into(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """What copies tensors into the buffers at once, if they lie where it may read them; None if there is no kernel."""
+    """A function that copies tensors into the buffers by one launch; None if there is no kernel for that.
+
+    It returns False if it cannot read the tensors where they are.
+    """
     try:
         return copies.launch_of(buffers) if buffers and buffers[0].is_cuda else None
     except (FxfuseError, build.NotBuilt) as error:
@@ -189,7 +195,7 @@ def _overwrite(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 class Pool:
-    """Memory for the graphs of one model, which are replayed one after another: they may use the same."""
+    """The memory that all graphs of a model share: they are replayed one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -199,9 +205,10 @@ class Pool:
         self._latest_use: tuple[int, int] | None = None
 
     def use(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Lets the current stream wait for whoever used the graphs last.
+        """Makes the current stream wait for the stream that used the graphs last.
 
-        `buffers` are those of one graph, which keeps the list as long as it is used.
+        Args:
+            buffers: the buffers of one graph. The list must exist as long as the graph, because it is known by its id.
         """
         use = torch._C._cuda_getCurrentRawStream(self.device.index), id(buffers)
         if use == self._latest_use:
@@ -216,25 +223,28 @@ class Pool:
 
 
 class Graph:
-    """torch's CUDA graph of one call: with Pool, all that needs a GPU."""
+    """torch's CUDA graph of one call. Only this class and Pool need a GPU."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, call: Callable[[], Any]) -> None:
-        """Runs `call` until all is done that is done once (compiling, measuring, cuDNN's search). Raises Unfit."""
+        """Runs `call` until everything that happens once is done (compiling, measuring, cuDNN's search).
+
+        Raises Unfit if the CPU waits for the GPU.
+        """
         stream = torch.cuda.current_stream(self._pool.device)
         self._pool.capturing.wait_stream(stream)
         with torch.cuda.stream(self._pool.capturing):
             for _ in range(WARM_UP_CALLS):
                 call()
-            with _waiting_noticed():  # in a capture it would fail, and torch's allocator would not recover
+            with _waiting_noticed():  # waiting would fail in a capture, and torch's allocator would not recover
                 call()
         stream.wait_stream(self._pool.capturing)
 
     def capture(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns: tensors that every replay overwrites."""
+        """Captures `call` and returns its results: tensors that every replay overwrites."""
         pool = self._pool
         with torch.cuda.device(pool.device):
             try:
@@ -249,15 +259,15 @@ class Graph:
                 raise
 
     def replay(self) -> None:
-        self._graph.replay()  # on the current stream of the device that it was captured on, whichever is current
+        self._graph.replay()  # on the current stream of the device of its capture, whichever device is current
 
 
 @contextlib.contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Inside, cuBLAS takes its workspaces anew, from a graph's pool, and no later call gets those.
+    """Inside, cuBLAS allocates new workspaces, from the graph's pool. No later call gets them.
 
-    torch keeps one for each stream. A graph would go on writing into that of its warm-up, which others may free: every
-    capture by torch.compile does, and in newer torch the end of any graph that was captured on this stream.
+    torch keeps a workspace for each stream. A graph would go on writing into that of its warm-up, which others may
+    free: every capture by torch.compile frees it, and in newer torch the end of any graph captured on this stream.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -267,17 +277,17 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def _recover(pool: Pool) -> None:
-    """Ends what torch leaves open when a capture fails: its allocator and its random generator go on capturing."""
-    with contextlib.suppress(Exception):  # where torch has done it
+    """Cleans up after a failed capture, in which torch's allocator and its random generator go on capturing."""
+    with contextlib.suppress(Exception):  # torch may have done this
         torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)
         torch._C._cuda_releasePool(pool.device.index, pool.handle)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=pool.capturing, capture_error_mode="thread_local"):
-        torch.zeros(1, device=pool.device)  # capturing anything ends it for the generator
+        torch.zeros(1, device=pool.device)  # any completed capture ends the generator's
 
 
 @contextlib.contextmanager
 def _waiting_noticed() -> Iterator[None]:
-    """Raises Unfit afterwards if the CPU waited for the GPU inside."""
+    """Raises Unfit at the end if the CPU waited for the GPU inside."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -296,8 +306,8 @@ _recording: Final = threading.local()
 
 @contextlib.contextmanager
 def _preparing() -> Iterator[None]:
-    """Inside, models do not replay, and autocast keeps no copies of weights: a graph would read them when they are
-    gone."""
+    """Inside, models do not replay, and autocast keeps no copies of weights: a graph would read them after they are
+    freed."""
     cached = torch.is_autocast_cache_enabled()
     _recording.active = True
     torch.set_autocast_cache_enabled(False)
@@ -309,22 +319,26 @@ def _preparing() -> Iterator[None]:
 
 
 class Recording:
-    """A captured call."""
+    """A captured call, which can be replayed for other calls of its kind."""
 
     known: _Latest | None = None
-    """How the next call of its kind is recognised, if that is known."""
+    """Recognises the next call of this kind; None before the first replay, or if that is not possible."""
 
     def __init__(
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
         lent: Sequence[torch.Tensor], pool: Pool,
     ) -> None:  # fmt: skip
-        """Captures forward(module, *args, **kwargs), which may read tensors that are `lent` to it. Raises Unfit."""
+        """Captures forward(module, *args, **kwargs). Raises Unfit.
+
+        Args:
+            lent: arguments that the graph reads in place (see `_Split`).
+        """
         leaves: list[torch.Tensor] = []
         flatten([args, kwargs], leaves)
         device = pool.device
         self._pool, self._graph = pool, Graph(pool)
-        overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # perhaps
-        # not tensors of the inference mode that the caller may be in: those may not be overwritten outside of it
+        overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers: perhaps
+        # the caller may be in inference mode, whose tensors may not be overwritten outside of it
         with torch.inference_mode(False), torch.no_grad(), unchanged(module, tensors=overwritten), _preparing():
             self._buffers = [_buffer(leaf) for leaf in leaves]
             buffers = iter(self._buffers)
@@ -335,7 +349,7 @@ class Recording:
             if versions != self._versions():
                 raise Unfit("it overwrites an argument")
             self._draws: list[Callable[[], Any]] = []
-            if draws.any():  # a replay would have the captured ones, wherever they were drawn
+            if draws.any():  # every replay would repeat the numbers drawn at the capture
                 with recapture.as_eager():
                     again = draws_without_readers(lambda: forward(module, *args, **kwargs))
                 if again is None or draws.of_its_own():
@@ -358,14 +372,14 @@ class Recording:
 
         self._results = map_tensors(results, check, shared=self._shared)
         self._copies = copies
-        """What copies each tensor among the results, by its id: a tensor may be among them more than once."""
+        """The function that copies each tensor among the results, by its id. A tensor may occur several times."""
         self._copy_arguments = _copying_into(self._buffers)
 
     def _versions(self) -> list[int]:
         return [buffer._version for buffer in self._buffers]
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
-        """The results for the tensors of another call of this kind."""
+        """Replays the graph for a call of this kind with the tensors `leaves`. Returns the results."""
         with torch.no_grad():
             self._pool.use(self._buffers)
             if self._copy_arguments is None or not self._copy_arguments(leaves):
@@ -388,17 +402,17 @@ _END: Final = object()
 
 
 class _State:
-    """What graphs depend on in the model: where its tensors lie, and that no Python must run for its modules.
+    """The state of the model that graphs depend on: addresses of its tensors, modes, and hooks, which need Python.
 
-    `lent` are tensors that a call reads where they lie although they are arguments.
+    `lent` are arguments of a call that a graph reads in place: parameters and buffers of one of Dynamo's graphs.
     """
 
     def __init__(self, module: nn.Module, lent: Sequence[torch.Tensor], lends: bool) -> None:
         modules = list(module.modules())
         self._children = modules[1:]
-        # Dynamo's graphs have no mode: what depends on one is an argument of their operators
+        # Dynamo's graphs have no mode: operators that depend on it get it as an argument
         self._attributes = [vars(item) for item in modules if not (lends and isinstance(item, fx.GraphModule))]
-        # the module's own hooks run around its forward
+        # hooks of the root run outside of its forward, and so outside of the graph
         self._hooks = [hooks for item in self._children for hooks in (item._forward_hooks, item._forward_pre_hooks)]
         tables = [(item._parameters, item._buffers, item._modules) for item in modules]
         self._tables = [table for three in tables for table in three if table]
@@ -411,10 +425,10 @@ class _State:
         self._members = [member for table in self._tables for member in table.values()]
         self._places = self._read_places()
         self._guards: dict[tuple[bool, bool], Guard] = {}
-        """For the thread's modes on which dispatch keys depend: all tensors as they were."""
+        """Guards for all tensors, by the thread's modes that its dispatch keys depend on (inference mode, autocast)."""
         self._unfit = self._why_unfit(module)
 
-    # read at every call, of hundreds of tensors and modules: loops in C
+    # read at every call, for hundreds of tensors and modules: by loops in C
 
     def _read_modes(self) -> list[bool]:
         return [attributes["training"] for attributes in self._attributes]
@@ -430,10 +444,11 @@ class _State:
         return [list(map(read, self.tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
     def _has_tensors(self) -> bool:
-        """Whether members and hooks are the same objects, and all tensors lie where they did, as they did.
+        """Whether parameters, buffers, modules and hooks are the same objects, and tensors have the same addresses,
+        strides and dtypes.
 
-        Once that was found, one call into C compares them. It sees more than matters here (requires_grad, the thread's
-        dispatch keys): where it says no, everything is read.
+        After the first such comparison a guard compares them, in one call into C. It also compares properties that do
+        not matter here (requires_grad, the thread's dispatch keys). So if it fails, everything is read one by one.
         """
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
         guard = self._guards.get(modes)
@@ -444,7 +459,7 @@ class _State:
         if not self._has_members() or any(self._hooks) != self._hooked or self._read_places() != self._places:
             return False
         if self._are_plain and self.tensors:
-            with contextlib.suppress(FxfuseError, build.NotBuilt):  # everything is read then
+            with contextlib.suppress(FxfuseError, build.NotBuilt):  # without a guard everything is read at every call
                 self._guards[modes] = Guard(self.tensors, [*self._tables, *self._hooks])
         return True
 
@@ -464,11 +479,11 @@ class _State:
         return None
 
     def has_modes(self) -> bool:
-        """Whether all modules are in the modes that they were in."""
+        """Whether all modules are in the same modes as before."""
         return self._read_modes() == self._modes
 
     def holds(self, lent: Sequence[torch.Tensor]) -> bool:
-        """Whether all is as it was."""
+        """Whether the model's state is the same as before."""
         return (
             self.has_modes()
             and len(lent) == len(self._lent)
@@ -479,7 +494,7 @@ class _State:
     def kind(
         self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[torch.Tensor]
     ) -> _Latest | None:
-        """What recognises a call like this one, of which there is a recording; None if not all can be asked at once."""
+        """Recognises further calls like this one, which has a recording; None if a guard cannot compare all of it."""
         is_plain = all(arg is None or type(arg) in (*_TENSORS, *_CONSTANTS) for arg in (*args, *kwargs.values()))
         if not (is_plain and self.tensors and self._are_plain):
             return None
@@ -490,7 +505,7 @@ class _State:
         return _Latest(recording, guard, self, args, kwargs)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
-        """The device of the model and of a call's tensors. Raises Unfit if they cannot be on one graph."""
+        """The device of the model and of a call's tensors. Raises Unfit if they cannot be in one graph."""
         if self._unfit is not None:
             raise Unfit(self._unfit)
         tensors = [*self.tensors[:1], *leaves]
@@ -505,12 +520,12 @@ class _State:
 
 
 class _Latest:
-    """A kind of call, recognised by one call into C (guard.h) and few questions beside it."""
+    """Recognises the next call of a kind: by one call into C (guard.h) and a few comparisons."""
 
     def __init__(
         self, recording: Recording, guard: Guard, state: _State, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """`guard`: of the model's tensors, as `state` has them, and those of this call, as they are now."""
+        """`guard` is for the model's tensors, in the order of `state`, followed by the tensors of this call."""
         self.recording = recording
         self._guard, self._state = guard, state
         args, self._names = (*args, *kwargs.values()), tuple(kwargs)
@@ -524,7 +539,7 @@ class _Latest:
         self._with_gradients = torch.is_grad_enabled()
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-        """The tensors among the arguments, if they and all else are as they were."""
+        """The tensors among the arguments, if the call is of this kind and the model's state is the same; else None."""
         if kwargs or self._names:
             if tuple(kwargs) != self._names:
                 return None
@@ -546,7 +561,7 @@ class _Latest:
 
 
 def _is_watched() -> bool:
-    """Whether somebody wants to see the operators that a call runs: a replay runs none."""
+    """Whether something observes the operators that a call runs (modes, traces, captures): a replay runs none."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -556,7 +571,7 @@ def _is_watched() -> bool:
 
 
 def _is_watched_beyond_keys(is_capturing: Callable[[], bool]) -> bool:
-    """The same, by somebody of whom the thread's dispatch keys, which guards compare, say nothing."""
+    """`_is_watched` by things that have no dispatch key, so that guards do not notice them."""
     return bool(torch._C._len_torch_function_stack() or forward_ad._current_level >= 0 or is_capturing())
 
 
@@ -569,7 +584,7 @@ _LIBRARY_SWITCHES: Final[tuple[Callable[[], Any], ...]] = tuple(
     )
     if hasattr(torch._C, name)
 )  # fmt: skip
-"""What else decides which kernels torch's libraries run."""
+"""Further switches that decide which kernels torch's libraries run."""
 
 
 def _switches() -> Key:
@@ -582,10 +597,10 @@ def _switches() -> Key:
 
 
 class _Split:
-    """Which arguments of one of Dynamo's graphs are parameters and buffers: those that lie where they are for good."""
+    """Divides the arguments of one of Dynamo's graphs: parameters and buffers, which keep their addresses, are lent."""
 
     def __init__(self, args: Sequence[Any]) -> None:
-        """Of a first call: Dynamo marks them, and each argument is always of one kind."""
+        """Divides the arguments of a first call, in which Dynamo marks parameters and buffers. Later ones are alike."""
         marked = [
             isinstance(arg, nn.Parameter) or getattr(arg, "_dynamo_static_input_type", None) is not None for arg in args
         ]
@@ -599,7 +614,7 @@ class _Split:
         return [args[place] for place in self._others]
 
     def calling(self, forward: Forward, args: Sequence[Any]) -> Forward:
-        """`forward` as a function of the other arguments."""
+        """`forward` as a function of the arguments that are not lent."""
 
         def call(module: nn.Module, *others: Any) -> Any:
             given = list(args)
@@ -614,7 +629,7 @@ class Replays:
     """The graphs of one model."""
 
     def __init__(self, lends: bool = False) -> None:
-        """Of a model whose parameters and buffers are arguments, if it `lends` them: that of one of Dynamo's graphs."""
+        """`lends`: whether the model is one of Dynamo's graphs, which gets its parameters and buffers as arguments."""
         self._lends = lends
         self._split: _Split | None = None
         self._lock = threading.RLock()
@@ -624,10 +639,10 @@ class Replays:
         self._met: set[Key] = set()
         self._found: dict[Key, Recording | Unfit] = {}
         self.refused: Counter[str] = Counter()
-        """Why calls ran without a graph, and how many did."""
+        """The reasons why calls ran without a graph, with the number of such calls."""
 
     def _recorded_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recording, list[Any]] | None:
-        """The recording of the call before and this call's tensors, if this one is of the same kind."""
+        """The previous call's recording and this call's tensors, if both calls are of the same kind; else None."""
         latest = self._latest
         if latest is None or _is_watched_beyond_keys(latest.is_capturing):
             return None
@@ -640,7 +655,7 @@ class Replays:
         return sum(isinstance(found, Recording) for found in self._found.values())
 
     def fresh(self) -> Replays:
-        """Those of the same model from now on, without any graph yet."""
+        """New Replays for the same model, without any graph."""
         return Replays(self._lends)
 
     def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -652,7 +667,7 @@ class Replays:
             if again is not None:
                 return again[0].replay(again[1])
         if not _is_watched():
-            with self._lock:  # buffers are in use from the copies into them to those of the results
+            with self._lock:  # the graph's buffers are in use until the results are copied
                 leaves: list[torch.Tensor] = []
                 try:
                     recording = self._recording(module, forward, args, kwargs, leaves, at_once=False)
@@ -667,7 +682,7 @@ class Replays:
     def _remember(
         self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[torch.Tensor]
     ) -> None:
-        """Lets the next call of this kind be recognised at once."""
+        """Prepares that the next call of this kind is recognised by `_Latest`."""
         self._latest = None
         if self._lends or self._state is None:
             return
@@ -678,7 +693,7 @@ class Replays:
     def prepare(
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
-        """Captures forward(module, *args, **kwargs) now; the reason if that is not possible."""
+        """Captures forward(module, *args, **kwargs) now. Returns the reason if that is not possible, else None."""
         with self._lock, torch.no_grad():
             try:
                 self._recording(module, forward, args, dict(kwargs), [], at_once=True)
@@ -690,7 +705,11 @@ class Replays:
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
         leaves: list[torch.Tensor], at_once: bool,
     ) -> Recording | None:  # fmt: skip
-        """The recording for this kind of call; None if it has not been met before. Appends its tensors to `leaves`."""
+        """The recording for this kind of call; None if the kind is new. Appends the call's tensors to `leaves`.
+
+        Args:
+            at_once: whether to capture also a kind that is new.
+        """
         lent: Sequence[torch.Tensor] = ()
         if self._lends:
             if self._split is None:
@@ -728,6 +747,6 @@ def _record(
     except Unfit as unfit:
         return unfit
     except Exception as error:  # of the model (its call will raise it again), or of what cannot be captured
-        cause = error.__context__ or error  # ending a failed capture raises another one
+        cause = error.__context__ or error  # ending a failed capture raises another exception
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         return Unfit(f"capturing it fails: {text}")

@@ -1,20 +1,21 @@
-"""The fused operators: functional.linear, gated_linear, matmul, mm, addmm, conv2d, conv3d, layer_norm, pointwise,
-in torch.ops.fxfuse, too.
+"""The fused operators: linear, gated_linear, matmul, mm, addmm, bmm, conv2d, conv3d, layer_norm and pointwise.
 
-Each takes an anchor's arguments, the other tensors that its epilogue reads, and the epilogue as text:
+Each is a function of this module and an operator in torch.ops.fxfuse. It takes the anchor's arguments, the other
+tensors that the epilogue reads, and the epilogue as text:
 
     fxfuse.functional.linear(x, weight, bias, [operands], "relu(acc + o0)")
 
-gated_linear has two linears of one x: the epilogue calls the second one's result o0. Its weight is the first of the
-operands, its bias, if it has one, the last: gated_linear(x, v, None, [w], "silu(o0) * acc").
+- gated_linear computes two linears of one x. The epilogue calls the result of the second one o0. The second weight is
+  the first operand; the second bias, if there is one, is the last: gated_linear(x, v, None, [w], "silu(o0) * acc").
+- pointwise has no anchor, weight or bias: x is acc. `overwrite` says that nothing else reads x, so that the result may
+  overwrite it.
+- With `pool`, the fields of a MaxPool, max_pool2d is applied to the epilogue's result.
 
-pointwise has no anchor, weight or bias: x is acc. It may overwrite x if it is told that nobody else reads it. With
-pool, a MaxPool's fields, the result is what max_pool2d makes of the epilogue's.
-
-torch.ops.fxfuse.* are ordinary torch operators: opaque to torch.compile and torch.export (with a meta kernel),
-differentiable (by running the region's torch reference when a gradient is needed), safe under autocast and inference
-mode. The functions, which optimised graphs call, go straight to the plan, or to the reference, where nobody could tell
-the difference (the dispatcher takes 15 us for an operator that is implemented in Python), else through torch.ops.
+torch.ops.fxfuse.* are ordinary torch operators. torch.compile and torch.export do not look inside them (they have a
+meta kernel). They are differentiable: the region's torch reference runs when a gradient is needed. They are safe under
+autocast and inference mode. Optimised graphs call the functions. A function goes straight to the plan, or to the
+reference, where this makes no difference: the dispatcher takes 15 us for an operator that is implemented in Python.
+Otherwise it calls torch.ops.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OPTIONS: Final = {
     "layer_norm": ", int[] normalized_shape, float eps",
     "pointwise": ", bool overwrite",
 }
-"""The schema of each operator's options (problem.OPTION_NAMES)."""
+"""The options (problem.OPTION_NAMES) in each operator's schema."""
 
 
 def operator(kind: str) -> torch._ops.OpOverload:
@@ -60,18 +61,18 @@ def operator(kind: str) -> torch._ops.OpOverload:
 
 
 def function(kind: str) -> Callable[..., torch.Tensor]:
-    """The same as a function of this module: what optimised graphs call."""
+    """The function of this module for regions with an anchor of this kind. Optimised graphs call it."""
     found: Callable[..., torch.Tensor] = globals()[kind]
     return found
 
 
 def option_values(kind: str, options: Any) -> tuple[Any, ...]:
-    """An anchor's options in the order in which its operator takes them."""
+    """The values of an anchor's options, in the order of the operator's arguments."""
     return tuple(_hashable(options[name]) for name in OPTION_NAMES[kind])
 
 
 def as_operand(value: Any) -> torch.Tensor:
-    """An argument of the model that may be a number, as an operand: a tensor as it is, a number as a 0-d tensor."""
+    """Converts an argument of the model to an operand: a number becomes a 0-d tensor, a tensor stays as it is."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, fx.Proxy):  # somebody traces the optimised model
@@ -87,7 +88,8 @@ def _hashable(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------ the short way
 
 _PLAIN: Final = frozenset((torch.Tensor, torch.nn.Parameter, StandIn))
-"""Tensors that nobody intercepts: no subclass, no fake, but those that stand in for a GPU's."""
+"""Tensor classes whose operators nothing intercepts: no subclasses and no fakes. StandIn, for a described GPU, counts
+as one of them."""
 _STRIDED: Final = frozenset((torch.strided,))
 _NO_DISPATCH: Final = torch._C._disabled_torch_dispatch_impl
 _layout: Final[Callable[..., Any]] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
@@ -95,9 +97,9 @@ _is_neg: Final = torch.Tensor.is_neg
 
 
 def _observed(profiled: bool = True) -> bool:
-    """Whether anything is switched on that wants to see operators and that dispatch keys do not tell of.
+    """Whether anything is active that must see operator calls and that has no dispatch key.
 
-    A profiler, too, unless `profiled` is False.
+    This is a compilation, a function mode, forward-mode derivatives, a trace, or, if `profiled`, a profiler.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -109,7 +111,7 @@ def _observed(profiled: bool = True) -> bool:
 
 
 def _intercepted() -> bool:
-    """Whether anything else that is switched on in this thread wants to see or change the operators that are called."""
+    """Whether a dispatch mode, autocast or a torch.func transformation is active in this thread."""
     return bool(
         torch._C._len_torch_dispatch_stack() > (0 if gpu.standing_in() is None else stand_in.modes())
         or torch._C._is_any_autocast_enabled()
@@ -122,13 +124,14 @@ def _needs_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _knows_torch_only(tensor: Any) -> bool:
-    """Whether it is a tensor that implements torch's operators itself (jagged, quantised, distributed ones)."""
+    """Whether `tensor` implements torch's operators itself (jagged, quantised and distributed tensors), so that only
+    torch's operators can run on it."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_DISPATCH)
     return dispatch is not _NO_DISPATCH and not isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def _lacks_one(operands: Sequence[torch.Tensor | None]) -> bool:
-    """Whether a parameter that was an operand has been set to None (a normalisation's weight, a gate's bias)."""
+    """Whether an operand is None: a parameter (a normalisation's weight, a gate's bias) that has been set to None."""
     for operand in operands:  # noqa: SIM110 - Dynamo of torch 2.3 traces no generators
         if operand is None:
             return True
@@ -139,7 +142,7 @@ def _reference(
     kind: str, values: Sequence[Any], epilogue: str, pool: Sequence[int], region: int,
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """The region in torch, operation by operation."""
+    """The region's result by torch, operation by operation."""
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
     expression = plans.as_written(region, epilogue) or parsed(epilogue)
     return run_reference(kind, options, expression, pool, x, weight, bias, operands)
@@ -153,13 +156,13 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         tensors = in_order(x, weight, bias, operands)
         observed = _observed()
-        if not observed:  # first: what follows is nothing that torch.compile could trace
+        if not observed:  # first: torch.compile could not trace what follows
             shortcut = plans.shortcuts.get(region)
             if shortcut is not None:
                 try:
                     result = shortcut((kind, epilogue, values, strict, fp32, pool), tensors)
                 except Exception:
-                    result = None  # the long way meets it, too, and knows what to do
+                    result = None  # the long way below raises it again and handles it
                 if result is not None:
                     return result
         if (
@@ -167,7 +170,7 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
             and not _intercepted()
             and _PLAIN.issuperset(map(type, tensors))
             and _STRIDED.issuperset(map(_layout, tensors))
-            and not any(map(_is_neg, tensors))  # a kernel would read the numbers as they lie in memory
+            and not any(map(_is_neg, tensors))  # memory holds these values without their sign change
             and (x.is_cpu or x.is_cuda)
             and not x.is_nested
         ):
@@ -208,12 +211,13 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
 
 
 def _transformed(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the region must run operation by operation: torch.func, forward-mode derivatives, other layouts."""
+    """Whether the region must run operation by operation: under torch.func, with forward-mode derivatives, or with
+    tensors that are not plain strided ones."""
     return forward_ad._current_level >= 0 or any(tensor is not None and _is_special(tensor) for tensor in tensors)
 
 
 def _is_special(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are not simply those in memory, where its strides say."""
+    """Whether the tensor's values are more than its memory read by its strides: see the cases."""
     return (
         tensor.layout is not torch.strided
         or tensor.is_nested
@@ -225,7 +229,7 @@ def _is_special(tensor: torch.Tensor) -> bool:
 
 
 def current_autocast(device: str) -> torch.dtype | None:
-    """What torch.autocast computes products in now, on "cpu" or "cuda"; None if it does nothing."""
+    """The dtype in which torch.autocast computes products now, on "cpu" or "cuda"; None where it is disabled."""
     if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
         is_enabled = torch.is_autocast_enabled(device)
     else:
@@ -234,14 +238,14 @@ def current_autocast(device: str) -> torch.dtype | None:
 
 
 def autocast_dtype(device: str) -> torch.dtype:
-    """What torch.autocast computes products in, on "cpu" or "cuda"."""
+    """The dtype in which torch.autocast computes products where it is enabled, on "cpu" or "cuda"."""
     if hasattr(torch, "get_autocast_dtype"):  # since torch 2.4
         return torch.get_autocast_dtype(device)
     return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()
 
 
 def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
-    """How torch.autocast casts the tensors of an operation that it computes in `dtype`."""
+    """A function that casts a tensor as torch.autocast does for an operation in `dtype`."""
 
     def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -253,7 +257,7 @@ def _casting(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor | None],
 
 
 def _of_its_own(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The result in memory of its own: an operator's is never its argument, nor a view of one."""
+    """`result`, cloned if it shares memory with an argument: an operator returns neither an argument nor a view."""
     for tensor in tensors:
         strided = tensor.layout is result.layout is torch.strided and not tensor.is_nested
         if tensor is result or (strided and tensor.untyped_storage()._cdata == result.untyped_storage()._cdata):
@@ -263,18 +267,18 @@ def _of_its_own(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.
 
 _EAGER_KEYS: Final = (
     "FuncTorchBatched",  # torch.func.vmap
-    # other layouts in inference mode, where nothing passes by "Autograd"
+    # other layouts, in inference mode, which skips "Autograd"
     "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
 )  # fmt: skip
-"""Dispatch keys under which the region runs as eager would, operation by operation."""
+"""Dispatch keys under which the region runs as in eager, operation by operation."""
 
 
 _register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-"""Says what an operator gives for fake and for meta tensors; it has this name since torch 2.4."""
+"""Registers an operator's implementation for fake and meta tensors. It has this name since torch 2.4."""
 
 
 def _with_empty_lists(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`implementation`, called with empty lists where AOTInductor's packages give None in their place."""
+    """Wraps `implementation`: AOTInductor's packages pass None for empty lists, and it gets empty lists."""
 
     def given(x, weight, bias, operands, epilogue, *values, pool=(), **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return implementation(x, weight, bias, operands or [], epilogue, *values, pool=pool or [], **caller)
@@ -300,7 +304,7 @@ def _implement(kind: str) -> None:
         return reference(x, weight, bias, operands, epilogue, *values, **caller)
 
     def fake(x, weight, bias, operands, epilogue, *values, pool=(), region=0, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        # fake tensors know their device, on which a convolution's strides depend
+        # a convolution's strides depend on the device, which fake tensors know
         values = (False,) if kind == "pointwise" else values
         return _of_its_own(_reference(kind, values, epilogue, pool, region, x, weight, bias, operands), (x, *operands))
 
@@ -317,7 +321,7 @@ def _implement(kind: str) -> None:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
         def cast_first(x, weight, bias, operands, epilogue, *values, **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            normalises = kind == "layer_norm"  # on a GPU in float32, on a CPU as it comes
+            normalises = kind == "layer_norm"  # autocast: float32 on a GPU, the input's dtype on a CPU
             if ops.is_recast(parsed(epilogue)) or (normalises and device == "cpu"):
                 plans.without_plan[RECAST].add(caller.get("region", 0))
                 return reference(x, weight, bias, operands, epilogue, *values, **caller)

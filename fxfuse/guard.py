@@ -1,4 +1,4 @@
-"""Whether a call's tensors are what they were, and where they lie, in one call into C (guard.h)."""
+"""Guards: one call into C (guard.h) compares a call's tensors with those of an earlier call, and reads addresses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of program
 
 
 class Guard:
-    """Type, dtype, device, sizes, strides, alignment, requires_grad and dispatch keys of tensors; the thread's keys;
-    and which objects tables hold."""
+    """The state of some tensors and tables, to compare later ones with.
+
+    Of tensors it has type, dtype, device, sizes, strides, alignment, requires_grad and dispatch keys; of the thread its
+    dispatch keys; of tables the objects in them.
+    """
 
     def __init__(
         self, tensors: list[torch.Tensor], tables: Sequence[dict[Any, Any]] = (), alignment: int = 1
     ) -> None:  # fmt: skip
-        """As they are now. Raises ToolchainError, BuildError, UnsupportedError if that cannot be asked.
+        """Notes the present state.
 
         Args:
-            alignment: a power of two; whether an address is a multiple of it, or of which smaller one, must be as it is
-                now.
+            alignment: a power of two. The largest power of two up to it that divides an address must stay the same.
+
+        Raises ToolchainError, BuildError or UnsupportedError if the state cannot be read.
         """
         self._tables = list(tables)
         self._members = [member for table in tables for member in table.values()]
@@ -44,8 +48,10 @@ class Guard:
             raise UnsupportedError(str(error)) from None
 
     def holds(self, tensors: list[torch.Tensor], addresses: array[int]) -> bool:
-        """Whether tensors are what those were, and the tables hold what they did. If so, `addresses` begin with the
-        tensors'."""
+        """Whether `tensors` are like the noted ones, and the tables hold the same objects.
+
+        If so, the tensors' addresses are written to the beginning of `addresses`.
+        """
         if len(tensors) != self._count:
             return False
         try:
@@ -55,7 +61,7 @@ class Guard:
         return True
 
     def alone(self, tensors: list[torch.Tensor]) -> bytes:
-        """Of plain tensors, whether no tensor but some of these has the memory of each: 1 or 0."""
+        """For each of some plain tensors, 1 if no tensor but these uses its memory, else 0."""
         marks = array("B", bytes(len(tensors)))
         self._call(b"", id(tensors), self._offset, 0, 0, marks.buffer_info()[0])
         return marks.tobytes()
@@ -63,7 +69,7 @@ class Guard:
 
 @functools.cache
 def _offset() -> int:
-    """Where in the Python object of a tensor the pointer to its C++ object is."""
+    """The offset, in a tensor's Python object, of the pointer to its C++ object."""
     word = ctypes.sizeof(ctypes.c_void_p)
     found = [
         {at for at in range(word, torch.Tensor.__basicsize__, word) if _word_at(id(tensor) + at) == tensor._cdata}

@@ -1,9 +1,9 @@
-"""A graph's forward and backward as two graphs of torch's operators.
+"""Traces a graph's forward and backward as two graphs of torch's operators.
 
-AOTAutograd traces both together, torch's partitioner decides what the forward keeps for the backward and what that
-computes again. What is traced is a function of tensors alone: a graph's other arguments are constants of it. Buffers
-that the graph changes in place (batch normalisation counts into them) are values: the forward returns what they become,
-and puts that into them at its end.
+AOTAutograd traces both as one joint graph. torch's partitioner divides it: it decides what the forward keeps for the
+backward, and what the backward recomputes. A function of tensors alone is traced, so a graph's other arguments are
+constants. Buffers that the graph changes in place (running statistics of batch normalisation) are values in the trace:
+the forward computes their new values, and copies these into the buffers at its end.
 """
 
 from __future__ import annotations
@@ -38,51 +38,57 @@ _aten: Final = torch.ops.aten
 
 @dataclass(frozen=True)
 class Joint:
-    """The two graphs, and what their arguments and results are."""
+    """The forward and the backward graph, and the meaning of their arguments and results.
+
+    The tensors of a call (inputs, parameters and buffers, each once) are known by their numbers.
+    """
 
     forward: fx.GraphModule
-    """Takes the tensors; gives `results` tensors, then those to keep that are neither given nor results."""
+    """From the tensors of a call to `results` tensors, then further tensors that are kept for the backward alone."""
     backward: fx.GraphModule
-    """Takes those that are `kept`, then the gradients of results; gives those of the tensors, or None for some."""
+    """From the `kept` tensors and the gradients of results to a gradient for each tensor of the call, or None."""
     results: int
+    """The number of results."""
     differentiable: tuple[int, ...]
-    """Which results have gradients."""
+    """The results that have gradients, by number."""
     kept: tuple[tuple[str, int], ...]
-    """What the backward takes: ("given", number of a tensor), ("result", number), or ("more", number after those)."""
+    """The backward's first arguments: each ("given", number of a tensor of the call), ("result", number of a result),
+    or ("more", number of a further tensor of the forward)."""
     depends: tuple[frozenset[int], ...]
-    """By tensor, on which of those gradients its own depends."""
+    """For each tensor of the call: the gradients of results, by position among `differentiable`, that its own gradient
+    depends on."""
     gives: frozenset[int]
-    """The tensors, by number, that the backward gives a gradient for."""
+    """The tensors of the call, by number, that get a gradient."""
     tangents: tuple[str, ...]
     """Names of the backward's arguments that are gradients of results."""
     gradients: tuple[TensorMeta, ...]
-    """Those of results, as the backward was traced for them."""
+    """The gradients of results for which the backward was traced."""
     changed: frozenset[int]
-    """The buffers, by number, into which the forward writes."""
+    """The buffers, by number, that the forward overwrites."""
     kept_bytes: int
-    """Of what the forward makes and keeps for the backward alone."""
+    """Bytes of the tensors that the forward makes and keeps for the backward alone."""
     large: tuple[int, ...]
-    """Where among what is kept that is, if it is worth lending."""
+    """The positions in `kept` of such tensors that are worth lending."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced
-    """The graph itself: of the tensors the results, as torch computes them, and others."""
+    """The graph itself, as a function of the tensors that torch computes."""
     layouts: Layouts
-    """Of the values between them, in either graph."""
+    """The layouts of values in both graphs."""
 
 
 def joint_of(
     root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], attributes: Mapping[str, torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> Joint:  # fmt: skip
-    """Traces a graph.
+    """Traces a graph's forward and backward.
 
     Args:
-        values: of its placeholders and of its nodes of attributes.
-        attributes: by path, all tensors of modules that it reads.
-        tensors: those among both, each once.
+        values: the values of its placeholders and attribute nodes.
+        attributes: all tensors of modules that it reads, by path.
+        tensors: all tensors in both, each once.
 
-    Raises Refused if AOTAutograd cannot do that, or if the graph does to what it is given what no pair of graphs does.
+    Raises Refused if AOTAutograd cannot trace it, or if the graph changes its inputs in a way that two graphs cannot.
     """
     laid_out: dict[fx.Node, fx.Node] = {}
     graph, layouts = _laid_out(root, graph, laid_out)
@@ -102,9 +108,15 @@ def joint_of(
 
 
 def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, Layouts]:
-    """A copy of the graph with layouts of its own (channels_last.py), which the backward's values have, too: gradients
-    are traced in the layout of what they are of. Masks of attention that say nothing are left out: torch would trace
-    products and a softmax, whose weights the backward keeps. Notes in `nodes` which node has become which."""
+    """A copy of the graph, ready to be traced, and its layouts (channels_last.py).
+
+    The backward's values have the same layouts, because a gradient is traced in the layout of its value. Attention
+    masks that hide nothing are left out: with a mask torch would trace products and a softmax, whose weights the
+    backward keeps.
+
+    Args:
+        nodes: is filled with the copy of each node.
+    """
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, nodes))
     leave_out_masks(root, copied)
@@ -112,11 +124,11 @@ def _laid_out(root: nn.Module, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -
 
 
 _TRACING: Final = free_in_children(threading.RLock())
-"""AOTAutograd has state that threads share."""
+"""Held while AOTAutograd runs: threads share its state."""
 
 
 class Traced:
-    """A graph as a function of tensors alone, which is what AOTAutograd traces; notes what its results are."""
+    """A graph as a function of tensors alone, for AOTAutograd to trace. A call notes the structure of its results."""
 
     def __init__(
         self, root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
@@ -124,27 +136,27 @@ class Traced:
     ) -> None:  # fmt: skip
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self._root, self._graph = root, graph
-        # by number: no call's tensors are kept alive
+        # numbers, not tensors: no call's tensors are kept alive
         self._constants = {node: value for node, value in values.items() if not isinstance(value, torch.Tensor)}
         self._given = {node: numbers[id(value)] for node, value in values.items() if node not in self._constants}
         self._attributes = {path: numbers[id(tensor)] for path, tensor in attributes.items()}
         self.buffers = [number for number, tensor in enumerate(tensors) if _may_change(tensor)]
-        """Which the graph may change in place. Dynamo gives it a model's buffers as arguments."""
+        """The tensors, by number, that the graph may change in place. Dynamo passes buffers as arguments."""
         self.places: list[tuple[str, int]] = []
-        """Of each leaf of what is returned: ("given", number), ("result", number) or ("constant", number)."""
+        """For each leaf of the graph's result: ("given", number), ("result", number) or ("constant", number)."""
         self.structure: Any = None
         self.constants: list[Any] = []
         self.differentiable: tuple[int, ...] = ()
         self.results = 0
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The results, and then what becomes of buffers, which stay what they are."""
+        """The results, then the new values of buffers. The buffers themselves are not changed."""
         own = list(tensors)
         for number in self.buffers:
             own[number] = own[number].clone()
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
-        # the graph may switch gradients, and fail then
+        # restores the grad mode if the graph changes it and then fails
         with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph):
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
@@ -166,7 +178,7 @@ class Traced:
         results = [tensor for _, tensor in by_identity.values()]
         there = Counter(map(id, [*own, *results, *(tensor._base for tensor in results)]))
         results = [
-            _aten._unsafe_view(tensor, tensor.shape)  # a view of what nobody else has is none
+            _aten._unsafe_view(tensor, tensor.shape)  # nothing else has the base, so this need not be a view
             if tensor._base is not None and there[id(tensor._base)] == 1
             else tensor
             for tensor in results
@@ -178,20 +190,20 @@ class Traced:
         return (*results, *(own[number] for number in self.buffers))
 
     def output(self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
-        """What the graph returns."""
+        """The graph's result in its own structure."""
         sources = {"given": given, "result": results, "constant": self.constants}
         return pytree.tree_unflatten([sources[kind][number] for kind, number in self.places], self.structure)
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
-    """Whether the graph may: what has no gradients, and of which a copy has the same strides."""
+    """Whether a graph may change a tensor in place: it has no gradients, and a copy of it has the same strides."""
     if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return False
     return is_dense(tensor.shape, tensor.stride())
 
 
 def _mutable(result: Any) -> Any:
-    """A graph's result with lists and dictionaries as its code makes them."""
+    """A graph's result with plain lists and dictionaries in place of fx's immutable ones."""
     match result:
         case tuple() if hasattr(result, "_fields"):
             return type(result)(*map(_mutable, result))
@@ -206,7 +218,7 @@ _PLAIN: Final = bool | int | float | complex | str | None | torch.dtype | torch.
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph whose attributes and modules' tensors are others in their places."""
+    """Runs a graph with other tensors in place of its attributes and of its modules' parameters and buffers."""
 
     def __init__(
         self, root: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], attributes: Mapping[str, torch.Tensor]
@@ -224,8 +236,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A module like it with tables of its own: other threads go on calling this one while others' tensors are put into
-    that."""
+    """A copy of a module with its own tables of tensors, so that replacing these does not disturb other threads."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)
     for table in ("_parameters", "_buffers"):
@@ -237,7 +248,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Sequence[torch.Tensor]) -> Joint:
-    """The joint graph in two."""
+    """Divides the joint graph into a forward and a backward. Raises Refused."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder"]  # gradients of results follow
     simplify(joint.graph, [given[number] for number in traced.buffers])
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
@@ -249,7 +260,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
             forward, backward = partition()(joint, None, num_fwd_outputs=count)
     else:
         forward, backward = joint, _nothing(len(tensors))
-    if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # two that look alike are one for torch
+    if drawn > sum(map(draws, [*forward.graph.nodes, *backward.graph.nodes])):  # torch has joined equal ones
         raise Refused("it draws random numbers that nobody reads")
     primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (end,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -311,14 +322,14 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
 
 
 def _nothing(count: int) -> fx.GraphModule:
-    """The backward of results that have no gradients."""
+    """A backward that gives None for each of `count` tensors: no result has gradients."""
     graph = fx.Graph()
     graph.output((None,) * count)
     return fx.GraphModule(nn.Module(), graph)
 
 
 def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
-    """Lets gradients of contiguous leaves be contiguous, too: torch's autograd copies others, one by one."""
+    """Makes gradients of contiguous leaves contiguous. Otherwise torch's autograd would copy them, one by one."""
     (end,) = (node for node in backward.nodes if node.op == "output")
     gradients = list(end.args[0])
     for number, (node, tensor) in enumerate(zip(gradients, tensors, strict=False)):  # none where no result has any
@@ -339,16 +350,20 @@ _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
 
 
 def _is_of_filters(node: fx.Node) -> bool:
-    """Whether it is the gradient of a convolution's filters, which libraries give in channels_last where that is how
-    they convolve, whatever torch says of it."""
+    """Whether a node is a gradient from `convolution_backward`.
+
+    Libraries return gradients of filters in channels_last where they convolve in it. torch's metadata does not show it.
+    """
     return (
         node.target is operator.getitem and getattr(node.args[0], "target", None) is _aten.convolution_backward.default
     )
 
 
 def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
-    """Moves what only the backward needs up to the last value that it is made of, which need not be there until the
-    end of the forward then: the partitioner leaves it behind the results."""
+    """Moves nodes that only the backward needs directly behind the last value that they read.
+
+    The partitioner leaves them behind the results. So the values that they read would live until the forward's end.
+    """
     needed = {node for result in results for node in made_of(result)}
     placed = {node for node in graph.nodes if node.op == "placeholder"}
     late = {node for node in graph.nodes if not (node in needed or node in placed or node.op == "output")}
@@ -365,9 +380,12 @@ def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
 
 
 def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: Set[fx.Node]) -> None:
-    """Lets the backward take memory and make its views itself: of what the forward was given, or gives (`known`), so
-    that autograd sees if that is changed in the meantime; and of what the forward makes, so that one tensor owns it,
-    and it may be lent. Where views that are kept show a part of it only, that part may be all that is there."""
+    """Lets the backward take tensors that own memory instead of views of them, and make the views itself.
+
+    Where the base is an input or a result of the forward (`known`), autograd can then see if it is changed in the
+    meantime. Where the forward makes the base, one tensor then owns the memory, so it may be lent. Views that show only
+    a part of such a base stay as they are: the part may be all that is kept in memory.
+    """
     own = {node.name: node for node in forward.graph.nodes}
     taken = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     others = {node.name for node in backward.graph.nodes} - taken.keys()
@@ -377,7 +395,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
         shown[base] += own[name].meta["val"].numel()
     for name, (node, views) in found.items():
         is_whole = node in known or shown[node] >= node.meta["val"].numel()
-        if not views or not is_whole or node.name in others:  # which the backward computes again
+        if not views or not is_whole or node.name in others:  # others: the backward recomputes it
             continue
         placeholder = taken[name]
         with backward.graph.inserting_before(placeholder):
@@ -396,7 +414,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
 
 
 def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-    """The memory that a value is in, and the views that lead from there to it."""
+    """The base of a value, and the views that lead from the base to it."""
     views: list[fx.Node] = []
     while node not in known and (is_view(node) or node.target is _aten._unsafe_view.default):
         views.insert(0, node)
@@ -405,8 +423,12 @@ def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
-    """Without what was there for the trace alone: copies of buffers that were to be changed in place, which nothing is
-    in this graph, views of what nobody else has, other names; and numbers as numbers, not as tensors."""
+    """Removes nodes that served the trace alone, and replaces others by simpler ones. Changes the graph in place.
+
+    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape, and aliases.
+    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
+    become numbers.
+    """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
         views = node.target is _aten._unsafe_view.default and _size(node) == _size(node.args[0])
@@ -416,7 +438,7 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
         if node.target is _aten.view.default and _is_sum_with_ones(node.args[0]) and _size(node) == _kept(node.args[0]):
             node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
-            node.target = _aten.bernoulli_.float  # in the order of memory, as dropout draws in eager
+            node.target = _aten.bernoulli_.float  # draws in the order of memory, as dropout does in eager
         if node.target is _aten.where.self:
             _, first, second = node.args
             if _is_number(first, second):
@@ -426,13 +448,13 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
 
 def _is_sum_with_ones(node: fx.Node) -> bool:
-    """Whether it is a sum that has a dimension of one element for each that it is over."""
+    """Whether a node is a sum with `keepdim`, and has a single user."""
     is_sum = node.target is _aten.sum.dim_IntList and node.args[2:] == (True,) and not node.kwargs
     return is_sum and bool(node.args[1]) and len(node.users) == 1
 
 
 def _kept(node: fx.Node) -> tuple[int, ...]:
-    """The sizes of dimensions that a sum is not over."""
+    """The sizes of the dimensions that a sum does not reduce."""
     size, dims = _size(node.args[0]), node.args[1]
     assert isinstance(dims, list | tuple)
     over = {dim % len(size) for dim in dims if isinstance(dim, int)}
@@ -444,12 +466,12 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether it is memory that one node fills."""
+    """Whether a node is uninitialised memory with a single user."""
     return node.target is _aten.empty_like.default and len(node.users) == 1
 
 
 def _is_number(node: fx.Node, beside: fx.Node) -> bool:
-    """Whether a tensor is a number, of the other's type."""
+    """Whether a node is a number as a tensor, with the dtype of `beside`."""
     is_one = node.target is _aten.scalar_tensor.default and beside.target is not _aten.scalar_tensor.default
     return is_one and node.meta["val"].dtype == beside.meta["val"].dtype
 
@@ -459,8 +481,10 @@ def _size(node: Any) -> Any:
 
 
 def _decided_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What depends on the values of these nodes. In training, a batch normalisation's results do not depend on what
-    it counts into."""
+    """The nodes that depend on the values of `nodes`.
+
+    In training mode the results of a batch normalisation do not depend on the running statistics that it updates.
+    """
     found: set[fx.Node] = set()
     left = [(node, user) for node in nodes for user in node.users]
     while left:
@@ -477,11 +501,11 @@ _COUNTING: Final = tuple(
     for name in ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
     if hasattr(_aten, name)
 )
-"""Batch normalisation in training mode: arguments 3 and 4 are what it counts into."""
+"""Batch normalisation in training mode. Arguments 3 and 4 are the running statistics that it updates."""
 
 
 def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple[frozenset[int], ...]:
-    """Of each result of the backward, on which gradients it depends."""
+    """For each result of the backward: the tangents, by number, that it depends on."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in backward.graph.nodes:
         of_inputs = [found[one] for one in node.all_input_nodes]
@@ -490,12 +514,13 @@ def _dependences(backward: fx.GraphModule, tangents: Sequence[fx.Node]) -> tuple
 
 
 def results_of(graph: fx.Graph) -> Sequence[Any]:
-    """What a graph gives."""
+    """The results of a graph, or None for some: the arguments of its output node."""
     (end,) = (node for node in graph.nodes if node.op == "output")
     return end.args[0]  # type: ignore[no-any-return]
 
 
 def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
     return observed.draws(node.target, node.args, node.kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Operands on their way into a kernel: their layouts at planning time, their pointers at call time."""
+"""How a kernel reads an epilogue's operands: their layouts at planning time, their pointers at call time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from fxfuse.layout import Layout, Strides, broadcast_strides, empty
 from fxfuse.problem import OPERAND_DTYPES, TensorMeta
 
 Grouping = Callable[[Sequence[int], Sequence[Strides]], "Layout | None"]
-"""Takes the result's sizes and the strides of the result and operands; None if they do not fit three dimensions."""
+"""grouping(sizes, strides) -> layout: the result's dimensions as (batch, row, col).
+
+`sizes` are the result's; `strides` are those of the result and of each operand. None if they do not collapse to three
+dimensions.
+"""
 
 
 Addresses: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], object]]
-"""addresses(operands) -> the kernel's arguments, and what must outlive the launch (copies that were made)"""
+"""addresses(operands) -> (the kernel's arguments, tensors that must outlive the launch: copies of operands)"""
 
 
 @dataclass(frozen=True)
 class OperandPlan:
-    """What is decided about a problem's operands before the first call."""
+    """How a kernel reads a problem's operands: decided before the first call."""
 
     layout: Layout
-    """Tensor 0 is the result, tensor 1 + i operand i."""
+    """Sizes and strides as (batch, row, col). Tensor 0 is the result, tensor 1 + i is operand i."""
     kinds: tuple[OperandKind, ...]
     conversions: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]
-    """What each operand goes through at every call: a copy for layouts that kernels cannot address, else None."""
+    """For each operand, the copy to make at every call if kernels cannot address its layout; else None."""
 
     @property
     def copies(self) -> int:
@@ -40,21 +44,21 @@ class OperandPlan:
 
     @property
     def are_addresses(self) -> bool:
-        """Whether kernels take each operand's own address."""
+        """Whether the kernel gets each operand's own address: no operand is a CPU scalar or copied."""
         return all(kind.dtype is not None for kind in self.kinds) and not self.copies
 
     @property
     def columns(self) -> int:
-        """The largest power of two up to 8 that divides the result's columns and the distances between its rows."""
+        """Largest power of two, up to 8, that divides the result's number of columns and its batch and row strides."""
         return math.gcd(8, self.layout.sizes[2], *self.layout.strides[0][:2])
 
     def packed_strides(self) -> bytes:
-        """Three int64 strides per operand, as the kernels' OperandStrides."""
+        """The operands' strides, three int64 each: the kernels' OperandStrides."""
         flat = [stride for strides in self.layout.strides[1:] for stride in strides]
         return struct.pack(f"{len(flat)}q", *flat)
 
     def addresses(self) -> Addresses:
-        """A function from the operands of one call to the kernel's arguments for them."""
+        """A function that turns the operands of a call into the kernel's arguments."""
         conversions, scalars = self.conversions, tuple(kind.dtype is None for kind in self.kinds)
         if self.are_addresses:
             return lambda operands: ([operand.data_ptr() for operand in operands], operands)
@@ -89,10 +93,10 @@ def _materialised(
 
 @dataclass(frozen=True)
 class _View:
-    """The result and its operands for the purpose of choosing a layout: a batch of one is taken for one of two.
+    """The shapes and strides for which a layout is chosen. A batch of one is treated as a batch of two.
 
-    So a kernel compiled for one batch size serves them all. An operand of size 1 where the result's batch has size 1
-    may broadcast or vary; parameters are taken to broadcast, activations to vary.
+    So a kernel compiled for one batch size serves all of them. Where the batch has size 1, an operand of size 1 may
+    broadcast or vary along it. Parameters are assumed to broadcast, activations to vary.
     """
 
     shape: tuple[int, ...]
@@ -115,7 +119,7 @@ class _View:
         return broadcast_strides(shape, strides, self.shape)
 
     def actual(self, layout: Layout) -> Layout:
-        """The layout with the batch's true size; it is the slowest dimension, so in the first that is not 1."""
+        """The layout with the true batch size. The batch is the slowest dimension: part of the first that is not 1."""
         if not self.grows:
             return layout
         batch, row, col = layout.sizes
@@ -129,7 +133,7 @@ class _View:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from one batch to the next, if they are as close as they can be."""
+    """Elements from one batch to the next if there are no gaps between them."""
     return max((size * stride for size, stride in zip(shape, strides, strict=True)), default=1)
 
 
@@ -141,15 +145,15 @@ def plan_operands(
     grouping: Grouping,
     grows: bool = True,
 ) -> OperandPlan | None:
-    """How a kernel reads `operands` beside a result of that shape and strides.
+    """Plans how a kernel reads `operands`. None if the result does not collapse to (batch, row, contiguous col).
 
     Args:
         channel: indices of operands that are vectors along dimension 1 of the result.
         grouping: how the kernel sees the result's dimensions as (batch, row, col).
-        grows: whether a kernel for a batch of one is to be that for larger ones, too.
+        grows: whether a kernel for a batch of one is to serve larger batches, too.
 
-    An operand whose layout does not fit is copied into the result's own layout at every call. None if the result
-    itself does not fit. Raises UnsupportedError if an operand has elements that the result has not.
+    An operand whose layout does not fit is copied into the result's own layout at every call. Raises UnsupportedError
+    if an operand does not broadcast to the result.
     """
     for index, operand in enumerate(operands):
         _check_shape(operand, index in channel, tuple(result_shape))
@@ -167,7 +171,7 @@ def plan_operands(
         if operand.device.type == "cpu" and operand.shape == ():
             strides, dtype = everywhere, None
         elif operand.dtype not in OPERAND_DTYPES:
-            # float64 without dimensions does not promote the result: eager computes in float32, too
+            # a 0-d float64 tensor does not promote the result: eager computes in float32, too
             strides, dtype, convert = everywhere, torch.float32, _to_float32
         elif grouping(view.shape, [*accepted, strides]) is None:
             strides, convert = view.result, _materialised(tuple(result_shape), tuple(result_strides), operand.dtype)
@@ -187,7 +191,7 @@ def plan_operands(
 
 
 def _check_shape(operand: TensorMeta, channel: bool, result: tuple[int, ...]) -> None:
-    """Refuses an operand that does not broadcast to the result: kernels would address it out of bounds."""
+    """Raises UnsupportedError if the operand does not broadcast to the result: kernels would read out of bounds."""
     if channel:
         fits = operand.shape in ((), (1,), result[1:2])
     else:
@@ -200,7 +204,7 @@ def _check_shape(operand: TensorMeta, channel: bool, result: tuple[int, ...]) ->
 
 
 def _access(dtype: torch.dtype | None, strides: Sequence[int], alignment: int) -> int:
-    """OperandKind.access of an operand with these strides along (batch, row, col)."""
+    """OperandKind.access for an operand with these strides along (batch, row, col)."""
     batch, row, col = strides
     if dtype is None or col != 1:
         return 0

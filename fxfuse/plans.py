@@ -1,4 +1,7 @@
-"""Each region's plans: how a problem is run is decided at the first call that poses it, and looked up afterwards."""
+"""The plans of each region: made at the first call with a new problem, looked up at later calls.
+
+A plan is what runs a problem: a kernel, torch's library, or torch operation by operation. `run` is the entry point.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,14 @@ logger = logging.getLogger("fxfuse")
 
 Key: TypeAlias = tuple[Any, ...]
 Said: TypeAlias = tuple[str, str, tuple[Any, ...], bool, str, tuple[Any, ...]]
-"""What a call says beside its tensors: kind, epilogue, the anchor's options, strict, fp32, pool."""
+"""A call's arguments other than tensors: kind, epilogue, the anchor's options, strict, fp32, pool."""
 
 
 # -------------------------------------------------------------------------------------------- look-up
 
 MOST_KEPT: Final = 1024
-"""Look-ups that a region keeps, two for each kind of call: the oldest go first. Some models meet new sizes for ever."""
+"""Entries that a region keeps in `_plans`, two for each kind of call. The oldest are dropped first. There is a limit
+because some models meet new sizes for ever."""
 
 _plans: dict[int, dict[Key, Plan]] = {}
 _lock = free_in_children(threading.RLock())
@@ -68,41 +72,41 @@ REMOVED: Final = "a parameter that it reads has been set to None"
 without_plan: Final[dict[str, set[int]]] = {
     reason: set() for reason in (GRADIENTS_DUE, TRANSFORMED, IN_PARTS, RECAST, REMOVED)
 }
-"""For each reason why a call runs by torch before any plan is asked for: the regions that were called so."""
+"""The regions with calls that torch ran without a plan being looked up, by reason."""
 
 
 written: Final[dict[int, tuple[str, Expr]]] = {}
-"""For regions whose epilogue was simplified, its text and what it was before."""
+"""The regions whose epilogue was simplified: the simplified text, and the epilogue as the model wrote it."""
 
 
 def as_written(region: int, epilogue: str) -> Expr | None:
-    """The epilogue as the region's model has it, if that is another.
+    """The region's epilogue as the model wrote it; None if it was not simplified.
 
-    torch runs this one where it runs the region, so that gradients, and what torch refuses, are eager's. A program that
-    torch.export saved knows regions that are none of this process, or other ones.
+    Where torch runs the region, it runs this one: gradients and errors are then eager's. The text is compared because a
+    program saved by torch.export may contain region numbers that this process does not have, or uses for other regions.
     """
     text, expression = written.get(region, (None, None))
     return expression if text == epilogue else None
 
 
 def of_region(region: int) -> list[Plan]:
-    """The plans that the region has used in this process, each once."""
-    plans = list(_plans.get(region, {}).values())  # at once: other threads may add to them
+    """The distinct plans that this region has used in this process."""
+    plans = list(_plans.get(region, {}).values())  # a copy: other threads may add to them
     return list({id(plan): plan for plan in plans}.values())
 
 
 def problems_of(region: int) -> dict[Problem, Plan]:
-    """The problems that the region's calls have posed in this process, with what runs them; the latest last."""
+    """This region's problems in this process and their plans, the latest last."""
     return {key[0]: plan for key, plan in list(_plans.get(region, {}).items()) if isinstance(key[0], Problem)}
 
 
 def reasons_without_plan(region: int) -> list[str]:
-    """Why calls of the region ran by torch without asking for a plan."""
+    """The reasons why torch ran calls of the region without a plan being looked up."""
     return [reason for reason, regions in without_plan.items() if region in regions]
 
 
 def forget(regions: Sequence[int]) -> None:
-    """Drops all that is known of regions that no longer exist."""
+    """Drops everything that is stored for `regions`, which no longer exist."""
     dump.forget(regions)
     for region in regions:
         shortcuts.pop(region, None)
@@ -114,10 +118,10 @@ def forget(regions: Sequence[int]) -> None:
 
 
 def forget_operation(row: PointwiseOp) -> None:
-    """Drops the plans of all regions that have an operation of this name, which means something else now."""
+    """Drops the plans of all regions whose epilogue calls `row`: the operation has been redefined."""
     with _lock:
         for region, found in list(_plans.items()):
-            texts = {key[1] for key in list(found) if isinstance(key[0], str)}  # the others are of the same problems
+            texts = {key[1] for key in list(found) if isinstance(key[0], str)}  # keys by problem have the same texts
             if any(row.is_called_in(text) for text in texts):
                 shortcuts.pop(region, None)
                 _latest.pop(region, None)
@@ -128,7 +132,7 @@ on_replacement.append(forget_operation)
 
 
 def assign(region: int, key: Key, plan: Plan) -> None:
-    """Makes `plan` that of the region's calls with this key, whatever it was."""
+    """Sets the plan for the region's calls with `key`, replacing any earlier one."""
     with _lock:
         shortcuts.pop(region, None)
         _plans.setdefault(region, {})[key] = plan
@@ -136,14 +140,14 @@ def assign(region: int, key: Key, plan: Plan) -> None:
 
 def _cuda_state(tensor: torch.Tensor) -> Key:
     address = tensor.data_ptr()
-    # get_device() takes half the time of device, but is -1 for CPU and meta, of which meta has no address
+    # get_device() takes half the time of .device. It is -1 for CPU and meta; a meta tensor has no address.
     return (
         tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15 if address else None,
         type(tensor),
     )  # fmt: skip
 
 
-def _cpu_state(tensor: torch.Tensor) -> Key:  # the CPU's vector loads take any address
+def _cpu_state(tensor: torch.Tensor) -> Key:  # no alignment: a CPU's vector loads take any address
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, 0, type(tensor))
 
 
@@ -153,7 +157,10 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
 
 
 def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
-    """Where the tensor's layout decides on the result's: a weight, and one pixel that padding enlarges."""
+    """The TensorMeta of a tensor whose own strides decide the result's layout: a weight, or an input with padding.
+
+    (Padding may enlarge an input of one pixel, whose strides fit both layouts.)
+    """
     return dataclasses.replace(_meta(tensor), strides=tensor.stride())
 
 
@@ -161,13 +168,13 @@ def _key(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> Key:  # fmt: skip
-    """What decides a call's plan."""
+    """The look-up key of a call: everything that its plan depends on."""
     cuda = x.is_cuda
     state = _cuda_state if cuda else _cpu_state
     return (
         kind, epilogue, values, strict, fp32, pool,
         tf32_allowed(kind) if cuda and kind in PRODUCTS and x.dtype is torch.float32 else None,
-        torch.get_default_dtype(),  # of numbers that meet truth values or integers
+        torch.get_default_dtype(),  # the dtype of a float beside a bool or integer tensor
         None if bias is None else state(bias), None if weight is None else state(weight), state(x),
         *map(state, operands),
     )  # fmt: skip
@@ -177,7 +184,7 @@ def known_plan(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> Plan | None:  # fmt: skip
-    """The plan that `run` would use, if the region has it already."""
+    """The plan that `run` would look up; None if the region has none for this call yet."""
     found = _plans.get(region)
     return (
         None
@@ -190,7 +197,7 @@ def problem_of(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> Problem:  # fmt: skip
-    """What such a call poses."""
+    """The Problem of a call with these arguments."""
     key = _key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands)
     return _problem(region, key, x, weight, bias, operands)
 
@@ -200,12 +207,12 @@ def run(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
     directly: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """One call of a fused operator, by the plan for its problem; no gradient is due.
+    """Runs one call of a fused operator by its plan, which the first call makes. No gradient is needed.
 
-    Everything that a plan depends on is in the key: with it this function is what a call costs beside its launch.
+    The key holds everything that a plan depends on. Building and looking it up is what a call costs beside its launch.
 
     Args:
-        directly: whether the call came here without torch's dispatcher, so that calls like it may take a short cut.
+        directly: whether the call came without torch's dispatcher. Only then may calls like it get a short cut.
     """
     key = _key(kind, epilogue, values, strict, fp32, pool, x, weight, bias, operands)
     found = _plans.get(region)
@@ -219,7 +226,7 @@ def run(
             pending.note(_FirstCall(region, key, problem, strict, _free_strides(result, x, operands)))
             return result
         with _lock:
-            found = _plans.setdefault(region, {})  # held, since the region may be forgotten meanwhile
+            found = _plans.setdefault(region, {})  # a reference of our own: the region may be forgotten meanwhile
             plan = plan or found.get(_posed(key, problem))
             if plan is None:
                 draft = _draft(problem, strict)
@@ -250,7 +257,7 @@ def _problem(
     bias: torch.Tensor | None,
     operands: Sequence[torch.Tensor],
 ) -> Problem:
-    """What a call with this key poses."""
+    """The Problem of a call with this key."""
     kind, epilogue, values, _, fp32, pool = key[:6]
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
     x_meta = _meta_of_any_layout(x) if kind in CONVOLUTIONS and any(values[1]) else _meta(x)
@@ -267,10 +274,10 @@ def _run_instead(
     region: int, key: Key, plan: Plan, error: Exception,
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """What a call returns whose plan raised `error`: torch runs it, and from now on all calls of its key.
+    """The result by torch, for a call whose plan raised `error`. From now on torch runs all calls with this key.
 
-    If torch raises, too, that is what eager does with these tensors, or a GPU that computes nothing more. A kernel that
-    cannot be launched has not written anything, so that what a pass would have overwritten is as it was.
+    If torch raises, too, eager would have raised with these tensors, or the GPU no longer computes anything. A kernel
+    that could not be launched has written nothing, so a tensor that a pass would have overwritten is unchanged.
     """
     strict = key[3]
     if plan.kernel is None or strict or not _is_ours(error):
@@ -283,10 +290,10 @@ def _run_instead(
 
 
 def _free_strides(result: torch.Tensor, x: torch.Tensor, operands: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
-    """The result's strides if they do not follow from its layout: what eager gives must be looked up.
+    """The result's strides if eager's may differ from them and must be looked up; None if its layout determines them.
 
-    Those of dimensions of size 1 are of no consequence in memory, and each of torch's operators has a choice of its own
-    where its arguments are not plainly contiguous. Images of one pixel are both contiguous and in channels_last.
+    A dimension of size 1 may have any stride in memory. Each of torch's operators chooses it in its own way where the
+    arguments are not plainly contiguous. Images of one pixel are both contiguous and in channels_last.
     """
     if 1 not in result.shape or result.dim() < 2:
         return None
@@ -308,15 +315,17 @@ Shortcut: TypeAlias = Callable[[Said, tuple[torch.Tensor, ...]], torch.Tensor | 
 shortcuts: dict[int, Shortcut] = {}
 """shortcuts[region](said, tensors): the result if the call is like the region's latest two, else None.
 
-A look-up by key costs the CPU twice what a launch does. In one call that torch.compile's code uses, torch compares
-tensors with what they were: type, dtype, device, sizes, strides, requires_grad, and the dispatch keys under which this
-thread would run an operator on them (so autocast, inference mode, dispatch modes, transformations, conjugation,
-negation). It does not look at the grad mode, nor at switches that only plans know of: those are compared here. Function
-modes, traces, profilers and forward-mode derivatives are asked for before (functional.py). A short cut is made in calls
-that did not come through the dispatcher only, since inside of it a thread has other keys.
+A look-up by key costs the CPU twice as much as a launch. A short cut replaces it by one call of torch's TensorGuards,
+which torch.compile's code uses, too. The guard compares the tensors with those of the earlier call: type, dtype,
+device, sizes, strides, requires_grad, and the dispatch keys under which this thread would run an operator on them
+(hence autocast, inference mode, dispatch modes, transformations, conjugation, negation).
+
+The guard does not compare the grad mode, nor the switches that only plans depend on: the short cut does. functional.py
+has checked for function modes, traces, profilers and forward-mode derivatives before. Only calls that did not come
+through the dispatcher make short cuts: inside the dispatcher a thread has other keys.
 """
 _latest: dict[int, Key] = {}
-"""The key that each region's latest look-up had: one that comes twice in a row gets a short cut."""
+"""The key of each region's latest look-up. A key that comes twice in a row gets a short cut."""
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
@@ -332,7 +341,7 @@ def _note(
     if _guards is None or any(on_gpu) != all(on_gpu) or (all(on_gpu) and _unaligned([t.data_ptr() for t in tensors])):
         return
     with _lock:
-        if _plans.get(region, {}).get(key) is plan:  # else it was forgotten or replaced meanwhile
+        if _plans.get(region, {}).get(key) is plan:  # otherwise it was forgotten or replaced meanwhile
             shortcuts[region] = _shortcut(key, plan, tensors, weight is not None, bias is not None)
 
 
@@ -355,7 +364,7 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
         if (
             said != expected
             or len(tensors) != count  # a bias has been set to None
-            or (differentiable and grad_enabled())  # a gradient is due: this is no call for a plan
+            or (differentiable and grad_enabled())  # a gradient is needed: no plan runs this call
             or not same(*tensors)
             or get_default_dtype() is not default_dtype
             or (tf32 is not None and tf32_allowed(kind) != tf32)
@@ -376,37 +385,38 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
 
 
 WAITING: Final = 4
-"""Problems for each processor whose kernels are asked for at once: what waits for a compiler is compiled together."""
+"""Problems per processor whose kernels are requested at once. Kernels that wait for a compiler are compiled in one
+unit."""
 
 
 @dataclass(frozen=True)
 class _FirstCall:
-    """A call for which there was no plan."""
+    """A call that found no plan."""
 
     region: int
     key: Key
     problem: Problem
     strict: bool
     strides: tuple[int, ...] | None
-    """Of eager's result, if they must be looked up (_free_strides)."""
+    """Eager's result strides, where the result must be given them (`_free_strides`); else None."""
 
 
 @dataclass
 class _Pending:
-    """Where calls go for which a plan must be made, and what is known of problems so far."""
+    """A thread's state inside `collect`: where calls without a plan go, and the plans that were found at hand."""
 
     note: Callable[[_FirstCall], None]
     plans: dict[Key, Plan | None] = field(default_factory=dict)
 
     def plan_at_hand(self, posed: Key, problem: Problem, strict: bool) -> Plan | None:
-        """The plan if an earlier process measured and compiled all that it takes."""
+        """The plan, if everything that it needs was measured and compiled by an earlier process; else None."""
         if posed not in self.plans:
             self.plans[posed] = _at_hand(problem, strict)
         return self.plans[posed]
 
 
 def _at_hand(problem: Problem, strict: bool) -> Plan | None:
-    if _is_measured(problem):  # quicker to tell than by trying
+    if _is_measured(problem):  # quicker than trying
         return None
     try:
         with build.built_only():
@@ -416,7 +426,7 @@ def _at_hand(problem: Problem, strict: bool) -> Plan | None:
 
 
 def _is_measured(problem: Problem) -> bool:
-    """Whether candidates for it are yet to be measured, if there are several."""
+    """Whether the candidates for `problem` still have to be measured, if it has several."""
     if problem.is_chain or problem.x.device.type != "cuda":
         return False
     from fxfuse.cuda.tune import is_undecided
@@ -426,11 +436,11 @@ def _is_measured(problem: Problem) -> bool:
 
 @contextlib.contextmanager
 def collect(note: Callable[[_FirstCall], None]) -> Iterator[None]:
-    """Inside, operators compute with torch and only `note` the calls for which there is no plan yet.
+    """Inside this context, calls without a plan run by torch and are passed to `note`.
 
-    Unless the plan takes nothing that must be compiled or measured: then it is made at once.
+    A plan for which nothing must be compiled or measured is made at once instead.
     """
-    outer = getattr(_collecting, "pending", None)  # of a model around this one
+    outer = getattr(_collecting, "pending", None)  # set if this model runs inside another
     _collecting.pending = _Pending(note)
     try:
         yield
@@ -439,7 +449,7 @@ def collect(note: Callable[[_FirstCall], None]) -> Iterator[None]:
 
 
 class Drafts:
-    """What may run the calls that are noted: compiled from then on, a draft for each problem."""
+    """The drafts for noted calls: one for each problem, compiled in the background from the first note on."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
@@ -448,24 +458,24 @@ class Drafts:
         self._others: list[Future[None]] = []
 
     def beside(self, work: Callable[[], None]) -> None:
-        """Begins to do something else that calls will need."""
+        """Starts other `work` that later calls will need."""
         self._others.append(self._pool.submit(work))
 
     def note(self, call: _FirstCall) -> None:
-        """Begins to compile what may run `call`, unless another has posed the same problem."""
+        """Starts to compile the kernels for `call`, unless an earlier call had the same problem."""
         posed = _posed(call.key, call.problem)
         if posed not in self._drafts:
             self._drafts[posed] = self._pool.submit(_draft, call.problem, call.strict)
         self._calls.setdefault(self._drafts[posed], []).append(call)
 
     def done(self) -> bool:
-        """Whether all that was noted so far is compiled."""
+        """Whether the kernels of all calls noted so far are compiled."""
         return all(draft.done() for draft in self._calls)
 
     def decide(self) -> None:
-        """Makes the plans, each as soon as its kernels are compiled: one after another, since it measures.
+        """Makes the plans, each as soon as its kernels are compiled; one after another, because this measures.
 
-        Waits for what is done beside.
+        Then waits for the work of `beside`.
         """
         labels = {
             draft: calls[0].problem.label for draft, calls in self._calls.items() if _is_measured(calls[0].problem)
@@ -483,16 +493,16 @@ class Drafts:
             other.result()
 
     def close(self) -> None:
-        """Drops what has not begun. Of the rest nobody waits for what it leaves in the kernel cache."""
+        """Drops compilations that have not begun. The others go on into the kernel cache; nothing waits for them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager
 def preparing() -> Iterator[Drafts]:
-    """Inside, operators compute with torch, and the kernels that their calls need are compiled meanwhile.
+    """Inside this context, torch runs calls without a plan, and the kernels that they need are compiled meanwhile.
 
     On leaving, the plans for those calls are made, in the calling thread: torch's libraries choose their algorithms
-    for each thread anew. A call that is captured as a CUDA graph prepares nothing: nothing can be measured then.
+    anew in each thread. During the capture of a CUDA graph nothing is prepared, because nothing can be measured.
     """
     drafts = Drafts()
     try:
@@ -503,7 +513,7 @@ def preparing() -> Iterator[Drafts]:
             yield drafts
         drafts.decide()
     except KeyboardInterrupt:
-        drafts.close()  # first, so that nothing else begins
+        drafts.close()  # first, so that no other compilation begins
         build.interrupt()
         raise
     finally:
@@ -511,7 +521,7 @@ def preparing() -> Iterator[Drafts]:
 
 
 def prepared_by_first_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which the first time computes with torch and compiles all kernels that it would have needed."""
+    """Wraps `call`: its first run computes by torch and compiles all kernels that it needs (`preparing`)."""
     ready = False
 
     def run(*args: Any) -> Any:
@@ -528,13 +538,13 @@ def prepared_by_first_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _keep(
     region: int, found: dict[Key, Plan], key: Key, problem: Problem, plan: Plan, strides: tuple[int, ...] | None
 ) -> None:
-    """Remembers the plan for the problem, and for calls of this key, whose result is to have `strides` if given."""
+    """Stores the plan twice: for the problem, and for calls with `key`, whose results get `strides` if given."""
     if plan.provisional:
         return
     found[_posed(key, problem)] = plan
     found[key] = plan if strides is None else dataclasses.replace(plan, run=_restrided(plan.run, strides))
     for oldest in list(found)[: max(0, len(found) - MOST_KEPT)]:
-        found.pop(oldest, None)  # another thread may have done it
+        found.pop(oldest, None)  # another thread may have removed it
     dump.plan_made(region)
 
 
@@ -546,7 +556,10 @@ def _restrided(run: Run, strides: tuple[int, ...]) -> Run:
 
 
 def _posed(key: Key, problem: Problem) -> Key:
-    """The same for all calls that pose the same problem in the same state; `key` is what is quick to tell of one."""
+    """The second key of a plan: the problem, `strict`, TF32 and the default dtype.
+
+    Calls with different look-up keys may have the same problem. They then share one plan.
+    """
     return (problem, *key[3:4], *key[6:8])
 
 
@@ -554,7 +567,7 @@ def _posed(key: Key, problem: Problem) -> Key:
 
 
 def _draft(problem: Problem, strict: bool) -> Draft:
-    """The kernels for `problem`, or the torch reference with the reason (an exception if `strict`)."""
+    """The draft of `problem`: its kernels, or torch's reference and the reason for it, which raises if `strict`."""
     try:
         draft = _compiled(problem, strict)
     except Exception as error:
@@ -570,10 +583,13 @@ def _draft(problem: Problem, strict: bool) -> Draft:
 
 
 def _compiled(problem: Problem, strict: bool) -> Draft:
-    """The kernels for `problem`. Raises UnsupportedError, ToolchainError, BuildError, or what is our mistake."""
+    """The kernels for `problem`.
+
+    Raises UnsupportedError, ToolchainError or BuildError. Any other exception is a mistake of fxfuse.
+    """
     if 0 in (*problem.x.shape, *(problem.weight.shape if problem.weight else ())):
         raise Declined("a tensor is empty")
-    acc = anchor_meta(problem)  # torch's own objections come first
+    acc = anchor_meta(problem)  # first, so that torch's own errors come first
     _check_tensors(problem)
     if problem.kind == "gated_linear":
         return _draft_gated(problem, acc, strict)
@@ -590,7 +606,10 @@ def _compiled(problem: Problem, strict: bool) -> Draft:
 
 
 def _instead(problem: Problem, strict: bool, error: Exception) -> Draft:
-    """What runs `problem` although planning it ended so: torch. Raises `error` if the caller is to know of it."""
+    """The draft of `problem` after planning raised `error`: torch runs it, or a kernel and then torch's pooling.
+
+    Raises `error` if the caller must hear of it.
+    """
     if isinstance(error, Separate):
         return _then_pooled(_draft(dataclasses.replace(problem, pool=()), strict), problem.pool)
     if isinstance(error, UnsupportedError):
@@ -604,22 +623,22 @@ def _instead(problem: Problem, strict: bool, error: Exception) -> Draft:
 
 
 _NOT_OURS: Final = (ExpressionError, build.NotBuilt, torch.cuda.OutOfMemoryError)
-"""What a caller must hear of: a text that means nothing, an answer of build.built_only, a GPU without memory."""
+"""Exceptions that the caller must see: an invalid epilogue, `build.built_only`'s answer, a GPU out of memory."""
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether torch may do what kernels failed to do so."""
+    """Whether torch may run the region after a kernel failed with `error`."""
     return not isinstance(error, _NOT_OURS)
 
 
 def _first_line(error: Exception) -> str:
-    """What the report says of it."""
+    """The first line of `error`'s text, for the report."""
     text = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return text if isinstance(error, FxfuseError) else f"{type(error).__name__}: {text}"
 
 
 def _choosing(problem: Problem, draft: Draft, indices: Sequence[int]) -> Draft:
-    """What `draft` decides for some of the problem's operands."""
+    """`draft`, which takes only the operands at `indices`, as a draft of `problem`, which has all of them."""
     first = 1 + (problem.weight is not None)
     bias = [] if problem.bias is None else [first + len(problem.operands)]
     positions = [*range(first), *(first + index for index in indices), *bias]
@@ -659,7 +678,7 @@ def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
     if problem.pool:
         raise Separate("only convolutions and max-pooling share a pass")
     named = operand_count(problem.expression)
-    if len(problem.operands) > named + 1:  # behind the bias, which comes last
+    if len(problem.operands) > named + 1:  # unread operands behind the gate's bias
         left = range(named + 1)
         smaller = dataclasses.replace(problem, operands=problem.operands[: named + 1])
         return _choosing(problem, _draft(smaller, strict), left)
@@ -676,7 +695,7 @@ def _draft_gated(problem: Problem, acc: torch.Tensor, strict: bool) -> Draft:
 
 
 def _then_pooled(draft: Draft, pool: tuple[Any, ...]) -> Draft:
-    """What `draft` decides, and then torch's pooling."""
+    """`draft` followed by torch's pooling."""
 
     def decide() -> Plan:
         plan = draft()
@@ -702,7 +721,7 @@ def _check_tensors(problem: Problem) -> None:
     anchored = () if problem.is_chain else (problem.x, problem.weight, problem.bias)
     for tensor in (tensor for tensor in anchored if tensor is not None):
         if tensor.dtype != problem.x.dtype:
-            # some of torch's normalisations accept it
+            # some of torch's normalisations accept mixed dtypes
             error = Refused if problem.kind in PRODUCTS else UnsupportedError
             raise error(f"tensors of {problem.x.dtype} and {tensor.dtype} meet in one {problem.kind}")
         if tensor.dtype not in RESULT_DTYPES:
@@ -718,7 +737,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(problem: Problem, error: Exception) -> None:
-    """Says it aloud, once for each text."""
+    """Issues a FxfuseWarning about `error`, once for each text."""
     text = str(error)
     if not isinstance(error, ToolchainError | BuildError):
         text = f"{problem.label}: {type(error).__name__}: {text}\nThis is a mistake of fxfuse; please report it."

@@ -1,4 +1,7 @@
-"""A problem: a region with concrete tensors, as a value. Plans (cpu/plan.py, cuda/plan.py) are made for one."""
+"""Problems and plans. A `Problem` is a region with concrete shapes, strides, dtypes and device: a frozen value.
+
+A `Plan` is what runs a problem (cpu/plan.py, cuda/plan.py make them). The checks here decide whether a kernel may run.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ Run: TypeAlias = Callable[[torch.Tensor, Any, "torch.Tensor | None", Sequence[to
 
 
 class ByAddress:
-    """A Run that needs nothing of a call's tensors but their addresses, which whoever has them already can give it."""
+    """A Run that needs only the addresses of a call's tensors. A caller that knows them can call `launch` itself."""
 
     def __init__(self, launch: Callable[[tuple[torch.Tensor, ...], list[int]], torch.Tensor]) -> None:
-        """launch(tensors, addresses): the call's tensors in order (`in_order`)."""
+        """launch(tensors, addresses) -> result: the call's tensors as `in_order` has them, and their addresses."""
         self.launch = launch
 
     def __call__(
@@ -41,7 +44,7 @@ class ByAddress:
 def in_order(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """A call's tensors: x, weight, operands, bias, without what it has not."""
+    """A call's tensors in the order x, weight, operands, bias. A weight or bias that is None is left out."""
     if weight is None:
         return (x, *operands) if bias is None else (x, *operands, bias)
     return (x, weight, *operands) if bias is None else (x, weight, *operands, bias)
@@ -51,15 +54,16 @@ RESULT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Refused(UnsupportedError):
-    """torch itself does not accept the tensors: running the region in torch raises the exception that eager raises."""
+    """torch itself does not accept the tensors. Torch runs the region and raises the exception that eager raises."""
 
 
 class Declined(UnsupportedError):
-    """A kernel would gain nothing, or what the region computes are no floating-point numbers: nothing is amiss."""
+    """No kernel is wanted: it would gain nothing, or the region computes no floating-point numbers. Not an error, even
+    if `strict`."""
 
 
 MAX_OPERANDS: Final = 48
-"""That a kernel takes: a launch takes 64 addresses (binding.h), of which some are the anchor's own tensors."""
+"""Most operands of a kernel: a launch takes 64 addresses (binding.h), some of which are the anchor's own tensors."""
 
 OPERAND_DTYPES: Final = (
     *RESULT_DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -68,49 +72,49 @@ OPERAND_DTYPES: Final = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """All that a plan may depend on of a tensor."""
+    """The properties of a tensor that a plan may depend on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     alignment: int = 16
-    """Largest power of two, up to 16, that divides the data's address."""
+    """Largest power of two, up to 16, that divides the data's address in bytes."""
     is_parameter: bool = False
-    """Whether it is a parameter, whose shape does not change from call to call."""
+    """Whether it is a parameter. A parameter's shape does not change from call to call."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, device: torch.device, alignment: int = 16) -> TensorMeta:
-        """What a plan may depend on of a value of the model that is like `tensor` and lies on `device`."""
+        """The meta of a tensor on `device` with the shape, strides and dtype of `tensor`, which may be elsewhere."""
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device, alignment, is_parameter)
 
     def empty(self) -> torch.Tensor:
-        """A meta tensor like it."""
+        """A meta tensor with this shape, these strides and this dtype."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One region's computation on tensors of given shapes, strides, dtypes and device."""
+    """A region with concrete shapes, strides, dtypes and device."""
 
     kind: str
     """The fused operator: a key of ANCHORS."""
     options: tuple[tuple[str, Any], ...]
-    """Of the anchor: a convolution's stride, padding, dilation, groups, a normalisation's shape and eps; whether a pass
-    may overwrite x."""
+    """The anchor's options: addmm's beta and alpha; a convolution's stride, padding, dilation and groups; a
+    normalisation's shape and eps; for a chain, whether the pass may overwrite x."""
     epilogue: str
     x: TensorMeta
     weight: TensorMeta | None
-    """None if there is no anchor, or if a normalisation has none: see `anchor_weight`."""
+    """None for a chain, and for a normalisation without a weight: see `anchor_weight`."""
     bias: TensorMeta | None
     operands: tuple[TensorMeta, ...]
     fp32: str = "exact"
     """How float32 products may be computed where torch's switches ask for full precision: see fxfuse.optimize."""
     pool: tuple[Any, ...] = ()
-    """The fields of the MaxPool that the epilogue's result goes through, if any."""
+    """The fields of the MaxPool that is applied to the epilogue's result; empty if there is none."""
     written: Expr | None = None
-    """The epilogue as the model has it, if that is another: what torch runs."""
+    """The epilogue as the model wrote it, which torch runs; None if `epilogue` is that."""
 
     @property
     def expression(self) -> Expr:
@@ -123,32 +127,33 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The problem's name in messages."""
         return f"{self.kind}: {self.epilogue}" + (f"; {MaxPool(*self.pool)}" if self.pool else "")
 
     def reference(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The result by torch, operation by operation."""
+        """The problem's result by torch, operation by operation."""
         epilogue = self.expression if self.written is None else self.written
         return run_reference(self.kind, self.options, epilogue, self.pool, x, weight, bias, operands)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a plan's only launch computes, element by element or row by row."""
+    """What the only launch of a plan computes: an expression for each element, or for each row of a LayerNorm."""
 
     expression: Expr
-    """Of acc and the problem's operands."""
+    """The expression of acc and the problem's operands."""
     reads_bias: bool
-    """Whether the bias is one more operand, the last."""
+    """Whether the bias is the last operand of `expression`."""
     acc: str
-    """"library": the result of what torch ran before; "layer_norm": the anchor's own, which it computes, too."""
+    """What acc is. "library": the result of the anchor, which torch ran before. "layer_norm": the result of a LayerNorm
+    that the launch computes, too."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is run."""
+    """What runs a problem."""
 
     run: Run
     kernel: str | None
@@ -156,21 +161,21 @@ class Plan:
     reason: str | None = None
     """Why torch runs it, if it does."""
     measured: tuple[tuple[str, float], ...] = ()
-    """Times in seconds of the candidates that it was chosen from, if they were measured."""
+    """(name, seconds) of each candidate that was measured."""
     errors: tuple[tuple[str, float], ...] = ()
-    """Their errors as multiples of what eager's allows, where those were compared."""
+    """(name, error) of each candidate whose error was compared with eager's: a multiple of the largest one allowed."""
     workspace: int = 0
-    """Bytes of scratch memory that a call allocates beside its output."""
+    """Bytes of scratch memory that a call allocates besides its output."""
     provisional: bool = False
-    """Whether it is for this call only: nothing could be measured now."""
+    """Whether the plan is for this call only, because nothing could be measured now."""
     computes: Pass | None = None
-    """What its only launch does, if kernels that others join could do that, too."""
+    """What its only launch computes, if that can be merged into another kernel of a program; else None."""
     sources: tuple[Source, ...] = ()
-    """The kernels that it launches, if it is known."""
+    """The sources of the kernels that it launches; empty if they are not known."""
 
 
 def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
-    """The plan of a problem in two parts, which `run` runs one after the other."""
+    """The plan of a problem that was split in two; `run` runs both parts, one after the other."""
     plans = (first, second)
     return Plan(
         run,
@@ -183,15 +188,15 @@ def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
 
 
 Draft: TypeAlias = Callable[[], Plan]
-"""A problem whose kernels are compiled. Calling it decides between them, by measuring if need be."""
+"""A problem's compiled kernels. Calling the draft chooses between them, by measuring if need be, and gives the plan."""
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(epilogue: str) -> Expr:
-    """The epilogue's expression; parsed once.
+    """The epilogue's expression, cached.
 
-    Raises ExpressionError if it is none, names no operation of the table, gives one too few or too many arguments, or
-    computes with numbers alone.
+    Raises ExpressionError if the text is not an expression, if it calls an operation that is not in the table or one
+    with a wrong number of arguments, or if it computes with numbers alone.
     """
     expression = parse(epilogue)
     for node in postorder(expression):
@@ -207,7 +212,7 @@ def parsed(epilogue: str) -> Expr:
     return expression
 
 
-# how many arguments an operation takes is checked once
+# numbers of arguments were checked against the row that is replaced
 ops.on_replacement.append(lambda _: parsed.cache_clear())
 
 
@@ -287,21 +292,21 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "layer_norm": _layer_norm,
     "pointwise": _pointwise,
 }
-"""What each fused operator computes before its epilogue, in torch."""
+"""The anchor of each fused operator, in torch: anchor(x, weight, bias, **options)."""
 
 CONVOLUTIONS: Final[Mapping[str, int]] = {"conv2d": 2, "conv3d": 3}
-"""Those that convolve, and the dimensions that their filters move along."""
+"""The convolutions, and the number of dimensions that their filters move along."""
 
 PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "bmm", *CONVOLUTIONS})
-"""Those that multiply with a weight: it has x's dtype, and torch's switches for TF32 are about them."""
+"""The anchors that multiply x with a weight of its dtype. torch's switches for TF32 apply to them."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
-"""Of them those whose weight is (N, K); that of the other matrix products is (K, N), and (batch, K, N) for bmm."""
+"""The matrix products whose weight is (N, K). The others' is (K, N), and (batch, K, N) for bmm."""
 
 OPTION_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     kind: tuple(inspect.signature(anchor).parameters)[3:] for kind, anchor in ANCHORS.items()
 }
-"""The anchors' further arguments: their names in Problem.options, and their order in the operators' schemas."""
+"""The names of each anchor's options: the keys of Problem.options, in the order of the operator's schema."""
 
 
 def run_anchor(
@@ -327,9 +332,10 @@ _T = TypeVar("_T")
 
 
 def gate_of(epilogue: Expr, operands: Sequence[_T]) -> tuple[_T, _T | None, tuple[_T, ...]]:
-    """Of the operands of a gated linear: its second weight, that one's bias, and those called o1, o2, ...
+    """Splits the operands of a gated linear into the gate's weight, the gate's bias, and the operands o1, o2, ...
 
-    What the epilogue calls o0 is x's product with that weight, bias included. The bias comes last, if there is one.
+    The gate is the second linear of x. The epilogue calls its result, bias included, o0. In `operands` its weight is
+    the first and its bias, if it has one, the last.
     """
     named = operand_count(epilogue)
     operand_at(operands, max(named, 1) - 1)
@@ -337,7 +343,7 @@ def gate_of(epilogue: Expr, operands: Sequence[_T]) -> tuple[_T, _T | None, tupl
 
 
 def anchor_alone(problem: Problem) -> Run:
-    """The anchor as torch runs it: for regions that nothing pointwise follows."""
+    """A Run of the anchor by torch, for regions with the epilogue "acc"."""
 
     def run(
         x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
@@ -348,7 +354,7 @@ def anchor_alone(problem: Problem) -> Run:
 
 
 def anchor_meta(problem: Problem) -> torch.Tensor:
-    """The anchor's result as a meta tensor: torch's own judgement of the shapes. Raises Refused."""
+    """The anchor's result as a meta tensor. Raises Refused where torch does not accept the shapes."""
     weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
     if problem.kind in CONVOLUTIONS:
         _check_convolution(problem)
@@ -358,12 +364,12 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
         raise Refused(f"torch does not accept these tensors: {error}") from None
     if problem.kind in CONVOLUTIONS:
         return acc.as_strided(acc.shape, _convolution_strides(problem, acc.shape))
-    # meta tensors keep the layout of x, of which torch makes a contiguous copy
+    # a meta layer_norm keeps x's layout; torch's kernels make x contiguous first
     return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
 
 
 def _check_convolution(problem: Problem) -> None:
-    """What torch's meta function of a convolution does not look at, and its kernels do. Raises Refused."""
+    """Checks what torch's kernels of a convolution check and its meta function does not. Raises Refused."""
     options, bias, filters = dict(problem.options), problem.bias, anchor_weight(problem).shape[0]
     sizes = (*options["stride"], *options["dilation"], options["groups"])
     if min(sizes) <= 0 or min(options["padding"]) < 0 or filters % options["groups"]:
@@ -378,7 +384,10 @@ def _check_convolution(problem: Problem) -> None:
 
 
 def _convolution_strides(problem: Problem, shape: torch.Size) -> Strides:
-    """Strides of a convolution's result: channels_last if the input or the weight suggests it (meta tensors guess)."""
+    """Strides of a convolution's result: channels_last if the input or the weight is, else contiguous.
+
+    (torch's meta function only guesses them.)
+    """
     x, weight = problem.x, anchor_weight(problem)
     batched = len(shape) == CONVOLUTIONS[problem.kind] + 2
     x_shape, x_strides = (x.shape, x.strides) if batched else ((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides))
@@ -388,10 +397,14 @@ def _convolution_strides(problem: Problem, shape: torch.Size) -> Strides:
 
 
 def as_images(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> tuple[int, int] | None:
-    """How a convolution of volumes is one of images: along which of depth, height and width (0, 1, 2) the filters of
-    images move. None if its filters are not flat.
+    """The two dimensions of a volume, of depth, height and width (0, 1, 2), along which flat filters move.
 
-    (0, 1): a plane's height and width together are an image's width. (1, 2): each plane is an image.
+    A convolution of volumes with flat filters is one of images:
+
+    - (0, 1): an image's height is the depth, its width a plane's height and width together.
+    - (1, 2): each plane is an image.
+
+    None if the filters are not flat.
     """
     if tuple(kernel[1:]) == (1, 1) and tuple(padding[1:]) == (0, 0) and tuple(stride[1:]) == (1, 1):
         return 0, 1
@@ -402,9 +415,9 @@ def as_images(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[in
 
 
 def channel_operands(expression: Expr) -> frozenset[int]:
-    """Operands that are read along dimension 1 of the result (batch_norm's and prelu's).
+    """Indices of the operands that are vectors along dimension 1 of the result (batch_norm's and prelu's).
 
-    Raises UnsupportedError if one is read along other dimensions, too: kernels read an operand in one way.
+    Raises UnsupportedError if one is read along other dimensions, too: a kernel reads each operand in one way.
     """
     along_channels: set[Expr] = set()
     elsewhere: set[Expr] = {expression}
@@ -421,12 +434,12 @@ def channel_operands(expression: Expr) -> frozenset[int]:
 
 
 def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
-    """The problem's epilogue with its dtypes settled, and the dtype of its result, which is to take acc's place.
+    """`settle` for a kernel whose result has acc's shape and strides: the epilogue, and the dtype of its result.
 
     Args:
         acc: the anchor's result as a meta tensor with eager's strides.
 
-    Raises UnsupportedError as `settle` does, and if the result is of another shape or has other strides.
+    Raises UnsupportedError as `settle` does, and if the result's shape or strides differ from acc's.
     """
     expression, result = settle(problem, acc)
     if result.shape != acc.shape:
@@ -437,14 +450,14 @@ def typed(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.dtype]:
 
 
 def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
-    """The problem's epilogue with its dtypes settled, and its result as a meta tensor.
+    """The epilogue with `type_as` and `assign` replaced by casts, and its result as a meta tensor.
 
-    A kernel computes every intermediate in float32. That is what eager computes, or better, if every number on the way
-    is of a floating dtype up to float32: integer arithmetic wraps and truncates, float64 has more digits. `type_as`
-    becomes a cast to the dtype it means, or nothing.
+    Casts that do not change the dtype are removed. A kernel computes every intermediate in float32. This is as exact as
+    eager, or better, if eager computes every intermediate in a floating dtype up to float32. It would not be for
+    integers, which wrap and truncate, nor for float64, which has more digits.
 
-    Raises UnsupportedError if something on the way, or the result, is of another dtype, or if there are more operands
-    than MAX_OPERANDS.
+    Raises UnsupportedError if an intermediate or the result has another dtype, or if there are more than MAX_OPERANDS
+    operands.
     """
     if len(problem.operands) > MAX_OPERANDS:
         raise UnsupportedError(f"{len(problem.operands)} operands; kernels take {MAX_OPERANDS}")
@@ -470,7 +483,7 @@ def settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
 
 
 def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
-    """Every value of the epilogue, arguments before their users, as meta tensors. Raises Refused."""
+    """Every node of the epilogue with its value as a meta tensor, arguments before users. Raises Refused."""
     value: dict[Expr, Any] = {}
     for node in postorder(problem.expression):
         match node:
@@ -489,10 +502,10 @@ def evaluate_all(problem: Problem, acc: torch.Tensor) -> dict[Expr, Any]:
 
 
 def _with_eagers_strides(row: ops.PointwiseOp, args: list[Any], device: torch.device) -> Any:
-    """What the row computes of meta tensors.
+    """The row's result for meta tensors, with the strides that torch's kernels give it.
 
-    Of expanded ones that are of 16 bits or integers these make a copy in float32 first, which has strides of its own;
-    torch's kernels do not, but for those on a CPU if the tensors are of several dtypes.
+    A meta function first copies expanded tensors of 16 bits or integers to float32, and the copy has strides of its
+    own. torch's kernels make no such copy, except on a CPU where the tensors have several dtypes.
     """
     result = row.reference(*args)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -513,10 +526,10 @@ def _float32(meta: torch.Tensor) -> torch.Tensor:
 
 
 def without_unread(problem: Problem, acc: torch.Tensor) -> tuple[Problem, tuple[int, ...]] | None:
-    """The problem without the operands that nothing reads, and which are left; None if all are read.
+    """The problem without unread operands, and the indices of those that are left; None if all are read.
 
-    Of what `type_as` is given only the dtype counts. Nothing else is known of that operand: it may be of any shape, so
-    that no kernel may be given its address. Raises as `evaluate_all` does, and if `type_as` moves to another device.
+    `type_as` uses only the dtype of its second argument. That operand may have any shape, so a kernel must not get its
+    address. Raises as `evaluate_all` does, and UnsupportedError if `type_as` moves a tensor to another device.
     """
     if _operands_of(problem.expression) == set(range(len(problem.operands))) and not any(
         isinstance(node, Call) and node.op == "type_as" for node in postorder(problem.expression)
@@ -547,14 +560,14 @@ def _operands_of(expression: Expr) -> set[int]:
 
 
 def _is_on_device(problem: Problem, expression: Expr) -> bool:
-    """Whether its value is where x is, and not made of numbers on the CPU alone."""
+    """Whether the expression's value is on x's device: whether it reads at least one tensor that is."""
     leaves = [node for node in postorder(expression) if isinstance(node, Acc | Operand)]
     metas = [problem.operands[leaf.index] if isinstance(leaf, Operand) else problem.x for leaf in leaves]
     return any(meta.device == problem.x.device for meta in metas)
 
 
 def check_operand(operand: TensorMeta) -> None:
-    """Raises UnsupportedError if kernels do not read operands like it."""
+    """Raises UnsupportedError if kernels cannot read operands of this dtype."""
     # a float64 scalar is fine: without dimensions it does not promote what it meets
     if operand.dtype not in OPERAND_DTYPES and not (operand.dtype == torch.float64 and operand.shape == ()):
         raise UnsupportedError(f"an operand is of {operand.dtype}, which kernels do not read")
@@ -565,7 +578,7 @@ _CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 def _settled(row: ops.PointwiseOp, args: list[Expr], values: list[Any], result: torch.Tensor) -> Expr:
     if row.boolean:
-        # logical operations see truth values only; comparisons must be of numbers that float32 holds
+        # logical operations read truth values only; numbers that are compared must fit float32
         logical = row.name.startswith("logical")
         computed = torch.float32 if logical else torch.result_type(*values)
     else:

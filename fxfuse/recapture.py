@@ -1,12 +1,14 @@
-"""Models that fx cannot trace whole, captured by Dynamo at a later call.
+"""Recapture: models that fx cannot trace whole are captured by Dynamo at a later call.
 
-fx traces without knowing anything about arguments, so that a question about a shape or dtype ends a trace and the
-module runs as Python, its children as graphs of their own. Dynamo knows them, and guards what it was told. What takes
-it seconds is done for a model that is called again and again: at its third call, or for `example_inputs`. A model is
-captured whole or not at all (a part of it would have run before the rest turned out to need Python); if not, each
-module inside of it that runs as Python is, in the same way. Some models compute something else while they are captured
-(transformers' PaliGemma hides other positions): the first graph is compared with eager, and there is none if they
-differ.
+fx traces without knowing the arguments. So a question about a shape or dtype ends a trace: the module runs as Python,
+and its children are graphs of their own. Dynamo knows the arguments, and guards what it has learnt from them.
+
+- Capturing takes seconds. So it is done for models that are called again and again, at the third call, or for
+  `example_inputs`.
+- A model is captured whole or not at all: with graph breaks, a part of it would have run before the rest turned out to
+  need Python. If it is not captured, each module inside it that runs as Python is tried in the same way.
+- Some models compute something else while they are captured (transformers' PaliGemma hides other positions). So the
+  first graph is compared with eager. If they differ, the model stays Python.
 """
 
 from __future__ import annotations
@@ -39,18 +41,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fxfuse")
 
 CALLS_BEFORE: Final = 2
-"""Calls that run as Python: most models that are called once or twice are called no more."""
+"""Calls that run as Python first. Most models that are called once or twice are not called again."""
 FAILURES: Final = 4
-"""Calls in a row that Dynamo could not capture, after which it is asked no more."""
+"""Calls in a row that Dynamo fails to capture, after which it is not asked again."""
 
 FURTHEST: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 0.05), torch.bfloat16: (0.1, 0.1), torch.float16: (0.1, 0.1),
 }  # fmt: skip
-"""How far a graph's results may be from eager's, as a part of their norm, on a CPU and on a GPU, where layouts decide
-which of the library's kernels round to TF32: rounding is less, and another mask is more."""
+"""The largest distance of a graph's results from eager's, relative to their norm: (on a CPU, on a GPU). On a GPU
+layouts decide which of the library's kernels round to TF32. Rounding stays below these limits, another mask exceeds
+them."""
 ULPS, LIKE_ROUNDING = 128.0, 4
-"""A graph's results may be so many times as far apart as eager's own of inputs that differ by so many ulp: detectors of
-transformers with random weights give the same for one, and other boxes for 8 to 128."""
+"""A graph's results may be LIKE_ROUNDING times as far from eager's as eager's own results move when inputs change by
+ULPS ulp. Detectors of transformers with random weights give the same boxes for 1 ulp, and others for 8 to 128."""
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 _capturing = threading.local()
@@ -58,7 +61,7 @@ _numbers = itertools.count()
 
 
 def is_capturing() -> bool:
-    """Whether Dynamo captures one of these models, so that children are to be traced as the modules they were."""
+    """Whether Dynamo is capturing one of these models. Then fused children are traced as the original modules."""
     return getattr(_capturing, "now", False)
 
 
@@ -66,7 +69,7 @@ is_capturing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no 
 
 
 def is_eager() -> bool:
-    """Whether children are to run as the modules they were, for comparison."""
+    """Whether fused children run as the original modules, for a comparison with eager."""
     return getattr(_capturing, "eager", False)
 
 
@@ -74,8 +77,10 @@ is_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_waiting() -> bool:
-    """Whether one of these models runs as Python for now: what its children would make for calls to come would be of no
-    use once it is captured."""
+    """Whether one of these models runs as Python for now, before it is captured.
+
+    Meanwhile its children make no programs or training steps: these would be of no use after the capture.
+    """
     return getattr(_capturing, "waiting", False)
 
 
@@ -84,6 +89,7 @@ is_waiting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def _said(name: str) -> Iterator[None]:
+    """A context in which the flag `name` is set for this thread."""
     before = getattr(_capturing, name, False)
     setattr(_capturing, name, True)
     try:
@@ -93,22 +99,26 @@ def _said(name: str) -> Iterator[None]:
 
 
 def _whole_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Inside DistributedDataParallel's forward Dynamo would divide a graph at its buckets, and refuses small ones: a
-    backward of ours is cut there, and the forward stays one graph."""
+    """A context in which Dynamo does not divide graphs for DistributedDataParallel.
+
+    Inside its forward Dynamo would divide a graph at its buckets, and refuses small ones. Here the backward is cut at
+    the buckets instead (segments.py), and the forward stays one graph.
+    """
     if buckets_now() is None:
         return contextlib.nullcontext()
     return torch._dynamo.config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def _methods_logging_once() -> frozenset[_Named]:
-    """Methods of loggers that do nothing the second time: transformers' `warning_once`."""
+    """Methods of loggers that do nothing the second time, such as transformers' `warning_once`."""
     methods = vars(logging.Logger).values()
     return frozenset(_Named(method) for method in methods if isinstance(method, functools._lru_cache_wrapper))
 
 
 @contextlib.contextmanager
 def _logged_once(methods: frozenset[_Named]) -> Iterator[None]:
-    """Inside, Dynamo leaves these methods out, and captures who calls them: the forward has run as Python before."""
+    """A context in which Dynamo leaves out calls of these methods. The forward has run as Python before, so they have
+    logged already."""
     if not methods:
         yield
         return
@@ -124,7 +134,8 @@ def _logged_once(methods: frozenset[_Named]) -> Iterator[None]:
 
 
 class _Named(str):
-    """Stands for a function in a set that Dynamo of torch 2.11 copies, sorts and writes into its metrics."""
+    """A name that stands for a function in a set. Dynamo of torch 2.11 copies and sorts the set, and writes it into its
+    metrics."""
 
     function: Any
 
@@ -144,16 +155,16 @@ class _Named(str):
 
 
 def as_eager() -> contextlib.AbstractContextManager[None]:
-    """Inside, fused modules run as the modules they were."""
+    """A context in which fused modules run as the original modules."""
     return _said("eager")
 
 
 class Recapture:
-    """One model's graphs by Dynamo."""
+    """The graphs of one model that Dynamo has captured."""
 
     def __init__(self, root: nn.Module, settings: Settings) -> None:
         self.reason: str | None = None
-        """Why Dynamo captured no graph, the last time it tried."""
+        """Why Dynamo captured no graph in its last attempt."""
         self._root = weakref.ref(root)
         self._settings = settings
         self._calls = 0
@@ -166,23 +177,23 @@ class Recapture:
         self._lock = free_in_children(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nobody else's, as programs."""
+        """Pickled as None, as programs are."""
         return type(None), ()
 
     @property
     def graphs(self) -> tuple[FusedModule, ...]:
-        """Those there are, for the report."""
+        """The graphs that exist, for the report."""
         return tuple(self._graphs)
 
     def hurry(self) -> None:
-        """Lets the next call be captured."""
+        """Makes the next call the one that is captured."""
         self._calls = max(self._calls, CALLS_BEFORE)
 
     def call(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """python(*args, **kwargs), by a graph of Dynamo's if there is one or it is time for one."""
+        """The result of python(*args, **kwargs), by a graph of Dynamo's if there is one or it is time for one."""
         if self._failures >= FAILURES or _is_watched((*args, *kwargs.values())) or keep_otherwise():
             return python(*args, **kwargs)
-        if self._run is None and stream_capture.is_underway():  # what is compared would have to be computed
+        if self._run is None and stream_capture.is_underway():  # results of a capture cannot be compared
             return python(*args, **kwargs)
         if self._calls < CALLS_BEFORE:
             self._calls += 1
@@ -196,7 +207,7 @@ class Recapture:
             if changed is not None:  # Dynamo captures anew for each value, and does not count calls that raise
                 self._failures, self.reason = FAILURES, f"its forward sets '{changed}'"
             return result
-        if self._run is not None and self._hooks() != self._hooks_then:  # which Dynamo does not guard
+        if self._run is not None and self._hooks() != self._hooks_then:  # Dynamo does not guard hooks
             self._run, self._calls = None, 0
             return python(*args, **kwargs)
         try:
@@ -207,22 +218,23 @@ class Recapture:
         except Exception as error:
             if not _is_dynamos(error):
                 raise
-            # what a graph cannot hold it will not hold the next time; other arguments may be others
-            errors = torch._dynamo.exc  # a UserError: it asks for a tensor's value
+            # Unsupported code stays unsupported at the next call; other errors may depend on the arguments
+            errors = torch._dynamo.exc  # a UserError: the model asks for a tensor's value
             is_final = isinstance(error, errors.Unsupported | errors.UserError)
             self._failures = FAILURES if is_final else self._failures + 1
             self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are nobody's
+            if self._failures >= FAILURES:  # graphs that Dynamo made before it gave up are not used
                 self._graphs.clear()
             logger.info("fxfuse: %s was not captured by Dynamo: %s", type(self._root()).__name__, self.reason)
-            return python(*args, **kwargs)  # nothing has run: graphs are whole
+            return python(*args, **kwargs)  # graphs are whole, so nothing has run yet
         self._failures = 0
         return result
 
     def _first(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """python(*args, **kwargs), after a graph was captured, and compared with it, on copies of the arguments.
+        """The result of python(*args, **kwargs), compared with that of a graph that is captured first.
 
-        Of what cannot be copied the graph computes the result, and of random numbers nothing is compared.
+        The graph runs on copies of the arguments. If they cannot be copied, the graph computes the result, and nothing
+        is compared. If the graph draws random numbers, nothing is compared either.
         """
         from fxfuse.module import state_of
 
@@ -240,12 +252,12 @@ class Recapture:
                 is_random = draws.any()
         finally:
             _capturing.made = None
-        # a checkpoint's second forward, in the backward, is to keep what its first one kept
+        # the second forward of a checkpoint, in the backward, must keep the same tensors as its first
         captured = [state_of(graph).captured.graph for graph in self._graphs]
         has_checkpoints = any(graph is not None and checkpoints.has_any(graph) for graph in captured)
         with contextlib.nullcontext() if has_checkpoints else as_eager():
             result = python(*args, **kwargs)
-        apart = 0.0 if is_random else _apart(result, [made, copies])  # of which some may be among the results
+        apart = 0.0 if is_random else _apart(result, [made, copies])  # copies: arguments may be among the results
         if apart > 1 and apart > LIKE_ROUNDING * self._own_noise(python, args, kwargs, result):
             self._failures, self.reason = (
                 FAILURES,
@@ -259,8 +271,10 @@ class Recapture:
     def _own_noise(
         self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> float:
-        """How far apart eager's own results are if arguments differ by what rounding in a deep network is worth: what
-        picks the best few of many values (detectors do) may pick others."""
+        """How far eager's own results move if the arguments change by `ULPS`: as much as rounding in a deep network.
+
+        A model that picks the best few of many values, as detectors do, may then pick others.
+        """
         copies, root = _copied(args, kwargs, by=ULPS), self._root()
         if copies is None or root is None:
             return 0.0
@@ -269,7 +283,7 @@ class Recapture:
         return _apart(result, [other])
 
     def _literals(self) -> dict[tuple[nn.Module, str], Any]:
-        """Attributes that are numbers, truth values or text."""
+        """The attributes of all modules that are numbers, truth values or text."""
         root = self._root()
         assert root is not None  # its module calls this
         return {
@@ -280,10 +294,11 @@ class Recapture:
         }
 
     def _hooks(self) -> list[int]:
-        """Every hook that there is, by its number, which none other has had."""
+        """The number of every registered hook. Numbers are never used twice."""
         return list(itertools.chain.from_iterable(filter(None, self._tables)))
 
     def _compiled(self) -> Callable[..., Any]:
+        """The model's forward, compiled by Dynamo with fxfuse as the backend."""
         with self._lock:
             if self._run is None:
                 root = self._root()
@@ -294,10 +309,10 @@ class Recapture:
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     return root.forward(*args, **kwargs)
 
-                # Dynamo keeps what it compiles by code object, a few results for each, and in the function's globals;
-                # its tables let each keep the other
-                names = {"__name__": __name__, "__builtins__": __builtins__, "torch": torch}  # which its code may read
-                # what it learns of sizes that vary it keeps by the code's name and line, also of other models
+                # Dynamo keeps what it compiles by code object (a few results for each) and in the function's globals,
+                # and its tables keep each of them alive for the other: so this model gets both of its own
+                names = {"__name__": __name__, "__builtins__": __builtins__, "torch": torch}  # its code may read these
+                # Dynamo keeps what it learns about varying sizes by the code's name and line, shared between models
                 code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
                 own = types.FunctionType(code, names, closure=forward.__closure__)
                 weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, own.__code__).atexit = False
@@ -311,7 +326,7 @@ def _fused(
     settings: Settings, graphs: weakref.ref[weakref.WeakSet[FusedModule]],
     gm: fx.GraphModule, example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:  # fmt: skip
-    """A backend, which Dynamo keeps for ever: it must not hold the model."""
+    """The backend for `torch.compile`. Dynamo keeps it for ever, so it must not hold the model."""
     from fxfuse.backend import fused_graph
     from fxfuse.module import drop_source_with
 
@@ -334,14 +349,14 @@ def _fused(
 
 
 class _Stopped(Exception):
-    """Ends a call whose graph has run, before Dynamo does what its forward does to anything but tensors."""
+    """Ends a call after its graph has run, before Dynamo applies the forward's side effects on Python objects."""
 
 
 def _copied(args: Sequence[Any], kwargs: Mapping[str, Any], by: float = 0.0) -> Any:
-    """Arguments of which nothing is the caller's, but like the caller's; None where that is not to be had.
+    """Copies of arguments, which share nothing with them; None if something cannot be copied.
 
     Args:
-        by: how many units in the last place floating-point numbers are made larger.
+        by: the number of ulp by which floating-point tensors are made larger.
     """
     twins: dict[int, torch.Tensor] = {}
 
@@ -359,7 +374,7 @@ def _copied(args: Sequence[Any], kwargs: Mapping[str, Any], by: float = 0.0) -> 
                 if by and value.is_floating_point():
                     new.mul_(1 + by * torch.finfo(value.dtype).eps)
             new.requires_grad_(value.requires_grad)
-            vars(new).update(vars(value))  # what Dynamo was told about it
+            vars(new).update(vars(value))  # marks for Dynamo are attributes
             twins[id(value)] = new
         return twins[id(value)]
 
@@ -370,9 +385,10 @@ def _copied(args: Sequence[Any], kwargs: Mapping[str, Any], by: float = 0.0) -> 
 
 
 def _apart(expected: Any, made: Any) -> float:
-    """How far a graph's results are from eager's at most, as a multiple of what rounding explains.
+    """The largest distance of a graph's results from eager's, as a multiple of `FURTHEST`.
 
-    Of the tensors of a shape and dtype the nearest counts: a graph's results are in another order.
+    A graph's results are in another order than eager's. So each of eager's is compared with all of the same shape and
+    dtype, and the nearest counts.
     """
     from fxfuse.verify import leaves_of
 
@@ -387,14 +403,14 @@ def _apart(expected: Any, made: Any) -> float:
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """As a part of the norm, where both are finite."""
+    """The distance of two tensors relative to the norm of the first, over elements that are finite in both."""
     finite = one.isfinite() & other.isfinite()
     size, apart = (float(part.detach().double()[finite].norm()) for part in (one, one - other))
     return apart / size if size else apart
 
 
 def _is_watched(values: Sequence[Any]) -> bool:
-    """Whether somebody traces, transforms or observes this call, and wants to see the model's own operations."""
+    """Whether this call is traced, transformed or observed, so that the model's own operations must run."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
@@ -407,7 +423,7 @@ def _is_watched(values: Sequence[Any]) -> bool:
 
 
 def _is_dynamos(error: Exception) -> bool:
-    """Whether Dynamo raised it, in place of capturing; errors of the model are other classes."""
+    """Whether an error is Dynamo's, because it cannot capture. Errors of the model have other classes."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith(
         "torch._dynamo"
     )

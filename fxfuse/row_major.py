@@ -1,14 +1,14 @@
-"""Where an image becomes tokens that are the columns of a matrix, the matrix is made contiguous, once.
+"""Makes tokens contiguous once, where an image becomes a matrix whose columns are contiguous.
 
-`conv(x).flatten(2).transpose(1, 2)` begins most vision transformers. Where nothing that follows makes it contiguous
-torch's pointwise operators pass the order of its dimensions on, from one residual to the next, and each LayerNorm and
-linear of the model copies what it reads:
+`conv(x).flatten(2).transpose(1, 2)` begins most vision transformers. If nothing that follows makes it contiguous,
+torch's pointwise operators keep that order of dimensions, from one residual to the next. Then each LayerNorm and linear
+of the model copies what it reads:
 
     image ─ conv ─ flatten ─ transpose ─┬─ layer_norm ─ … ─ add ─┬─ layer_norm ─ … ─ add ─ …
                                         └────────────────────────┘
 
-It is copied where it begins if nothing that leaves the graph can have its strides. (Where the convolution works in
-channels_last it is contiguous already, and the copy is none.)
+The matrix is copied at its beginning, if no value that leaves the graph can have strides that depend on its own. (Where
+the convolution works in channels_last the matrix is contiguous already, and `contiguous` copies nothing.)
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PASSING_ON: Final = frozenset(
      "bmm", "scaled_dot_product_attention", "softmax", "mean", "sum", "amax", "amin", "conv2d", "max_pool2d",
      "avg_pool2d", "adaptive_avg_pool2d", "clone"}
 )  # fmt: skip
-"""Names of what computes the same whatever strides it is given, and whose result may have others then."""
+"""Names of operations whose values do not depend on the strides of their inputs, but whose result's strides may."""
 _PASSING_ON_MODULES: Final = (
     nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.BatchNorm2d, nn.Softmax, nn.Flatten,
 )  # fmt: skip
 _OURS: Final = frozenset({functional.pointwise, functional.linear, functional.layer_norm, functional.conv2d})
 FEWEST: Final = 2
-"""Readers that would copy it, for which one copy pays."""
+"""The least number of readers that would copy the matrix, for one copy to pay."""
 
 
 def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> None:
-    """Puts copies into `graph`, whose regions are fused already."""
+    """Inserts `contiguous` into `graph`, whose regions are fused already."""
     mutations = Mutations(root, graph)
     written = frozenset().union(*mutations.visible())
     for value in [node for node in graph.nodes if is_never_contiguous(node) and _is_of_image(root, node)]:
@@ -55,11 +55,14 @@ def make_tokens_contiguous(root: nn.Module, graph: fx.Graph) -> None:
             value.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
             for node in followers:
                 if _is_view(node):
-                    node.target = "reshape"  # of other strides there may be no view
+                    node.target = "reshape"  # with the new strides a view may be impossible
 
 
 def _is_of_image(root: nn.Module, value: fx.Node) -> bool:
-    """Whether what it permutes was convolved or pooled; images that are made of tokens lie well in channels_last."""
+    """Whether `value` permutes an image that was convolved or pooled.
+
+    Images that are made of tokens are already suitable: they are in channels_last.
+    """
     source = next(iter(value.all_input_nodes), None)
     while source is not None:
         role = role_of(root, source)
@@ -72,7 +75,7 @@ def _is_of_image(root: nn.Module, value: fx.Node) -> bool:
 
 
 def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
-    """`value` and all whose strides may depend on its; None if that may be seen."""
+    """`value` and all nodes whose strides may depend on its own; None if something outside might see these strides."""
     followers = {value: None}
     waiting = [value]
     while waiting:
@@ -81,7 +84,7 @@ def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
             if user in followers or _is_end(root, node, user):
                 continue
             if is_contiguous_copy(user) and is_never_contiguous(node) and node is not value:
-                continue  # a copy in any case, of which nobody sees whose
+                continue  # a copy whatever the strides, and its result does not depend on them
             if not _passes_on(root, user):
                 return None
             followers[user] = None
@@ -90,19 +93,19 @@ def _followers(root: nn.Module, value: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_end(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
-    """Whether nothing that `user` makes of `node` depends on its strides."""
+    """Whether the result of `user` does not depend on the strides of `node`."""
     return asks_shape(user) or _is_cat_of_matrices(user) or _copies(root, node, user)
 
 
 def _is_cat_of_matrices(user: fx.Node) -> bool:
-    """Whether it puts tensors together that are no pictures: those alone may be in channels_last then."""
+    """Whether `user` concatenates tensors of three dimensions. Its result is then not in channels_last."""
     if name_of(user) != "cat" or not user.args or not isinstance(user.args[0], list | tuple):
         return False
     return any(isinstance(arg, fx.Node) and _rank(arg) == 3 for arg in user.args[0])
 
 
 def _rank(node: fx.Node) -> int | None:
-    """The number of dimensions, where it is known."""
+    """The number of dimensions of a node's value; None if it is not known."""
     value = noted(node)
     if isinstance(value, torch.Tensor):
         return value.dim()
@@ -113,12 +116,13 @@ def _rank(node: fx.Node) -> int | None:
 
 
 def _copies(root: nn.Module, node: fx.Node, user: fx.Node) -> bool:
-    """Whether it makes `node` contiguous before it reads it."""
+    """Whether `user` makes `node` contiguous before it reads it."""
     is_one = user.op == "call_module" or user.target in _OURS or name_of(user) in ("linear", "layer_norm")
     return is_one and forgets(root, node, user)
 
 
 def _passes_on(root: nn.Module, node: fx.Node) -> bool:
+    """Whether strides of its inputs change nothing in a node's result but its strides."""
     if node.op not in ("call_module", "call_function", "call_method") or "out" in node.kwargs:
         return False
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -133,6 +137,6 @@ def _passes_on(root: nn.Module, node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it is x.view(…) of another shape."""
+    """Whether a node is x.view(…) to another shape."""
     others = node.args[1:]
     return node.op == "call_method" and node.target == "view" and all(isinstance(a, int | fx.Node) for a in others)

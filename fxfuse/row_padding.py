@@ -1,13 +1,14 @@
-"""Gaps behind rows that products read, so that each row begins at a multiple of 16 bytes.
+"""Pads rows that matrix products read, so that each row begins at a multiple of 16 bytes.
 
-Matrix products read memory 16 bytes at a time. Rows of 50257 or of 197 elements begin anywhere: a library's kernels and
-ours then read them element by element, in a half or a tenth of the speed. Where loops make such a matrix
-(program/operators.py), their kernel leaves gaps at no cost. Others are copied if products do enough with each element.
+Matrix products read memory 16 bytes at a time. Rows of 50257 or of 197 elements are not aligned to that: a library's
+kernels and ours then read them element by element, at a half or a tenth of the speed. Where loops make such a matrix
+(program/operators.py), their kernel leaves gaps behind the rows at no cost. Other matrices are copied if products use
+each element often enough.
 
     x ─ softmax ─┬─ mm          x ─ softmax ─ pad ─ slice ─┬─ mm
                  └─ sum                                    └─ sum
 
-Nobody sees it: what leaves the graph does not change, and what the backward keeps are the longer rows.
+The caller does not see it: results do not change. What the backward keeps are the longer rows.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from fxfuse.program.values import Slot, Value
 _aten: Final = torch.ops.aten
 
 ALIGNED: Final = 16
-"""Bytes that products read at a time."""
+"""Bytes that products read at once."""
 LONGER: Final = 1 / 16
-"""Part of a row that its gap may be."""
+"""The largest gap, as a fraction of its row."""
 COPY_PAYS: Final = 512
-"""Columns of products from which on a copy pays: it reads and writes an element in the time of some 200 products, and
-products are twice as fast then at least."""
+"""The number of columns of products from which a copy pays. To copy an element takes the time of some 200
+multiplications, and products are then at least twice as fast."""
 _PRODUCTS: Final = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _SAME_ROWS: Final = {
     _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten.expand.default,
     _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.default,
 }  # fmt: skip
-"""Views of which a matrix may be one."""
+"""Views through which a product may read a matrix."""
 
 
 def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor]:
-    """Puts gaps into a graph of torch's operators, which has its nodes' values as `meta["val"]`.
+    """Pads rows in a graph of torch's operators, whose values are in `meta["val"]`.
 
     Args:
-        unchanged: results whose strides the caller sees.
+        unchanged: results whose strides the caller sees. They are not padded.
 
-    Returns, by the name that they had, values among what the graph returns that lie in another way now, or are longer:
-    whoever is given them has to know (`take_padded`).
+    Returns the values, by name, that the graph returns and that now have other strides or longer rows. The graph that
+    takes them must be told (`take_padded`).
     """
     (end,) = (node for node in graph.nodes if node.op == "output")
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
@@ -78,7 +79,7 @@ def pad_rows(graph: fx.Graph, unchanged: Set[fx.Node]) -> dict[str, torch.Tensor
 
 
 def _read_by_products(graph: fx.Graph) -> dict[fx.Node, int]:
-    """What products read whose rows begin anywhere, and how often they multiply each of its elements."""
+    """The matrices with unaligned rows that products read, and how often products use each of their elements."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target in _PRODUCTS:
@@ -91,7 +92,13 @@ def _read_by_products(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def take_padded(graph: fx.Graph, given: Mapping[str, torch.Tensor]) -> None:
-    """Notes how arguments lie, by name. Where there is no such view of one, it is copied as it was."""
+    """Adapts a graph to padded arguments.
+
+    Where a view of an argument is impossible with the new strides, the argument is copied to its former strides.
+
+    Args:
+        given: the new values of arguments, by name (`pad_rows`).
+    """
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in given]:
         before, now = node.meta["val"], given[node.name]
         part = now[..., : before.shape[-1]]
@@ -110,7 +117,7 @@ def take_padded(graph: fx.Graph, given: Mapping[str, torch.Tensor]) -> None:
 def _inserted(
     graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> fx.Node:
-    """A new call in the place of a node, which it takes."""
+    """Inserts a call that takes a node, and replaces the node for all other users."""
     with graph.inserting_after(node):
         made = graph.call_function(target, args, kwargs)
     node.replace_all_uses_with(made, lambda user: user is not made)
@@ -118,7 +125,7 @@ def _inserted(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operator of torch's, or an element of its result, is a view of its first argument and of no other."""
+    """Whether a node is a view of its only tensor argument: an operator's result, or an element of one."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
@@ -128,7 +135,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _source(matrix: Any) -> fx.Node | None:
-    """What a matrix is a view of, if rows of that are its rows or columns."""
+    """The node that a matrix is a view of, where the views keep rows whole; the matrix itself if it is no such view."""
     node = matrix
     while isinstance(node, fx.Node) and node.target in _SAME_ROWS:
         node = node.args[0]
@@ -136,7 +143,7 @@ def _source(matrix: Any) -> fx.Node | None:
 
 
 def _begins_anywhere(node: fx.Node) -> bool:
-    """Whether it lies without gaps, in rows that begin anywhere and are long enough for some."""
+    """Whether a node's value is contiguous, with rows that are not aligned but long enough for a gap."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_contiguous() or not value.numel():
         return False
@@ -145,7 +152,7 @@ def _begins_anywhere(node: fx.Node) -> bool:
 
 
 def _is_loops(node: fx.Node) -> bool:
-    """Whether a kernel of loops makes it."""
+    """Whether a kernel of loops can compute a node."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
 
@@ -161,12 +168,12 @@ def _is_loops(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node, value: Any) -> dict[fx.Node, Any] | None:
-    """All that is viewed of a node if this is its value; None if one of them cannot be."""
+    """The values of all views of a node, if the node's value is `value`; None if one of the views is impossible."""
     found: dict[fx.Node, Any] = {}
     for user in filter(is_view, node.users):
         try:
             found[user] = user.target(value, *user.args[1:], **user.kwargs)  # type: ignore[operator]
-        except (RuntimeError, ValueError):  # of tensors, and of fake ones
+        except (RuntimeError, ValueError):  # raised for tensors, and for fake tensors
             return None
         inner = _views(user, found[user])
         if inner is None:
@@ -176,5 +183,6 @@ def _views(node: fx.Node, value: Any) -> dict[fx.Node, Any] | None:
 
 
 def _note(values: Mapping[fx.Node, Any]) -> None:
+    """Sets the values of nodes (`meta["val"]`)."""
     for node, value in values.items():
         node.meta["val"] = value

@@ -1,14 +1,14 @@
-"""The backward of a training step in consecutive segments, each with the gradients of a bucket of parameters.
+"""Cuts the backward of a training step into consecutive segments, each with the gradients of a bucket of parameters.
 
-DistributedDataParallel sends gradients a bucket at a time, while what is left of the backward runs. A backward that is
-one graph has none before it has all. So inside of DistributedDataParallel it is cut where buckets are complete:
+DistributedDataParallel sends gradients a bucket at a time, while the rest of the backward runs. A backward that is one
+graph has no gradient before it has all of them. So inside DistributedDataParallel it is cut where buckets are complete:
 
     whole       tangents → [ ... dW3 ... dW2 ... dW1 ] → dW3, dW2, dW1
     segments    tangents → [ ... dW3 ] → dW3
                               │ what the next one reads
                               └→ [ ... dW2, dW1 ] → dW2, dW1
 
-Nothing is computed twice but views and what is made of nothing but numbers.
+Nothing is computed twice except views, attributes and values that are made of nothing but numbers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from fxfuse.joint import draws, results_of
 from fxfuse.row_padding import is_view
 
 MOST: Final = 6
-"""Segments: each is a graph of its own, and takes the CPU some 50 us a step; what is sent after the last one is a sixth
-of all gradients then, and no step that the CPU limits is held up (docs/notebook.md)."""
+"""The most segments. Each is a graph of its own and takes the CPU some 50 us a step. With six, a sixth of all gradients
+is sent after the last one, and no step that the CPU limits is held up (docs/notebook.md)."""
 
 
 class Buckets(NamedTuple):
-    """How many bytes of gradients are sent at once."""
+    """The sizes of DistributedDataParallel's buckets: bytes of gradients that are sent at once."""
 
     first: int
+    """Bytes of the first bucket that is sent."""
     others: int
+    """Bytes of each other bucket."""
 
 
 def buckets_now() -> Buckets | None:
-    """Those of the DistributedDataParallel whose forward is running, if one is."""
+    """The buckets of the DistributedDataParallel whose forward is running; None if none is."""
     module: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if module is None:
         return None
@@ -47,35 +49,36 @@ def buckets_now() -> Buckets | None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a backward."""
+    """A segment of a backward: a graph, and the meaning of its arguments and results."""
 
     graph: fx.GraphModule
-    """Takes tensors that the forward has kept, values by name, and which of the former are lent (Lent); gives
-    gradients, then values by name."""
+    """From the `kept` tensors, the values that it `takes`, and a Lent (which kept tensors are lent) to its `gradients`,
+    then the values that it `makes`."""
     kept: tuple[int, ...]
-    """Which of those that the whole backward takes."""
+    """The tensors kept by the forward that it takes: positions among those of the whole backward."""
     takes: tuple[str, ...]
-    """Gradients of results and values of segments before."""
+    """The gradients of results and values of earlier segments that it takes, by name."""
     gradients: tuple[int, ...]
-    """By number, the tensors whose gradients it gives."""
+    """The tensors, by number, whose gradients it computes."""
     makes: tuple[str, ...]
-    """Its values that segments behind take."""
+    """Its own values that later segments take, by name."""
     passes: frozenset[str]
-    """All that those take."""
+    """All values that later segments take, by name, those of earlier segments included."""
 
 
 def segments(
     backward: fx.GraphModule, kept: int, given: Mapping[int, int], buckets: Buckets | None
 ) -> tuple[Segment, ...]:
-    """A backward, cut where buckets of gradients are complete.
+    """A backward's segments, cut where buckets of gradients are complete.
+
+    Who gets a gradient may at once change it, or the tensor that it is the gradient of. So no later segment reads
+    either.
 
     Args:
-        backward: of torch's operators, nothing of which is in place, with values as `meta["val"]`.
-        kept: how many of its arguments the forward has kept; gradients of results follow.
-        given: which of those are tensors that gradients are for: of a place the tensor's number.
+        backward: a graph of torch's operators, none of them in place, with values as `meta["val"]`.
+        kept: the number of its arguments that the forward has kept. Gradients of results follow these.
+        given: the kept arguments that are tensors of the call: from an argument's position to the tensor's number.
         buckets: None for one segment.
-
-    Whoever is given a gradient may change it, or what it is the gradient of, at once: no segment behind reads either.
     """
     arguments = [node for node in backward.graph.nodes if node.op == "placeholder"]
     gradients = results_of(backward.graph)
@@ -98,14 +101,14 @@ def segments(
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """What a value is a view of."""
+    """The base of a view; any other value itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """What writes or reads a value's memory."""
+    """The nodes that write or read a value's memory."""
     yield node
     for user in node.users:
         if is_view(user):
@@ -115,7 +118,11 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _groups(graph: fx.Graph, uses: Mapping[int, Set[fx.Node]], buckets: Buckets) -> list[list[int]]:
-    """The tensors by whose gradients buckets are full, by number, in the order in which those are there."""
+    """For each segment the numbers of the tensors whose gradients fill it, in the order in which these are complete.
+
+    Args:
+        uses: for each tensor with a gradient: the nodes that must run before the gradient is given.
+    """
     places = {node: at for at, node in enumerate(graph.nodes)}
     gradients = results_of(graph)
     ready: dict[int, list[int]] = {}
@@ -133,8 +140,14 @@ def _groups(graph: fx.Graph, uses: Mapping[int, Set[fx.Node]], buckets: Buckets)
 
 
 def _parts(graph: fx.Graph, ends: Sequence[Set[fx.Node]], kept: int) -> list[list[fx.Node]]:
-    """The nodes of each segment: what `ends` need that no segment before has, and what products before would be
-    followed by in one kernel."""
+    """The nodes of each segment: those that its `ends` need and no earlier segment has.
+
+    Pointwise operations that would share a kernel with a value of the segment are added to it.
+
+    Args:
+        ends: for each segment, the nodes that must be in it or in an earlier one.
+        kept: the number of arguments that the forward has kept.
+    """
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     waits = set(arguments[kept:])
     for node in graph.nodes:
@@ -164,7 +177,13 @@ def _parts(graph: fx.Graph, ends: Sequence[Set[fx.Node]], kept: int) -> list[lis
 
 
 def _epilogue(node: fx.Node, is_there: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The last of the pointwise operations that only follow each other, and the first a value, no longer than that."""
+    """The last of the pointwise operations that follow `node`, each the only user of the one before; None if none does.
+
+    Its value is no larger in memory than that of `node`.
+
+    Args:
+        is_there: whether the other inputs of these operations are available.
+    """
     found, last = None, node
     size = node.meta["val"].nbytes if isinstance(node.meta.get("val"), torch.Tensor) else 0
     while len(last.users) == 1:
@@ -182,7 +201,13 @@ def _cut(
     backward: fx.GraphModule, groups: Sequence[Sequence[int]], parts: Sequence[Sequence[fx.Node]],
     kept: Sequence[fx.Node],
 ) -> tuple[Segment, ...]:  # fmt: skip
-    """The segments of these nodes, with the gradients of these tensors."""
+    """The segments of a backward.
+
+    Args:
+        groups: for each segment, the numbers of the tensors whose gradients it computes.
+        parts: for each segment, its nodes.
+        kept: the arguments that the forward has kept.
+    """
     gradients = results_of(backward.graph)
     made_again = _made_again(backward.graph)
     places = {node: at for at, node in enumerate(kept)}
@@ -206,7 +231,7 @@ def _cut(
 
 
 def _made_again(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that each segment has for itself: views, attributes, and what is made of nothing but numbers."""
+    """Nodes that each segment computes for itself: views, attributes, and values made of nothing but numbers."""
     of_numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "placeholder" and of_numbers.issuperset(node.all_input_nodes) and not draws(node):
@@ -217,7 +242,7 @@ def _made_again(graph: fx.Graph) -> set[fx.Node]:
 def _with_sources(
     nodes: Sequence[fx.Node], results: Iterable[fx.Node], made_again: Set[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """A segment's nodes, with those that are made again for them, and what else it takes."""
+    """A segment's nodes, with those of `made_again` that they need; and the other nodes whose values it takes."""
     own, placed, sources = set(nodes), dict[fx.Node, None](), dict[fx.Node, None]()
 
     def place(node: fx.Node) -> None:
@@ -236,6 +261,7 @@ def _with_sources(
 
 
 def _graph(arguments: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
+    """A graph of copies of these nodes, with one more argument: what is lent (Lent)."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in arguments:

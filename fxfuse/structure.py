@@ -1,8 +1,10 @@
-"""What a graph was traced through: modules, hooks and attributes, and what has changed of it since.
+"""The modules, hooks and attributes that a graph was traced through, and what has changed since.
 
-A trace goes through modules' forwards and keeps what they did. `Structure` is taken with it. Two questions are asked of
-it afterwards: at every call, whether a module was replaced or got a hook (`is_as_traced`, some 8 us for 200 modules),
-and by verify(), in words, what decides a graph and is another in a module now (`changes`).
+A trace goes through the forwards of modules, and its graph depends on their state. `Structure` notes that state. It
+answers two questions later:
+
+- At every call: was a module replaced, or did one get a hook? (`is_as_traced`, some 8 us for 200 modules)
+- For verify(): which properties that decide the graph differ now, in words? (`changes`)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import fx, nn
 from fxfuse.hooks import has_hooks, hooks_of
 
 Unwrap: TypeAlias = Callable[[nn.Module], nn.Module]
-"""The module that stands behind a fused one; any other module as it is."""
+"""unwrap(module): the module that a fused module replaces; any other module itself."""
 
 OF_GRAPH_MODULES: Final = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) | {
     "_in_spec",
@@ -31,12 +33,12 @@ _OF_EVERY_MODULE: Final = (
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _MISSING: Final = object()
 _TENSOR: Final = object()
-"""In the place of a parameter or buffer, which graphs read anew: only that there was none is fixed."""
+"""Stands for any parameter or buffer: graphs read them anew, and depend only on whether they are None."""
 
 
 @dataclass(frozen=True)
 class _Module:
-    """What of one module decides a graph."""
+    """The properties of a module that decide a graph."""
 
     kind: type
     children: tuple[str, ...]
@@ -46,18 +48,19 @@ class _Module:
 
 @dataclass
 class Structure:
-    """The modules that a graph was traced through, as they were."""
+    """The modules that a graph was traced through, as they were at the trace."""
 
     modules: Mapping[str, _Module] = field(default_factory=dict)
-    """By path."""
+    """The modules by path."""
     _empty: list[Mapping[Any, Any]] = field(default_factory=list)
-    """Tables of hooks, and of modules, that were empty."""
+    """The tables of hooks, and of modules, that were empty at the trace."""
     _tables: list[dict[str, nn.Module | None]] = field(default_factory=list)
+    """The tables of modules that were not empty."""
     _children: list[dict[str, nn.Module | None]] = field(default_factory=list)
-    """What was in the tables of modules."""
+    """The contents of `_tables`, copied."""
 
     def is_as_traced(self, unwrap: Unwrap) -> bool:
-        """Whether all modules are the same, and no more of them have hooks."""
+        """Whether all modules are the same, and none of them got a hook."""
         if any(self._empty):
             return False
         if self._tables == self._children:
@@ -65,7 +68,7 @@ class Structure:
         now = list(map(dict, self._tables))
         if not all(map(_are_same, now, self._children, [unwrap] * len(now))):
             return False
-        self._children = now  # some were fused on their own, for calls with other arguments
+        self._children = now  # some modules were fused on their own, for calls with other arguments
         return True
 
 
@@ -77,7 +80,11 @@ def _are_same(now: Mapping[str, nn.Module | None], before: Mapping[str, nn.Modul
 
 
 def structure_of(root: nn.Module, is_apart: Callable[[nn.Module], bool]) -> Structure:
-    """The structure of `root` without the modules that a graph calls as they are: those that are `is_apart`."""
+    """The structure of `root`, without the modules that the graph calls and that were not traced through.
+
+    Args:
+        is_apart: whether a module is one of those.
+    """
     found = dict(_traced(root, "", is_apart, set()))
     unhooked = [module for module in found.values() if module is not root and not has_hooks(module)]
     tables = [module._modules for module in found.values() if module._modules]
@@ -109,11 +116,11 @@ def _described(module: nn.Module) -> _Module:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared later on, in another copy of the model too; _MISSING of any other."""
+    """A form of `value` that can be compared later, also in another copy of the model; _MISSING if there is none."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, types.FunctionType | types.MethodType):
-        return value.__code__  # every instance may have made its own
+        return value.__code__  # each copy of a model may have a function object of its own
     if isinstance(value, types.BuiltinFunctionType):
         return value
     if isinstance(value, tuple | list):
@@ -122,16 +129,18 @@ def _plain(value: Any) -> Any:
 
 
 def changes(structure: Structure, root: nn.Module, prefix: str, is_own: bool, unwrap: Unwrap) -> list[str]:
-    """What decides the graph and is another in `root` now, in words; `prefix` is its path.
+    """The properties that decide the graph and differ in `root` now, in words.
 
-    The root that `is_own`, the optimised model's, has its hooks in common with it.
+    Args:
+        prefix: the path of `root`.
+        is_own: whether `root` is the optimised model's own root. Its hooks are the optimised model's, and not reported.
     """
     found: list[str] = []
     for path, before in structure.modules.items():
         try:
             module = unwrap(root.get_submodule(path))
         except AttributeError:
-            continue  # its parent tells
+            continue  # reported for its parent, as other children
         now = _described(module)
         name = f"{prefix}{path}".rstrip(".")
         which = f"module '{name}'" if name else "the model"
@@ -151,7 +160,7 @@ def changes(structure: Structure, root: nn.Module, prefix: str, is_own: bool, un
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Whether a graph traced with one of two attributes is right for the other; of functions, the code is compared."""
+    """Whether a graph traced with `before` is right for `now`. Functions are compared by their code."""
     plain = _plain(now)
     return now is before or (type(now) is type(before) and plain is not _MISSING and bool(plain == _plain(before)))
 

@@ -1,8 +1,8 @@
-"""The compilers: which ones there are, and running load_inline with them so that it always ends.
+"""The compilers: finding them, and running load_inline with them so that it always ends.
 
-load_inline starts ninja, and ninja compilers. A `Job` gives those a session of their own, a limit of time
-(FXFUSE_COMPILE_TIMEOUT, seconds), and an end when the user interrupts. It also mends what torch writes for ninja where
-CXX has arguments or a path has characters that ninja or the shell would read otherwise.
+load_inline starts ninja, and ninja starts compilers. A `Job` runs these processes in a session of their own. It ends
+them after a time limit (FXFUSE_COMPILE_TIMEOUT, seconds) or when the user interrupts. It also corrects what torch
+writes for ninja, where CXX has arguments or a path has characters that ninja or the shell would misread.
 """
 
 from __future__ import annotations
@@ -33,32 +33,35 @@ logger = logging.getLogger("fxfuse")
 
 PACKAGE: Final = Path(__file__).parent
 LIMIT: Final = 120.0
-"""Seconds for one kernel, where FXFUSE_COMPILE_TIMEOUT says nothing; the largest takes twenty."""
+"""Seconds for one kernel, if FXFUSE_COMPILE_TIMEOUT is not set; the largest takes twenty."""
 GRACE: Final = 2.0
-"""Seconds in which ninja may end its compilers before all are killed."""
+"""Seconds that ninja gets to end its compilers before all of them are killed."""
 
 
 # ------------------------------------------------------------------------------------------ what there is
 
 
 def cxx() -> list[str] | None:
-    """The C++ compiler's command, as CXX says ("g++", "ccache g++", "g++ -pipe"); None if there is none."""
-    named = os.environ.get("CXX") or "c++"  # as torch chooses
+    """The C++ compiler's command from CXX ("g++", "ccache g++", "g++ -pipe"), else c++; None if there is none."""
+    named = os.environ.get("CXX") or "c++"  # torch's choice
     whole = shutil.which(named)
     if whole is not None:
         return [whole]
     try:
         words = shlex.split(named)
-    except ValueError:  # a quotation mark without its other
+    except ValueError:  # an unclosed quotation mark
         return None
     program = shutil.which(words[0]) if words else None
     return None if program is None else [program, *words[1:]]
 
 
 def cuda_home() -> str | None:
-    """The folder of the CUDA toolkit that builds kernels: what CUDA_HOME says, what torch takes (nothing, if it was
-    built without CUDA), where the nvcc on the PATH is, or the usual place. None if there is none."""
-    from torch.utils.cpp_extension import CUDA_HOME  # torch's guess, which need not be one
+    """The folder of the CUDA toolkit that builds kernels; None if there is none.
+
+    It is the variable CUDA_HOME, if set. Otherwise it is the first of these that has cuda.h: torch's guess (none, if
+    torch was built without CUDA), the toolkit of the nvcc on the PATH, /usr/local/cuda; and if none has, torch's guess.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME  # torch's guess, which need not be a toolkit
 
     named = os.environ.get("CUDA_HOME")
     if named:
@@ -70,19 +73,19 @@ def cuda_home() -> str | None:
 
 
 def nvcc() -> str | None:
-    """The CUDA compiler of `cuda_home`."""
+    """The CUDA compiler in `cuda_home`; None if there is none."""
     home = cuda_home()
     return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
 
 
 def nvcc_version() -> str | None:
-    """The release of `nvcc`, as torch.version.cuda says it ("13.0"); None if there is none that runs."""
+    """The release of `nvcc`, in the form of torch.version.cuda ("13.0"); None if it does not run."""
     found = re.search(r"release (\d+\.\d+)", _said_by_nvcc("--version"))
     return found[1] if found else None
 
 
 def nvcc_architectures() -> list[str]:
-    """The GPUs that `nvcc` compiles for ("sm_80"); none if it does not tell."""
+    """The architectures that `nvcc` compiles for ("sm_80"); empty if it does not list them."""
     return _said_by_nvcc("--list-gpu-code").split()
 
 
@@ -101,7 +104,7 @@ def _said_by(compiler: str, option: str) -> str:
 
 
 def ninja() -> str | None:
-    """ninja on the PATH, or the one that pip installed beside this Python, which PATH need not contain."""
+    """The path of ninja: on the PATH, else the one that pip installed for this Python; None if there is none."""
     found = shutil.which("ninja")
     if found is not None:
         return found
@@ -118,7 +121,7 @@ def _ninja_directory() -> str | None:
 
 
 def check(cuda: bool) -> None:
-    """Raises ToolchainError naming what is missing and how to get it."""
+    """Raises ToolchainError if a compiler or ninja is missing; the message says how to get it."""
     if cxx() is None:
         raise ToolchainError("no C++ compiler found: install one (Debian, Ubuntu: apt install g++) or set CXX")
     if ninja() is None:
@@ -130,7 +133,7 @@ def check(cuda: bool) -> None:
 
 
 def identity(cuda: bool) -> str | None:
-    """Which compilers build, so that a replaced one is noticed without running it; None if something is missing."""
+    """Identifies the compilers by path, size and age, without running them; None if one is missing."""
     try:
         check(cuda)
         words = [*(cxx() or []), *([nvcc() or ""] if cuda else [])]
@@ -140,7 +143,7 @@ def identity(cuda: bool) -> str | None:
 
 
 def _identity(word: str) -> str:
-    """A program's path, size and age; another word as it is."""
+    """A program's path, size and age; any other word of a command unchanged."""
     program = None if word.startswith("-") else shutil.which(word)
     if program is None:
         return word
@@ -149,7 +152,7 @@ def _identity(word: str) -> str:
 
 
 def limit() -> float:
-    """Seconds that a kernel's compilers may take."""
+    """The time limit for a kernel's compilers, in seconds."""
     text = os.environ.get("FXFUSE_COMPILE_TIMEOUT", "")
     try:
         seconds = float(text or LIMIT)
@@ -165,21 +168,21 @@ def limit() -> float:
 
 
 class TimeLimit(Exception):
-    """Compilers took longer than they may, and were ended."""
+    """Compilers exceeded the time limit and were ended."""
 
 
 class _Ended(BaseException):
-    """The same within load_inline, which has an answer to some exceptions."""
+    """TimeLimit inside load_inline, which handles some exceptions itself but not a BaseException."""
 
 
 class Job:
-    """What load_inline starts in one thread, which another may end."""
+    """The processes of one call of load_inline. They are started in one thread, and another thread may end them."""
 
     def __init__(self) -> None:
         self.ended = False
-        """Whether somebody asked for its end."""
+        """Whether `end` was called."""
         self.compiler: str | None = None
-        """What torch is to take for the compiler, if not what CXX says."""
+        """The compiler that torch is told to use; None for CXX."""
         self._deadline = 0.0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[Any] | None = None
@@ -190,7 +193,7 @@ class Job:
     def run(self, load_inline: Callable[[], None], directory: Path) -> None:
         """Calls `load_inline`, which builds in `directory`, in this thread.
 
-        Raises what it raises; TimeLimit after FXFUSE_COMPILE_TIMEOUT, KeyboardInterrupt after `end`.
+        Raises what `load_inline` raises, TimeLimit after FXFUSE_COMPILE_TIMEOUT, and KeyboardInterrupt after `end`.
         """
         if self.ended:
             raise KeyboardInterrupt
@@ -209,7 +212,8 @@ class Job:
 
     @contextlib.contextmanager
     def _compiler(self, directory: Path) -> Iterator[None]:
-        """torch takes CXX for one program's name, of no special characters: any other command becomes a program."""
+        """Makes a script of the compiler's command if torch could not run it: torch takes CXX for the name of a single
+        program without special characters."""
         named = os.environ.get("CXX", "c++")
         if len(self._command) == 1 and named and _SAFE.fullmatch(named):
             yield
@@ -232,15 +236,15 @@ class Job:
             yield
 
     def end(self) -> None:
-        """Ends its processes; the thread in `run` gets a KeyboardInterrupt."""
+        """Ends the job's processes. The thread in `run` gets a KeyboardInterrupt."""
         with self._lock:
             self.ended = True
             process = self._process
-        if process is not None:  # without waiting, since others are to end as well
+        if process is not None:  # without waiting: the caller goes on to end other jobs
             threading.Thread(target=_end, args=(process,), name="fxfuse: end").start()
 
     def execute(self, command: Sequence[str], check: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:
-        """subprocess.run in a session of its own, until the limit."""
+        """subprocess.run in a new session, with the job's time limit."""
         command = list(command)
         if command[0] == "ninja":
             command[0] = self._ninja or "ninja"
@@ -256,7 +260,7 @@ class Job:
                 output, errors = process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _end(process)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # somebody else has its output open
+                with contextlib.suppress(subprocess.TimeoutExpired):  # another process still has its output open
                     process.communicate(timeout=GRACE)
                 raise _Ended from None
         finally:
@@ -270,7 +274,7 @@ class Job:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Ends a session's leader and whatever it has started."""
+    """Ends the leader of a session and all processes in the session."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGTERM)  # ninja then ends its compilers, which are in groups of their own
@@ -282,10 +286,10 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session, where the system tells (/proc)."""
+    """The processes of a session, on systems with /proc; empty elsewhere."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended meanwhile
             # pid (program's name) state ppid pgrp session …
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == leader:
@@ -301,7 +305,7 @@ def _job() -> Job | None:
 
 
 class _Subprocess:
-    """The module subprocess as torch.utils.cpp_extension sees it: what a job's thread starts is the job's."""
+    """Replaces the subprocess module in torch.utils.cpp_extension: a job's thread starts processes through its job."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -321,7 +325,7 @@ _redirected = free_in_children(threading.Lock())
 
 
 def _redirect() -> None:
-    """Lets torch.utils.cpp_extension start a job's processes through the job. Other threads' go as they did."""
+    """Makes torch.utils.cpp_extension start processes through the job in a job's thread, and as before in others."""
     import torch.utils.cpp_extension
 
     cpp_extension: Any = torch.utils.cpp_extension
@@ -330,11 +334,11 @@ def _redirect() -> None:
             return
         replaced: dict[str, Callable[..., Any]] = {
             "get_cxx_compiler": lambda job: job.compiler,
-            # flags name the architecture; older versions of torch add all that they see, and compile for each
+            # fxfuse's flags name the architecture; older versions of torch would add those of all GPUs that they see
             "_get_cuda_arch_flags": lambda job: [],
             "_join_cuda_home": lambda job, *parts: os.path.join(cuda_home() or "", *parts),
         }
-        if torch.version.cuda is None:  # then torch has no library for a GPU
+        if torch.version.cuda is None:  # torch then has no GPU libraries to link to
             link = cpp_extension._prepare_ldflags
             replaced["_prepare_ldflags"] = lambda job, *given: _without_torchs_gpu(link(*given))
         for name, instead in replaced.items():
@@ -343,12 +347,12 @@ def _redirect() -> None:
 
 
 def _without_torchs_gpu(flags: Sequence[str]) -> list[str]:
-    """The linker's flags without torch's libraries for a GPU, of which kernels need nothing."""
+    """The linker's flags without torch's GPU libraries, which kernels do not need."""
     return [flag for flag in flags if flag not in ("-lc10_cuda", "-ltorch_cuda")]
 
 
 def _in_jobs(function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but in a job's thread what `instead` gives, if not None."""
+    """Wraps `function`: in a job's thread the result is that of `instead`, unless it is None."""
     takes_arguments = len(inspect.signature(instead).parameters) > 1
 
     @functools.wraps(function)
@@ -366,9 +370,10 @@ _SAFE: Final = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 
 
 def _mend(directory: Path, links: str) -> None:
-    """Replaces paths in ninja's file that ninja or the shell would misread by links to them, in the folder `links`.
+    """Replaces paths in ninja's file that ninja or the shell would misread by links, which it makes in the folder
+    `links`.
 
-    torch writes them as they are, or with spaces escaped in one way where it takes two.
+    torch writes such paths as they are, or escapes spaces in one way where two are needed.
     """
     file = directory / "build.ninja"
     unsafe = _unsafe(directory)
@@ -386,7 +391,7 @@ def _mend(directory: Path, links: str) -> None:
 
 
 def _unsafe(directory: Path) -> list[str]:
-    """Of the folders below which the paths lie that torch writes, those of such names, the longest first."""
+    """The folders in ninja's file whose names ninja or the shell would misread, the longest first."""
     import sysconfig
 
     from torch.utils import cpp_extension

@@ -1,9 +1,11 @@
-"""Calls that need gradients, of one graph: which of them a step runs (training_step.py), and when one is made.
+"""The training steps (training_step.py) of one graph: which calls they run, and when one is made.
 
-The second call of one kind (shapes, dtypes, which tensors want gradients, autocast) is traced (joint.py).
+Calls that need gradients come in. The second call of a kind (shapes, dtypes, which tensors want gradients, autocast) is
+traced (joint.py).
 
 Whoever captures a step as a CUDA graph (torch.cuda.graph, torch.cuda.make_graphed_callables) captures the programs.
-Nothing is traced meanwhile: a kind of call that has no step by then is captured as torch runs it, with a warning.
+Nothing is traced during a capture: a kind of call that has no step by then is captured as torch runs it, with a
+warning.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fxfuse.training_step import GIVEN, Returned, TrainingStep, first_of, settin
 logger = logging.getLogger("fxfuse")
 
 CALLS_BEFORE_CAPTURE: Final = 4
-"""Steps of a kind by which there are programs of both graphs, where fx could trace the model whole."""
+"""Steps of one kind after which both graphs have programs, if fx could trace the model whole."""
 
 
 class Training:
@@ -42,7 +44,7 @@ class Training:
     def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[[fx.GraphModule], nn.Module]) -> None:
         """
         Args:
-            graph: as it was captured, of torch's operations.
+            graph: the captured graph, of torch's operations.
             fused: makes a module of a graph module, with its regions fused.
         """
         self._root, self._captured, self._fused = root, graph, fused
@@ -50,15 +52,15 @@ class Training:
         self._begin()
 
     def _begin(self) -> None:
-        """As if there had been no call: the modules that the graph calls are what they are now."""
+        """Resets everything, as if there had been no call. The graph's modules are taken as they are now."""
         self.reason: str | None = None
-        """Why there are none."""
+        """Why the graph has no steps; None while it may have some."""
         self.steps: list[TrainingStep] = []
         self.were_in_parts = False
-        """Whether a call has come of whose tensors each process holds a part: torch computes those."""
+        """Whether a call had tensors of which each process holds a part. torch computes such calls."""
         self._repeats = Repeats()
         self.captured_without_step = 0
-        """Calls that became part of somebody's CUDA graph as torch runs them."""
+        """The number of calls that were captured in somebody's CUDA graph as torch runs them."""
         try:
             self._graph = checkpoints.inlined(self._root, self._captured)
             check_graph(self._root, self._graph, with_gradients=True)
@@ -68,17 +70,17 @@ class Training:
             self.reason = str(refused)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nobody else's, as programs."""
+        """Pickled as None, as programs are."""
         return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """forward(*args, **kwargs), by a step if it needs gradients and there is one for such a call."""
+        """The result of forward(*args, **kwargs), by a step if the call needs gradients and its kind has one."""
         if self.reason is not None or functional._observed(profiled=False) or _is_intercepted():
             return forward(*args, **kwargs)
         bound = self._binding.of(args, kwargs)
         if bound is None or not functional._needs_gradient(bound.tensors):
             return forward(*args, **kwargs)
-        if not self._leaves.are_as_before():  # a dropout has another probability, say
+        if not self._leaves.are_as_before():  # for example, a dropout has another probability
             self._begin()
             return self.call(forward, args, kwargs)
         step = next((step for step in self.steps if step.is_for(bound)), None)
@@ -98,7 +100,7 @@ class Training:
         return forward(*args, **kwargs) if step is None else step(bound.tensors)
 
     def _tell_of_capture(self) -> None:
-        """Says that torch's gradients are captured, which every replay computes."""
+        """Warns that a capture gets torch's own forward and backward, which every replay then computes."""
         self.captured_without_step += 1
         warnings.warn(
             f"fxfuse: a training step of {type(self._root).__name__} is captured as a CUDA graph, and fxfuse has none "
@@ -107,7 +109,7 @@ class Training:
         )  # fmt: skip
 
     def _made(self, bound: Bound, returned: Returned) -> TrainingStep | None:
-        """A step for calls of this kind, or a reason why there is none."""
+        """A new step for calls of this kind. If there can be none, None, and `reason` says why."""
         tensors, binding = bound.tensors, self._binding
         with self._lock:
             try:
@@ -129,22 +131,23 @@ class Training:
 
 
 def _may_have_step(bound: Bound) -> bool:
+    """Whether steps support a call's tensors and other arguments."""
     return (
         PLAIN.issuperset(map(type, bound.tensors))
         and are_plain(bound.tensors, bound.constants)
-        and all(map(torch.numel, bound.tensors))  # of none torch's operators and its traces have different shapes
+        and all(map(torch.numel, bound.tensors))  # for empty tensors torch's operators and traces differ in shapes
     )
 
 
 def _kind(bound: Bound) -> Any:
-    """What a step is for."""
+    """A call's kind, for comparison: its calls share a step."""
     device = device_of(bound.tensors)
     assert device is not None, "others may have no step"
     return list(map(described, bound.tensors)), bound.constants, settings_of(device)
 
 
 def _is_intercepted() -> bool:
-    """Whether anything but autocast wants to see or change the operators that are called, or what they keep."""
+    """Whether a dispatch mode, a transformation or saved-tensor hooks intercept a call. Autocast does not count."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -153,6 +156,7 @@ def _is_intercepted() -> bool:
 
 
 def _returned(result: Any, tensors: Sequence[torch.Tensor]) -> Returned:
+    """The strides and the memory of each result of a call with these tensors."""
     numbers: dict[int, int] = {each.untyped_storage()._cdata: GIVEN for each in tensors if _is_strided(each)}
     found: Returned = []
     for leaf in pytree.tree_leaves(result):

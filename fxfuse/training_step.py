@@ -1,8 +1,8 @@
-"""One kind of call that needs gradients: a graph's forward and its backward, each fused like any other graph.
+"""A training step: a graph's forward and backward for one kind of call, each fused like any other graph.
 
-The two graphs run without gradients, so that they become programs; one autograd.Function stands for both, or one for
-each segment of the backward (segments.py), and the first of them for the forward. Gradients of gradients come from the
-graph itself, as torch computes it.
+Both graphs run without gradients, so that they become programs. To autograd they are one autograd.Function. If the
+backward is cut into segments (segments.py), there is one for each segment, and the first stands for the forward, too.
+Gradients of gradients come from the graph itself, as torch computes it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ logger = logging.getLogger("fxfuse")
 
 
 Returned: TypeAlias = list[tuple[tuple[int, ...], int] | None]
-"""Of a graph's results the strides and which memory it is; None for one that is no tensor."""
+"""For each result of a graph: its strides, and a number for its memory; None for a result that is no tensor."""
 GIVEN: Final = -1
-"""Memory that the graph was given."""
+"""The number of memory that the graph was given."""
 
 
 class TrainingStep:
-    """Runs one kind of call that needs gradients, and its backward."""
+    """Runs the forward and the backward of one kind of call that needs gradients."""
 
     def __init__(
         self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned
     ) -> None:
-        """
+        """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
+
         Args:
-            returned: by the graph itself, in a call of this kind. Raises Refused if its results share memory.
+            fused: makes a module of a graph module, with its regions fused.
+            bound: a call of this kind.
+            returned: what the graph itself returned in a call of this kind.
         """
         self.joint, self._distinct = joint, first_of(bound.tensors)
         first = {id(bound.tensors[at]): at for at in self._distinct}
@@ -64,7 +67,7 @@ class TrainingStep:
         self.segments = segments(joint.backward, len(joint.kept), of_kept, buckets_now())
         self.forward, self.backwards = fused(joint.forward), [fused(segment.graph) for segment in self.segments]
         self._lendable: list[list[int]] = []
-        """By segment, which of what it takes is worth lending, as no segment behind takes it."""
+        """By segment: the positions of kept tensors that are worth lending. No later segment takes them."""
         behind: set[int] = set()
         for segment in reversed(self.segments):
             large = [place for place, at in enumerate(segment.kept) if at in joint.large and at not in behind]
@@ -82,12 +85,12 @@ class TrainingStep:
             and self._guard.holds(bound.tensors, self._addresses)
             and len(set(map(id, bound.tensors))) == len(self._distinct)
             and all(bound.tensors[first] is bound.tensors[second] for first, second in self._ties)
-            and settings_of(self.device) == self._settings  # on which the guard knows the tensors to be
+            and settings_of(self.device) == self._settings  # self.device: the guard has checked where tensors are
             and self._changes_alone(bound.tensors)
         )
 
     def _changes_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether what the forward writes into is no part of anything else that it was given."""
+        """Whether no given tensor shares memory with another one that the forward writes into."""
         if not self.joint.changed:
             return True
         memory = Counter(tensors[at].untyped_storage()._cdata for at in self._distinct)
@@ -95,18 +98,18 @@ class TrainingStep:
 
     @property
     def graphs(self) -> Iterator[tuple[str, nn.Module]]:
-        """Its graphs, by what they are."""
+        """Its graphs, each with a name."""
         yield "forward", self.forward
         count = len(self.backwards)
         for number, backward in enumerate(self.backwards, 1):
             yield "backward" if count == 1 else f"backward ({number} of {count})", backward
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the graph makes of them."""
+        """The graph's result for these tensors."""
         given = [tensors[at] for at in self._distinct]
         if is_captured := stream_capture.is_captured(given):
             stream_capture.keep(buffer for _, graph in self.graphs for buffer in graph.buffers())
-        # torch tells nobody the state of a GPU's generator while its draws are captured
+        # the state of a GPU's generator cannot be read while draws are captured
         random = TorchRandomState() if self.joint.draws and not is_captured else None
         torch._C._set_grad_enabled(False)  # torch.no_grad takes 3 us
         try:
@@ -116,7 +119,7 @@ class TrainingStep:
         call = _Call(self, given, [each._version for each in given], random)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
-            # results come to have these segments in their history: what holds a result would never be freed
+            # results get these segments in their history: a segment that kept a result itself would never be freed
             detached = [each.detach() for each in results]
             kept = self._kept_of(number, given, detached, more)
             token = (_Function.apply(call, number, kept, (), *token, *call.of(number)),)
@@ -124,7 +127,7 @@ class TrainingStep:
         return self.joint.reference.output(given, _Function.apply(call, 0, kept, results, *token, *call.of(0)))
 
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        """Results, and what is to be kept beside them."""
+        """The results, and the tensors that are kept beside them. The first call also prepares the backward."""
         if self._is_prepared:
             return self._forwarded(given)
         self._is_prepared = True
@@ -142,27 +145,27 @@ class TrainingStep:
     def _try_backward(
         self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], more: Sequence[torch.Tensor]
     ) -> None:
-        """Runs the backward once before anybody asks for it, so that its kernels are compiled beside the forward's."""
+        """Runs the backward once in advance, so that its kernels are compiled together with the forward's."""
         try:
             zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
             values = self.begun(zeros)
             for number in range(len(self.segments)):
                 kept = self._kept_of(number, given, results, more)
-                # as it is to be called; there is no program yet, which would take what is lent
+                # True, as in a real backward. There is no program yet, which would overwrite lent memory
                 _, values = self.run_segment(number, kept, values, True)
-        except torch.cuda.OutOfMemoryError:  # then they are compiled when it is called
+        except torch.cuda.OutOfMemoryError:  # then the kernels are compiled at the first backward
             logger.info("fxfuse: too little memory to prepare the backward beside the forward")
 
     def _kept_of(
         self, number: int, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
         more: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
-        """What a segment takes of the forward's; what it does not need may be changed in the meantime."""
+        """The tensors of the forward that a segment takes. All others may be changed in the meantime."""
         sources = {"given": given, "result": results, "more": more}
         return [sources[kind][at] for kind, at in map(self.joint.kept.__getitem__, self.segments[number].kept)]
 
     def begun(self, gradients: Sequence[torch.Tensor]) -> Values:
-        """What the first segment takes: gradients of results."""
+        """The first values of a backward: the gradients of results, by name, in the traced strides."""
         return {
             name: _lying(gradient, meta.strides)
             for name, gradient, meta in zip(self.joint.tangents, gradients, self.joint.gradients, strict=True)
@@ -171,10 +174,13 @@ class TrainingStep:
     def run_segment(
         self, number: int, kept: Sequence[torch.Tensor], values: Values, is_last: bool, are_batched: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], Values]:
-        """A segment's gradients, and what is there for those behind.
+        """A segment's gradients, and the values that later segments take.
 
         Args:
-            is_last: whether nobody asks for what the forward made and kept for this segment afterwards.
+            kept: the tensors of the forward that it takes.
+            values: gradients of results, and values of earlier segments, by name.
+            is_last: whether the kept tensors are not needed afterwards, so that they may be lent.
+            are_batched: whether gradients are batched by vmap. Then torch runs the segment's graph.
         """
         segment = self.segments[number]
         taken = [values[name] for name in segment.takes]
@@ -191,35 +197,37 @@ class TrainingStep:
         return found[:count], {name: value for name, value in there.items() if name in segment.passes}
 
     def _lent(self, number: int, kept: Sequence[torch.Tensor]) -> Lent:
-        """What of that the forward made for the backward alone, no segment behind needs, and nobody has got hold of; if
-        it is large."""
+        """Marks the kept tensors that are lent: large ones made for the backward alone, which nothing else needs.
+
+        No later segment takes them, and no other tensor owns their memory.
+        """
         marks, places = bytearray(len(kept)), self._lendable[number]
         for place, mark in zip(places, self._guard.alone([kept[place] for place in places]), strict=True):
             marks[place] = mark
-        return Lent(marks) if any(marks) else Lent()  # as if the graph were kept: no other kind of call
+        return Lent(marks) if any(marks) else Lent()  # the same kind of call as if the graph were kept
 
 
 Values: TypeAlias = dict[str, torch.Tensor]
-"""Of nodes of the backward, by name."""
+"""Values of the backward's nodes, by name."""
 
 
 class _Call(NamedTuple):
-    """A call of a step, which its segments share."""
+    """What the segments of one call of a step share."""
 
     step: TrainingStep
     given: Sequence[torch.Tensor]
     versions: Sequence[int]
-    """How often each of those had been changed."""
+    """The version counter of each given tensor after the forward."""
     random: TorchRandomState | None
-    """Where random numbers were before it, if it draws any."""
+    """The random state before the call, if the call draws random numbers."""
 
     def of(self, number: int) -> list[torch.Tensor]:
-        """The tensors whose gradients a segment gives."""
+        """The given tensors whose gradients a segment computes."""
         return [self.given[at] for at in self.step.segments[number].gradients]
 
 
 def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with these strides: in a graph that changes nothing in place, they may have become others."""
+    """The tensor with these strides, copied if needed. A trace without in-place changes may have others than eager."""
     before = tensor.stride()
     if before == strides:
         return tensor
@@ -229,8 +237,10 @@ def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results, of which views of memory that nobody else has (among what is found) are none: autograd lets nobody
-    change a view in place that an autograd.Function has given."""
+    """The results, where views whose memory nothing else in `found` shares are made tensors of their own.
+
+    Autograd forbids in-place changes of a view that an autograd.Function returns.
+    """
     if not any(result._is_view() for result in results):
         return tuple(results)
     shares = Counter(map(_beginning, found))
@@ -243,13 +253,16 @@ def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tu
 
 
 def _beginning(tensor: torch.Tensor) -> int:
-    """Where the memory begins that a tensor lies in. Its storage is not asked: the Python object that torch makes for
-    that would own the memory from then on, which is not lent then."""
+    """The address at which a tensor's storage begins.
+
+    The storage itself is not asked: torch would make a Python object for it, which would be one more owner of the
+    memory. Memory with two owners is not lent.
+    """
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def first_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor stands first."""
+    """The first position of each different tensor."""
     found: dict[int, int] = {}
     for at, tensor in enumerate(tensors):
         found.setdefault(id(tensor), at)
@@ -257,22 +270,23 @@ def first_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class _Handed(NamedTuple):
-    """What a segment's backward leaves to the next one's."""
+    """What the backward of a segment hands on to the next one."""
 
     values: Values
     defined: frozenset[int] | None = None
-    """The results that have a gradient; None if all have one."""
+    """The results, by position among the differentiable ones, that have a gradient; None if all have one."""
     are_batched: bool = False
-    """Whether values are many at once, under vmap: torch computes with those."""
+    """Whether values are batched by vmap. Then torch computes with them."""
     derivable: Mapping[int, torch.Tensor | None] | None = None
-    """The gradients, if those may have gradients themselves: then there is nothing left to do."""
+    """All gradients, if they may have gradients themselves. Then the segments compute nothing more."""
 
 
 class _Function(torch.autograd.Function):
-    """A segment of the backward, for torch's autograd. The first one to run gives what the forward has computed.
+    """A segment of the backward, for torch's autograd. That of segment 0 returns the results of the forward.
 
-    Autograd runs a segment's backward, then whatever waits for its gradients, then the backward of the next one: that
-    one's result in the forward, an empty tensor, is an argument of this one. Its gradient has on it what is `_Handed`.
+    In the forward each later segment returns a token, an empty tensor, which is an argument of the segment before it.
+    So autograd runs a segment's backward, then whatever waits for its gradients, then the backward of the next segment.
+    The token's gradient carries `_Handed` as an attribute.
     """
 
     @staticmethod
@@ -281,7 +295,7 @@ class _Function(torch.autograd.Function):
         *given: torch.Tensor,
     ) -> Any:  # fmt: skip
         ctx.call, ctx.number, ctx.lent = call, number, False
-        ctx.set_materialize_grads(False)  # what depends on results that nobody uses has no gradient
+        ctx.set_materialize_grads(False)  # unused results have no gradient, nor has what only they depend on
         ctx.save_for_backward(*kept)
         if number > 0:
             return torch.empty(0, device=call.step.device)
@@ -321,7 +335,7 @@ class _Function(torch.autograd.Function):
 
 
 def _begun(call: _Call, gradients: Sequence[torch.Tensor | None]) -> _Handed:
-    """What the first segment is handed: the gradients of results, zeros where there is none."""
+    """What the first segment gets: the gradients of results, zeros where there is none."""
     joint = call.step.joint
     arrived = [gradients[at] for at in joint.differentiable]
     whole = [
@@ -341,15 +355,15 @@ def _begun(call: _Call, gradients: Sequence[torch.Tensor | None]) -> _Handed:
 _keeps_graph: Final[Callable[[], bool]] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
-"""Whether there may be another backward of what the one that runs now goes through."""
+"""Whether the running backward keeps its graph (`retain_graph`), so that there may be another one."""
 
 
 _IS_GRADS_BATCHED: Final[Any] = torch._C._parse_dispatch_key("Batched")
-"""The key of torch's first vmap, which is_grads_batched keeps to. Not all versions name it in DispatchKey."""
+"""The dispatch key of torch's older vmap, which is_grads_batched uses. Not all versions name it in DispatchKey."""
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
-    """Whether it is many at once, under vmap (torch.func's, and is_grads_batched's)."""
+    """Whether a tensor is batched by a vmap: torch.func's, or that of is_grads_batched."""
     return bool(
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         or torch._C._dispatch_keys(tensor).has(_IS_GRADS_BATCHED)
@@ -357,10 +371,10 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 
 
 def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | None]:
-    """Gradients that have gradients themselves: by torch, from the graph as it was before it was traced.
+    """Gradients that have gradients themselves. torch computes them, from the graph before it was traced.
 
-    Raises FxfuseError if what the graph was given has been changed in place since, but for buffers that it changed; and
-    if it drew random numbers while it was captured as a CUDA graph.
+    Raises FxfuseError if a given tensor has been changed in place since the forward, apart from buffers that the
+    forward itself changes. Also if the graph drew random numbers while it was captured as a CUDA graph.
     """
     given, joint = call.given, call.step.joint
     if any(
@@ -389,7 +403,7 @@ def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, t
 
 @contextlib.contextmanager
 def _drawing_again(random: TorchRandomState | None) -> Iterator[None]:
-    """Inside, torch draws what it drew from that state on; without one, nothing is drawn."""
+    """A context in which torch draws the same numbers as from the state `random`. None: nothing is drawn."""
     if random is None:
         yield
         return
@@ -405,11 +419,12 @@ def _drawing_again(random: TorchRandomState | None) -> Iterator[None]:
 
 
 def settings_of(device: torch.device) -> tuple[Any, ...]:
+    """The global settings that a step depends on, for comparison."""
     return switches(device), _autocast(), buckets_now()
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The types of devices for which torch.autocast does something, and in which dtype."""
+    """The types of devices for which torch.autocast is on, each with its dtype."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     found = [(kind, functional.current_autocast(kind)) for kind in ("cpu", "cuda")]
@@ -425,6 +440,6 @@ def _autocast_as(kinds: tuple[tuple[str, torch.dtype], ...], enabled: bool = Tru
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """The graphs cast what is to be cast themselves."""
+    """A context with torch.autocast off: the casts are nodes of the traced graphs."""
     now = _autocast()
     return _autocast_as(now, enabled=False) if now else contextlib.nullcontext()

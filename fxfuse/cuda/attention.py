@@ -1,7 +1,7 @@
-"""Attention of few queries to many keys, as of one token to a cache: kernels for a problem (kernels/attention.cuh).
+"""Attention kernels for few queries and many keys, such as one token and a cache (kernels/attention.cuh).
 
-torch's kernels have a thread block, or a few, for each head, which read its keys and values one tile after the other:
-with few heads most of the GPU waits. Here as many blocks share a head's keys as the GPU holds.
+torch's kernels use one or a few thread blocks for each head, which read its keys and values one tile after the other.
+With few heads most of the GPU is idle. Here as many thread blocks share a head's keys as the GPU can hold.
 `candidates` turns a problem into instantiations of the template. Nothing here needs a GPU.
 """
 
@@ -21,43 +21,43 @@ from fxfuse.cuda.precision import MMA
 
 DOTS_HEADER, MMA_HEADER = "attention_dots.cuh", "attention_mma.cuh"
 ACCESS: Final = 16
-"""Bytes that one instruction reads."""
+"""Bytes of a vector access."""
 MOST_ROWS: Final = 8
-"""Queries that share keys: what an instruction of tensor cores has columns for."""
+"""Most queries that share keys: a tensor core instruction has so many columns."""
 MOST_CHANNELS: Final = {2: 256, 4: 128}
-"""By the bytes of an element: a warp's threads have registers for them."""
+"""Most channels for which a warp has registers, by the bytes of an element."""
 WARP: Final = 32
 MOST_SUMS: Final = 44 << 10
-"""Bytes of shared memory for what a block's warps found: without asking for more it has 48 KB."""
+"""Most bytes of shared memory for the results of a block's warps; a block has 48 KB without asking for more."""
 MOST_SPLITS: Final = 64
-"""Blocks that share a head's keys (kMost)."""
+"""Most blocks that share a head's keys (kMost)."""
 FEW_BLOCKS: Final = 8
-"""If there is a block for each head, a share of the multiprocessors from which on that may be quick."""
+"""One block for each head is a candidate if there are at least multiprocessors / FEW_BLOCKS heads."""
 FREELY: Final = 0.9
-"""Share of the multiprocessors that clusters may take."""
+"""Largest fraction of the multiprocessors that clusters take."""
 MAX_GRID_YZ: Final = 65535
 MOST_KEYS: Final = 2**30
 """The kernel counts keys in int, up to some tiles beyond the end."""
 
 Strides: TypeAlias = tuple[int, int, int]
-"""Of batch, head and row, in elements."""
+"""Strides of batch, head and row, in elements."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """out[b, h, l] = softmax(q[b, h, l] . k[b, h // group] * scale + mask[b, h, l]) . v[b, h // group] for query l.
 
-    Channels lie side by side in all of them.
+    Channels are contiguous in q, k, v and out.
     """
 
     batch: int
     key_heads: int
     group: int
-    """Heads that share one of the keys'."""
+    """Heads of q for each head of keys and values."""
     queries: int
     keys: int
     width: int
-    """Channels, of values as of keys."""
+    """Channels of keys, and of values."""
     element: torch.dtype
     mask: torch.dtype | None
     q: Strides
@@ -65,29 +65,31 @@ class Problem:
     v: Strides
     out: Strides
     mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Of batch, head, query and key; 0 where it broadcasts."""
+    """Strides of batch, head, query and key; 0 where the mask broadcasts."""
     scale: float = 1.0
     alignment: int = ACCESS
     """Largest power of two, up to 16, that divides the addresses of q, k and v in bytes."""
     multiprocessors: int = 108
     largest_cluster: int = 1
-    """Of blocks, that the GPU has."""
+    """Blocks of the largest cluster that the GPU supports."""
 
     @property
     def shares_mask(self) -> bool:
-        """Whether queries that share keys share the mask."""
+        """Whether queries that share keys also share the mask."""
         _, head, query, _ = self.mask_strides
         return (self.group == 1 or head == 0) and (self.queries == 1 or query == 0)
 
 
 def largest_cluster(capability: tuple[int, int]) -> int:
-    """Of blocks, that a GPU of this compute capability has: data centres' have more than others."""
+    """Blocks of the largest cluster on a GPU of this compute capability: data centres' GPUs support larger ones."""
     return 1 if capability < (9, 0) else 16 if capability[0] in (9, 10) else 8
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernels that `problem` can be run by, best first. Their tensors are q, k, v, the mask if there is one, the
-    output, and a workspace if blocks share keys."""
+    """The kernels that can run `problem`, best first.
+
+    Their tensors are q, k, v, the mask if there is one, the output, and a workspace if blocks share keys through one.
+    """
     rows, size = problem.group * problem.queries, problem.element.itemsize
     moves = math.gcd(*(stride * size for strides in (problem.q, problem.k, problem.v) for stride in strides))
     if rows > MOST_ROWS or problem.width > MOST_CHANNELS[size] or problem.width * size % ACCESS:
@@ -100,11 +102,11 @@ def candidates(problem: Problem) -> list[Kernel]:
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
     heads, tiles = problem.batch * problem.key_heads, -(-problem.keys // warp.keys)
-    room = MOST_SUMS // (rows * problem.width * 4) - 1  # one more for what they come to together
-    whole, half = min(warp.resident, room), min(warp.resident // 2, room)  # of what a multiprocessor holds
+    room = MOST_SUMS // (rows * problem.width * 4) - 1  # warps; one more place is for the combined result
+    whole, half = min(warp.resident, room), min(warp.resident // 2, room)  # warps that (half) fill a multiprocessor
     places = problem.multiprocessors
     of_whole, of_half = min(-(-tiles // whole), places // heads), min(-(-tiles // half), 2 * places // heads)
-    # Clusters lie within a part of the GPU, and parts are not all as large: if all but fill it, some wait for others.
+    # A cluster lies within one part of the GPU, and the parts differ in size: if clusters all but fill it, some wait.
     most = min(of_half, problem.largest_cluster, places * FREELY / heads)
     of_cluster = [size for size in (16, 8, 4, 2) if size <= most]
     choices = [(whole, size, "kCluster") for size in of_cluster[:1]]
@@ -119,15 +121,15 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class _Warp:
-    """What a warp does."""
+    """The template of what a warp computes."""
 
     type: str
     """Its C++ type."""
     header: str
     keys: int
-    """Of a tile."""
+    """Keys of a tile."""
     resident: int
-    """How many of them a multiprocessor has registers for (kResident)."""
+    """Number of warps for which a multiprocessor has registers (kResident)."""
 
 
 def _warp(problem: Problem, rows: int) -> _Warp:
@@ -158,7 +160,7 @@ def _kernel(problem: Problem, warp: _Warp, rows: int, warps: int, splits: int, m
 
 
 def _workspace_bytes(problem: Problem, rows: int, splits: int) -> int:
-    """Each block's sums, and for every row of them the greatest score and the sum of weights."""
+    """Bytes for each block's sums and, for each of its rows, the greatest score and the sum of weights."""
     return shared_sums_bytes(problem.batch * problem.key_heads, rows * (problem.width + 2), splits)
 
 

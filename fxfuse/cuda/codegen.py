@@ -1,4 +1,4 @@
-"""A region's CUDA source: the epilogue as a functor, and the kernel template it is compiled into."""
+"""The CUDA source of a region: the epilogue as a functor, and the kernel template that is instantiated with it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ extern "C" int fxfuse_launch(const void* params, const uint64_t* pointers, uint6
 extern "C" const char* fxfuse_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 #endif
 """
-"""Of a kernel that finds its problems itself (Kernel.together)."""
+"""The entry point of a kernel that may run several problems (Kernel.together): it unpacks them itself."""
 
 _FUNCTIONS: Final = {
     torch.float16: "math_half",
@@ -122,10 +122,10 @@ _FUNCTIONS: Final = {
 
 
 def functions(expression: Expr, output: torch.dtype, tf32: bool) -> str:
-    """The namespace of math.cuh whose functions are exact enough.
+    """The namespace of math.cuh whose functions are exact enough for a result of dtype `output`.
 
-    For a result of 16 bits those whose errors vanish beside torch's, which rounds every function's value to 16 bits.
-    Unless the expression casts: torch then computes a part of it in another dtype.
+    For a result in 16 bits their errors are negligible beside torch's, which rounds every function's value to 16 bits.
+    If the expression casts, torch computes a part of it in another dtype, and float32's functions are used.
     """
     calls = (node.op for node in postorder(expression) if isinstance(node, Call))
     if output == torch.float32 or any(op in ("float32", "float16", "bfloat16") for op in calls):
@@ -142,15 +142,19 @@ def generate(
     columns: int = 1,
     tf32: bool = False,
 ) -> str:
-    """The complete source for `expression` in `kernel`, writing `output`.
+    """The complete source of `kernel` with the epilogue `expression`.
 
-    Operand i of the expression is read as `operands[i]` says. The kernel's arguments are its Problem struct followed
-    by three int64 strides per operand, its tensors' pointers followed by the operands'. An operand beyond them is what
-    the kernel sums up beside acc (kWeights in tile_after_tile.cuh). `uses_batch`: whether operands tell rows of one
-    batch from the same rows of another; if not, a GEMM numbers rows through all batches. `columns`: a power of two that
-    divides the result's number of columns and the distances between its rows (OperandPlan.columns); runs of so many
-    columns, if aligned, are whole. `tf32`: whether the anchor rounds to TF32, so that faster functions are exact
-    enough.
+    The kernel's arguments are its Problem struct followed by three int64 strides for each operand, and the addresses of
+    its tensors followed by the operands'.
+
+    Args:
+        output: the dtype of the result.
+        operands: how operand i of the expression is read. One more operand in the expression is the second product of a
+            kernel with two weights (kWeights in tile_after_tile.cuh).
+        uses_batch: whether operands differ between the batches. If not, a GEMM numbers rows through all batches.
+        columns: a power of two that divides the result's number of columns and its batch and row strides
+            (OperandPlan.columns). An aligned run of that many columns is whole.
+        tf32: whether the anchor rounds to TF32, so that faster functions are exact enough.
     """
     members = "\n".join(f"    {operand_type(kind, CPP_TYPES, True)} operand{i};" for i, kind in enumerate(operands))
     made = ", ".join(f"decltype(operand{i})::make(pointers[{i}], strides[{i}])" for i in range(len(operands)))

@@ -1,8 +1,8 @@
-"""Convolution problems and the kernels that can run them: implicit GEMM, direct 3x3, Hopper's, depthwise, GEMM.
+"""Convolution kernels for a problem: GEMM, implicit GEMM, direct 3x3, Hopper's, few pixels, depthwise.
 
-A problem comes in (conv2d_problem.py); kernels go out, best first by a model of their cost. The implicit GEMM, which
-runs them all, stands here, the other families in modules of their own. Everything here is arithmetic on numbers: no GPU
-is needed.
+`candidates` turns a problem (conv2d_problem.py) into kernels, best first by a model of their cost. The implicit GEMM,
+which can run every problem, is defined here. The other families have modules of their own. Everything here is
+arithmetic on numbers: no GPU is needed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def unsupported(problem: Conv2dProblem) -> str | None:
 def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
     """The kernels that can run the problem, best first; none if `unsupported` gives a reason.
 
-    Where a filter has one input channel there are kernels for that, and only those if every channel has one filter. The
-    others are matrix products, where the layouts allow it, or ordered by what they cost.
+    - If the layouts allow it, the convolution is a GEMM, and its kernels are the only ones.
+    - If a filter has one input channel, depthwise kernels come first; they are the only ones if every channel has one
+      filter.
+    - The other families are ordered by their cost.
     """
     if unsupported(problem) is not None:
         return ()
@@ -65,7 +67,7 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
         return kernels
     of_depthwise = depthwise.kernels(problem)
     if of_depthwise and problem.groups == problem.out_channels:
-        return tuple(of_depthwise)  # products of single columns take 40 to 300 times as long
+        return tuple(of_depthwise)  # matrix products of single columns take 40 to 300 times as long
     outputs = problem.pixels * problem.out_channels / problem.multiprocessors
     families = (
         (conv2d_wgmma.kernels(problem), 60),
@@ -73,7 +75,8 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
         (conv2d_few_pixels.kernels(problem), 60),
         (_implicit_gemm(problem), 200),
     )
-    # Times to store an output as a product's time of the implicit GEMM, as measured on an H200 with 8 channels.
+    # Each family's time to store an output, in units of the implicit GEMM's time for a multiply-add, as measured on an
+    # H200 with 8 channels.
     costed = [
         (cost + outputs * store / problem.reduction, kernel) for family, store in families for cost, kernel in family
     ]
@@ -85,9 +88,9 @@ def candidates(problem: Conv2dProblem) -> tuple[Kernel, ...]:
 
 
 def _as_gemm(problem: Conv2dProblem) -> GemmProblem | None:
-    """A convolution on channels_last as a product of its pixels' windows and its filters; None where it is none.
+    """A convolution on channels_last as a GEMM of windows and filters; None if the layouts do not allow it.
 
-    A row of x is a pixel as it lies in memory, if the filter is a single tap that steps over none.
+    With a 1x1 filter and a stride of 1 the rows of x are the pixels in memory. Otherwise the kernel gathers windows.
     """
     image, channel, row, col = problem.x_strides
     filters_in_order = (1, problem.kernel[1] * problem.channels, problem.channels)
@@ -139,10 +142,11 @@ def _as_gemm(problem: Conv2dProblem) -> GemmProblem | None:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A thread block's part of the output, how its warps and stages share it, and what it costs.
+    """The part of the output that a thread block computes, how its warps divide it, and its cost.
 
-    `cost` is the time per product on a full device, relative to the best tile of its table, as measured on an H200
-    with 3x3 and 1x1 convolutions. Few filters cost most: every block fetches its pixels again.
+    `cost` is the time per multiply-add on a full device, relative to the best tile of its table, as measured on an H200
+    with 3x3 and 1x1 convolutions. Tiles with few filters cost most: each block along the filters fetches the same
+    pixels again.
     """
 
     filters: int
@@ -151,7 +155,7 @@ class _Tile:
     stages: int
     cost: float
     blocks: int = 1
-    """For which a multiprocessor must have registers."""
+    """Thread blocks for which a multiprocessor must have registers."""
 
 
 _TILES: Final = (
@@ -169,7 +173,7 @@ _NARROW_TILES: Final = (
     _Tile(64, 64, (2, 2), 4, 1.5),
     _Tile(32, 64, (1, 4), 4, 2.5),
 )
-"""For float32 in pieces of less than 16 bytes: their addresses take registers from the largest tile."""
+"""For accesses of less than 16 bytes: their addresses take registers, which the largest tile then lacks."""
 
 _SMALL_WARP_TILES: Final = (
     _Tile(128, 128, (2, 4), 3, 1.0),
@@ -178,7 +182,7 @@ _SMALL_WARP_TILES: Final = (
     _Tile(64, 64, (2, 2), 3, 1.35),
     _Tile(32, 64, (1, 4), 3, 2.5),
 )
-"""For what takes more registers still: 3xTF32 fragments, and 16-bit elements fetched one by one."""
+"""For what takes even more registers: the fragments of 3xTF32, and 16-bit elements fetched one by one."""
 
 _GATHER_TILES: Final = (
     _Tile(128, 64, (4, 2), 3, 1.0),
@@ -193,10 +197,10 @@ _POINTWISE_TILES: Final = (
     _Tile(128, 128, (2, 4), 3, 1.2),
     _Tile(32, 64, (1, 4), 3, 1.6, 4),
 )
-"""For 1x1 filters in NCHW, but not in 3xTF32. Short sums want many blocks at a time: while one stores, others load."""
+"""For 1x1 filters on NCHW, but not in 3xTF32. With short sums many blocks are best: while one stores, others load."""
 
 _SCATTERED: Final = 2.4
-"""How much longer they take where less than 16 bytes of x are copied at a time: sharing sums pays sooner."""
+"""How much longer _POINTWISE_TILES take with accesses to x of less than 16 bytes, so that split-K pays sooner."""
 
 
 def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
@@ -204,22 +208,23 @@ def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
 
 
 def _shared_bytes(tile: _Tile, problem: Conv2dProblem) -> int:
-    """Of a thread block: stages, or the tile on its way out (StagedTile in conv2d.cuh; its longer rows)."""
+    """Bytes of shared memory of a thread block: the stages, or the tile that is stored (StagedTile in conv2d.cuh, with
+    its longer rows)."""
     rows, cols = (tile.filters, tile.pixels) if problem.out_layout == "nchw" else (tile.pixels, tile.filters)
     return max(tile.stages * (tile.filters + tile.pixels) * TILE_BYTES_OF_K, rows * (cols + 16) * 4)
 
 
 def _tiles_k(problem: Conv2dProblem) -> int:
-    """Tiles of the reduction."""
+    """Number of tiles along the reduction."""
     return ceil(problem.reduction * problem.element_bytes / TILE_BYTES_OF_K)
 
 
 _PART_BYTES: Final = 37e3
-_MEETING: Final = 2.7  # microseconds for thread blocks to hand their parts in
+_MEETING: Final = 2.7  # microseconds for thread blocks to write their parts of the sums
 
 
 def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
-    """Waves of blocks times a block's time."""
+    """The cost of a tile: the number of waves times a block's time, and that of split-K."""
     together = ceil(_blocks(problem, tile) * splits / MULTIPROCESSORS)
     tiles_k = _tiles_k(problem)
     outputs = tile.filters * tile.pixels
@@ -230,7 +235,7 @@ def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
 
 
 def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
-    """1, and the best number of thread blocks to share each tile's sums if sharing pays."""
+    """The numbers of thread blocks per tile worth a candidate: 1, and the fastest split if it pays."""
     blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
     costs = {
         splits: _tile_cost(problem, tile, splits)
@@ -242,7 +247,7 @@ def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
 
 
 def _implicit_gemm(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
-    """The implicit GEMMs and what they cost."""
+    """(cost, kernel) for each tile of the implicit GEMM."""
     size = problem.element_bytes
     layout: Layout = "nhwc" if problem.x_strides[1] == 1 and problem.channels > 1 else "nchw"
     x_access = access_of_x(problem, layout, problem.group_channels)
@@ -300,7 +305,7 @@ _LAYOUT: Final[dict[Layout, str]] = {"nchw": "kNchw", "nhwc": "kNhwc"}
 
 
 def _is_pointwise(problem: Conv2dProblem) -> bool:
-    """Whether every output is a sum over the channels of one pixel of x."""
+    """Whether every output sums over the channels of a single pixel of x."""
     reaches = zip(problem.out_size, problem.stride, problem.size, strict=True)
     return (
         problem.kernel == (1, 1)
@@ -310,7 +315,7 @@ def _is_pointwise(problem: Conv2dProblem) -> bool:
 
 
 def _sums(problem: Conv2dProblem) -> tuple[str, int]:
-    """How sums are added up: `Sums` of mainloop.cuh, and its blocks' length in tiles. See gemm_accuracy.py."""
+    """How the kernel adds up: `Sums` of mainloop.cuh, and the length of a block in tiles. See gemm_accuracy.py."""
     if problem.precision != "tf32x3":
         return "kRunning", 1
     if problem.reduction <= 256:

@@ -1,4 +1,4 @@
-"""3x3 convolutions on NCHW with stride 1: the kernel of conv2d_direct.cuh."""
+"""The direct kernel for 3x3 convolutions on NCHW with stride 1 (conv2d_direct.cuh)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from fxfuse.cuda.precision import MMA, Precision, element_bytes
 
 @dataclass(frozen=True)
 class Tile:
-    """A thread block's tile in the direct kernel: Conv2dDirectConfig in conv2d_direct.cuh.
+    """The tile of a thread block: Conv2dDirectConfig in conv2d_direct.cuh.
 
-    A warp computes 16 * `mmas` filters of `rows` rows of 8 * `col_mmas` pixels. `cost` is the time per product on a
-    full device, relative to the best, as measured on an H200.
+    A warp computes 16 * `mmas` filters for `rows` rows of 8 * `col_mmas` pixels. `cost` is the time per multiply-add on
+    a full device, relative to the best tile, as measured on an H200.
     """
 
     mmas: int
     rows: int
     col_mmas: int
     warps: tuple[int, int, int]
-    """Along filters, rows and columns."""
+    """Number of warps along filters, rows and columns."""
     images: int
     stages: int
     blocks_per_multiprocessor: int
     cost: float
     resident: bool = False
-    """Whether all filters stay in shared memory, which takes that all channels are one chunk."""
+    """Whether all filters stay in shared memory. This requires that all channels are one chunk."""
 
     @property
     def extents(self) -> tuple[int, int, int, int]:
-        """Images, filters, rows and columns."""
+        """Images, filters, rows and columns of the tile."""
         along_filters, along_rows, along_cols = self.warps
         return self.images, 16 * self.mmas * along_filters, self.rows * along_rows, 8 * self.col_mmas * along_cols
 
@@ -64,7 +64,7 @@ class Tile:
         )
 
     def workspace(self, problem: Conv2dProblem) -> int:
-        """Bytes of packed filters: FilterFragments in filter_fragments.cuh."""
+        """Bytes of the packed filters: FilterFragments in filter_fragments.cuh."""
         if self.resident:
             return 0
         filters = self.extents[1]
@@ -72,7 +72,7 @@ class Tile:
         return problem.groups * ceil(problem.group_filters / filters) * chunks * filters * 9 * _CHUNK_BYTES
 
     def shared_bytes(self, precision: Precision) -> int:
-        """Of a thread block, as Conv2dDirectConfig::kSharedBytes."""
+        """Bytes of shared memory of a thread block: Conv2dDirectConfig::kSharedBytes."""
         images, filters, rows, cols = self.extents
         size = element_bytes(precision)
         plane = images * (rows + 2) * (cols + 2 * (16 // size))
@@ -83,7 +83,7 @@ class Tile:
 
 
 _CHUNK_BYTES: Final = 32
-"""What the direct kernel copies of a pixel at a time."""
+"""Bytes of a pixel's channels that the direct kernel copies at a time: a chunk."""
 
 TILES: Final = (
     Tile(4, 2, 4, (1, 1, 4), 1, 3, 2, 0.9, resident=True),
@@ -103,43 +103,43 @@ HALF_TILES: Final = (
     Tile(4, 2, 4, (1, 2, 2), 1, 2, 2, 1.3),
     Tile(4, 2, 4, (2, 2, 1), 1, 2, 2, 1.35),
 )
-"""For 16-bit elements, whose patches take twice the shared memory until they are interleaved. Maps of 28 columns and
-less are the library's, which is twice as fast there."""
+"""For 16-bit elements, whose patches take twice the shared memory until they are interleaved. On maps of 28 columns and
+less the library is twice as fast."""
 
 SPLIT_TILES: Final = (Tile(2, 1, 4, (2, 1, 2), 1, 2, 3, 0.8, resident=True),)
-"""For 3xTF32: operands and sums take twice the registers; filters, split beforehand, twice the shared memory. With more
-channels than a chunk Hopper's products by way of channels_last are faster."""
+"""For 3xTF32. Operands and sums take twice the registers; filters, which are split beforehand, take twice the shared
+memory. With more channels than a chunk, wgmma by way of channels_last is faster."""
 
 _SPEED: Final = 2.0
-"""How much faster than the implicit GEMM's best tile the direct kernel's is, where both fit."""
+"""How much faster the direct kernel's best tile is than the implicit GEMM's, where both fit."""
 
 _CUT_COLS: Final = 45
-"""Columns of a tile at which storing pieces of rows would cost as much as all the rest."""
+"""Columns of a tile with which storing pieces of rows would cost as much as everything else."""
 
 _MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
 
 
 def _chunk(problem: Conv2dProblem) -> int:
-    """Channels that the direct kernel copies at a time."""
+    """Channels of a chunk."""
     return _CHUNK_BYTES // problem.element_bytes
 
 
 def _cost(problem: Conv2dProblem, tile: Tile) -> float:
-    """In the unit that conv2d_problem.py speaks of. Blocks that share a multiprocessor share its speed."""
+    """The cost in the unit of conv2d_problem.py. Blocks that share a multiprocessor share its speed."""
     images, filters, rows, cols = tile.extents
     chunk = _chunk(problem)
     products = filters * images * rows * cols * ceil(problem.group_channels / chunk) * chunk / problem.group_channels
     together = tile.blocks_per_multiprocessor
     waves, rest = divmod(tile.tiles(problem), MULTIPROCESSORS * together)
     blocks = waves * together + min(together, ceil(rest / MULTIPROCESSORS))
-    # Rows cut into pieces are stored as many short runs: 1.5 times slower for 64 columns, 1.1 for 128 (H200).
+    # Rows cut into pieces are stored as many short runs: 1.5 times as slow for 64 columns, 1.1 for 128 (H200).
     cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
     slower = slowdown(min(blocks, together)) / slowdown(together)  # than with as many blocks as fit
     return blocks * products * tile.cost * cut * slower / _SPEED
 
 
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
-    """The direct kernels and what they cost."""
+    """(cost, kernel) for each tile of the direct kernel that fits the problem."""
     fits = (
         problem.out_layout == "nchw"
         and problem.kernel == (3, 3)
@@ -157,7 +157,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
 
     def usable(tile: Tile) -> bool:
         images, filters, _, _ = tile.extents
-        reach = extent((images, problem.channels, *problem.size), problem.x_strides)  # of 32-bit offsets
+        reach = extent((images, problem.channels, *problem.size), problem.x_strides)  # offsets have 32 bits
         return (
             tile.tiles(problem) <= MAX_TILES
             and ceil(problem.group_filters / filters) <= _MAX_GRID_YZ

@@ -1,4 +1,4 @@
-"""Convolutions of few pixels on NCHW: the kernel of conv2d_few_pixels.cuh."""
+"""The kernel for 1x1 and 3x3 convolutions of few pixels on NCHW (conv2d_few_pixels.cuh)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxfuse.cuda.precision import MMA
 
 @dataclass(frozen=True)
 class Tile:
-    """What a thread block computes, and how many warps share its channels: Conv2dFewPixelsConfig."""
+    """The tile of a thread block, and the number of warps that share its channels: Conv2dFewPixelsConfig."""
 
     filters: int
     pixels: int
@@ -25,35 +25,36 @@ TILES: Final = {
     (1, 1): (Tile(16, 64, 8), Tile(16, 32, 8), Tile(32, 32, 8)),
     (3, 3): (Tile(8, 32, 8), Tile(16, 32, 8)),
 }
-"""By the filter's size. Of more filters the weights would take all registers."""
+"""Tiles by the filter's size. With more filters in a tile, the weights would take all registers."""
 
 # As in conv2d_few_pixels.cuh.
-_GROUPS: Final = 4  # of channels in a chunk
+_GROUPS: Final = 4  # groups of channels in a chunk
 _PIECE_BYTES: Final = 16
 _MOST_SHARED: Final = 163 << 10  # bytes that a block may have: kMostShared
 _PLANES: Final = (66, 106, 170)
-"""Elements for what a tile sees of a channel: every kernel is compiled for one of these."""
+"""Elements of a channel that a tile may see: each kernel is compiled for one of these."""
 _MOST_STAGES: Final = 3
 _MOST_BLOCKS: Final = 4
-"""On a multiprocessor, one after another. Beyond, others read x and the weight less often."""
+"""Most blocks on a multiprocessor, one after another. With more, other kernels read x and the weight less often."""
 
-# Microseconds of an H200's multiprocessor, fitted to 20 measured ones: most are within a quarter of them.
-_START: Final = 1.0  # more than the implicit GEMM, for warps to add up what they have
-_PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # for 32 lanes to read an element of a pixel, and multiply it
+# Microseconds on a multiprocessor of an H200, fitted to 20 measured times: most are within a quarter of them.
+_START: Final = 1.0  # more than the implicit GEMM, for warps to add up their sums
+_PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # for 32 lanes to read an element of a pixel, and to multiply it
 _PER_KILOBYTE: Final = 0.02  # copied from L2
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How an image is divided and what a warp copies of it: Conv2dFewPixelsProblem."""
+    """How an image is divided into tiles, and what a warp copies of it: Conv2dFewPixelsProblem."""
 
     pixels: int
-    """Of a tile."""
+    """Pixels of a tile."""
     whole_planes: bool
+    """Whether planes are copied whole: see `_whole_planes`."""
     run: int
-    """Elements that a copy takes from where it starts, with one tap: of a plane, or of a group's planes."""
+    """Elements of a copy, with one tap: of a plane, or of a group's planes."""
     group: int
-    """Elements from one group of channels to the next in shared memory, 8 banks apart: lanes side by side read them."""
+    """Elements from one group of channels to the next in shared memory: adjacent lanes read them, 8 banks apart."""
     plane: int
     """Conv2dFewPixelsConfig::kPlane."""
 
@@ -62,13 +63,13 @@ class _Tiling:
 
 
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
-    """The kernels for few pixels and what they cost, in the unit that conv2d_problem.py speaks of."""
+    """(cost, kernel) for the two cheapest tiles that fit the problem, in the unit of conv2d_problem.py."""
     if not _fits(problem):
         return []
     (rows, cols), channels = problem.kernel, problem.channels
     taps, group = rows * cols, _group(problem)
     chunks = ceil(channels / (_GROUPS * group))
-    # What lanes exchange of weights with several taps: of eight filters.
+    # Bytes through which lanes exchange the weights of eight filters, with several taps.
     exchange = 8 * _GROUPS * group * taps * problem.element_bytes if taps > 1 else 0
     found = []
     room = min(_MOST_SHARED, problem.most_shared)
@@ -128,22 +129,22 @@ def _fits(problem: Conv2dProblem) -> bool:
 
 
 def _group(problem: Conv2dProblem) -> int:
-    """Channels: Conv2dFewPixelsConfig::kGroup."""
+    """Channels of a group: Conv2dFewPixelsConfig::kGroup."""
     return 8 if problem.kernel == (1, 1) else _PIECE_BYTES // problem.element_bytes
 
 
 def _whole_planes(problem: Conv2dProblem) -> bool:
-    """Whether planes are copied whole, since they start anywhere."""
+    """Whether planes are copied whole, because they are not aligned."""
     piece = _PIECE_BYTES // problem.element_bytes
     return bool(problem.size[0] * problem.size[1] % piece or problem.x_strides[1] % piece)
 
 
 def _tiling(problem: Conv2dProblem, pixels: int) -> _Tiling | None:
-    """The tiles of at most `pixels`; None if what they see of a channel exceeds all of _PLANES."""
+    """The tiling with at most `pixels` pixels in a tile; None if a tile sees more of a channel than any of _PLANES."""
     size, (height, width), (out_height, out_width) = problem.element_bytes, problem.size, problem.out_size
     channels = _group(problem)
     tile_pixels = ceil(out_height * out_width / ceil(out_height * out_width / pixels))
-    ends = (tile_pixels + out_width - 2) // out_width  # of rows in a tile, at most
+    ends = (tile_pixels + out_width - 2) // out_width  # most ends of rows in a tile
     if problem.kernel != (1, 1):
         rows = min(ends, out_height - 1) * problem.stride[0] + problem.kernel[0]
         seen = rows * ((out_width - 1) * problem.stride[1] + problem.kernel[1])

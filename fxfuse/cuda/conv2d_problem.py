@@ -1,7 +1,7 @@
-"""A convolution as its kernels see it: sizes, strides, alignment and precision, and what follows from them.
+"""A convolution as its kernels see it: sizes, strides, alignment, precision, and what follows from them.
 
-What the kernel families (conv2d.py, conv2d_direct.py, conv2d_wgmma.py, depthwise.py) have in common. Everything here is
-arithmetic on numbers: no GPU is needed.
+The kernel families share this module: conv2d.py, conv2d_direct.py, conv2d_wgmma.py, conv2d_few_pixels.py and
+depthwise.py. It is arithmetic on numbers: no GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Layout = Literal["nchw", "nhwc"]
 class Conv2dProblem:
     """out[n, k, oy, ox] = sum of x[n, c, oy * stride - padding + r * dilation, ...] * weight[k, c, r, s].
 
-    x is (images, channels, height, width), the weight (out_channels, channels / groups, *kernel), both with any
-    strides (in elements); the output is contiguous in `out_layout`. `padding` is above and to the left of x: what is
-    below and to the right follows from `out_size`. Alignments are in bytes, of the first element.
+    x is (images, channels, height, width), the weight (out_channels, channels / groups, *kernel), both with any strides
+    (in elements). The output is contiguous in `out_layout`. `padding` is the padding above and to the left of x; that
+    below and to the right follows from `out_size`. Alignments are those of the first element's address, in bytes.
     """
 
     images: int
@@ -43,15 +43,15 @@ class Conv2dProblem:
     x_alignment: int = 16
     weight_alignment: int = 16
     multiprocessors: int = 108
-    """Of the device. The default, like the next one, is the A100's."""
+    """Multiprocessors of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
     shared_memory_per_block: int | None = None
-    """Bytes that a thread block may have; None: all of a multiprocessor's but what CUDA takes for each."""
+    """Bytes that a thread block may have. None: a multiprocessor's, less what CUDA takes for each thread block."""
     hopper: bool = False
-    """Whether the device has the instructions that only Hopper has."""
+    """Whether the device is a Hopper GPU (sm_90), and so has wgmma."""
     eager_error: Errors | None = None
-    """What torch's own convolution errs by, which 3xTF32 may; None if nobody has measured it."""
+    """The error of torch's own convolution, which limits that of 3xTF32; None if it was not measured."""
 
     @property
     def most_shared(self) -> int:
@@ -73,7 +73,7 @@ class Conv2dProblem:
 
     @property
     def reduction(self) -> int:
-        """Length of the sum behind one output."""
+        """Number of products in the sum of one output element."""
         return self.group_channels * self.kernel[0] * self.kernel[1]
 
     @property
@@ -82,11 +82,11 @@ class Conv2dProblem:
         return self.images * self.out_size[0] * self.out_size[1]
 
 
-MAX_TILES: Final = 2**30  # of a launch
+MAX_TILES: Final = 2**30  # in a launch
 
 
 def pack(problem: Conv2dProblem, block_tiles: int = 1, splits: int = 1, split_tiles: int = 0) -> bytes:
-    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh; all but the problem is the implicit GEMM's."""
+    """struct Conv2dProblem of cuda/kernels/conv2d_problem.cuh. Only the implicit GEMM uses the other arguments."""
     fields = (
         problem.images,
         problem.channels,
@@ -108,17 +108,17 @@ def pack(problem: Conv2dProblem, block_tiles: int = 1, splits: int = 1, split_ti
 
 
 def extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Distance between the first and the last element, in elements."""
+    """Distance between a tensor's first and last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def access(element_bytes: int, *multiples: int) -> int:
-    """The largest power of two up to 16 that divides every one of `multiples`, in bytes."""
+    """Bytes of a vector access: the largest of 16, 8, 4 and 2 that divides all `multiples`; at least an element's."""
     return next(size for size in (16, 8, 4, 2) if size == element_bytes or all(m % size == 0 for m in multiples))
 
 
 def same(strides: tuple[int, ...], expected: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether strides are as expected; those of dimensions of size 1 do not matter."""
+    """Whether `strides` equal `expected`, apart from dimensions of size 1."""
     return all(size == 1 or stride == e for stride, e, size in zip(strides, expected, sizes, strict=True))
 
 
@@ -127,7 +127,12 @@ def varying(strides: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[int]:
 
 
 def access_of_x(problem: Conv2dProblem, layout: Layout, run: int) -> int:
-    """Bytes of x that are contiguous and aligned wherever a block fetches them; in NHWC, of `run` channels."""
+    """Bytes of a vector access to x: contiguous and aligned wherever a block fetches them.
+
+    Args:
+        layout: in "nhwc" an access covers channels, in "nchw" pixels of a plane.
+        run: channels that are contiguous for one pixel, in "nhwc".
+    """
     size = problem.element_bytes
     image, channel, row, col = problem.x_strides
     if layout == "nhwc":
@@ -143,18 +148,18 @@ def access_of_x(problem: Conv2dProblem, layout: Layout, run: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- costs
-# Families that stand for the same problem say what they cost in one unit: a product's time by the implicit GEMM's best
-# tile on a full device, on one multiprocessor.
+# The families estimate their costs in one unit: the time of a multiply-add by the implicit GEMM's best tile, on one
+# multiprocessor of a full device.
 
 MULTIPROCESSORS: Final = 108
-"""A100. An H200 has 132: close enough for an order."""
+"""The A100's. An H200 has 132: close enough for an order."""
 
 PRODUCTS: Final = 0.84e6
-"""Of an H200, per multiprocessor and microsecond: see gemm.py."""
+"""Multiply-adds of an H200, per multiprocessor and microsecond: see gemm.py."""
 
 
 def slowdown(together: int) -> float:
-    """How much longer products take with so few blocks on a multiprocessor: one alone waits for memory.
+    """How much longer products take with `together` blocks on a multiprocessor than with three: few wait for memory.
 
     Each block more closes 41 % of the gap, as in gemm.py.
     """

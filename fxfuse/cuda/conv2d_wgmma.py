@@ -1,4 +1,4 @@
-"""Convolutions on NCHW by Hopper's warpgroup products, with filters of several taps: the kernel of conv2d_wgmma.cuh."""
+"""Hopper's kernel for convolutions on NCHW with filters of several taps, by wgmma (conv2d_wgmma.cuh)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxfuse.cuda.precision import MMA
 
 @dataclass(frozen=True)
 class Tile:
-    """A thread block's tile in Hopper's kernel: Conv2dWgmmaConfig in conv2d_wgmma.cuh.
+    """The tile of a thread block: Conv2dWgmmaConfig in conv2d_wgmma.cuh.
 
-    `groups` of four warps, along filters and pixels, compute 64 filters of two segments of pixels each. One such block
-    shares a multiprocessor with another, one of two groups does not. `cost` is the time per output on a full device,
-    relative to the best, as measured on an H200.
+    `groups` is the number of warpgroups along filters and along pixels. Each computes 64 filters of two segments of
+    pixels. Two blocks of one warpgroup share a multiprocessor; a block of two warpgroups has one for itself. `cost` is
+    the time per output on a full device, relative to the best tile, as measured on an H200.
     """
 
     groups: tuple[int, int]
@@ -45,21 +45,21 @@ SPLIT_TILES: Final = (
 """For 3xTF32. Two blocks on a multiprocessor have room for one stage each."""
 
 _SEGMENT: Final = 128
-"""Positions of the patch that an instruction multiplies."""
+"""Positions of the patch that one instruction multiplies."""
 
 _STEP_BYTES: Final = 32
-"""Of a position's channels, that an instruction multiplies."""
+"""Bytes of a position's channels that one instruction multiplies."""
 
 # As in conv2d_wgmma_config.cuh; bytes of shared memory.
-_SHARED: Final = {1: 113 << 10, 2: 227 << 10}  # that a thread block may have, by its groups
+_SHARED: Final = {1: 113 << 10, 2: 227 << 10}  # most of a thread block, by its number of warpgroups
 _HEADER: Final = 512
 _MOST_TAPS: Final = 64
 _MOST_STAGES: Final = 8
 
 _PER_PRODUCT: Final = 0.27
-"""Time per product, in units of the implicit GEMM's."""
+"""Time per multiply-add, in units of the implicit GEMM's."""
 _START: Final = 8.0
-"""Microseconds more than the implicit GEMM before products begin and after they end, packing the filters included."""
+"""Microseconds more than the implicit GEMM's before the first and after the last product, with packing the filters."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Patch:
     positions: int
     tiles: int
     staged: int
-    """Segments of 32-bit results for which there is room on their way out."""
+    """Segments of 32-bit results for which shared memory has room while they are stored."""
 
     def pack(self, problem: Conv2dProblem) -> bytes:
         fields = (self.segment_rows, self.row_segments, self.rows, self.pitch, self.steps, self.stages)
@@ -83,7 +83,7 @@ class _Patch:
 
 
 def _patch(problem: Conv2dProblem, tile: Tile) -> _Patch | None:
-    """The patch under a tile and its stages, None if too few fit into shared memory."""
+    """The patch of x under a tile, and its stages; None if too few stages fit into shared memory."""
     (height, width), taps = problem.out_size, problem.kernel[0] * problem.kernel[1]
     over_rows, over_cols = (
         (kernel - 1) * dilation // stride
@@ -96,10 +96,10 @@ def _patch(problem: Conv2dProblem, tile: Tile) -> _Patch | None:
     rows, pitch = tile_rows + over_rows, min(width, tile_cols) + over_cols
     positions = problem.stride[0] * problem.stride[1] * rows * pitch
     steps = min(_steps(problem), max(1, 8 // taps))
-    # Of split numbers a stage has all channels (see `kernels`): one is enough, filled while results are stored.
+    # In 3xTF32 a stage has all channels (see `kernels`): one is enough, and is filled while results are stored.
     fewest = 1 if _parts(problem) > 1 else 2
     groups = tile.groups[0] * tile.groups[1]
-    # A group stores results through shared memory: of both its segments where that takes more time than the products.
+    # A warpgroup stores results through shared memory: both its segments if storing takes longer than the products.
     for staged in (2, 1) if _steps(problem) <= 2 * steps else (1,):
         kept = groups * (4 * 8 * (staged * _SEGMENT + 8) * 4 + positions * 4)
         room = _SHARED[groups] - _HEADER - kept
@@ -124,17 +124,17 @@ def _steps(problem: Conv2dProblem) -> int:
 
 
 def _parts(problem: Conv2dProblem) -> int:
-    """Of each number, that are multiplied with one another."""
+    """Parts into which each number is split: two in 3xTF32."""
     return 2 if problem.precision == "tf32x3" else 1
 
 
 def _is_plain(problem: Conv2dProblem) -> bool:
-    """Whether the kernel knows the filter when it is compiled."""
+    """Whether the filter (3x3, stride and dilation 1) is a compile-time constant of the kernel."""
     return problem.kernel == (3, 3) and problem.stride == problem.dilation == (1, 1)
 
 
 def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
-    """In the unit that conv2d_problem.py speaks of."""
+    """The cost in the unit of conv2d_problem.py."""
     outputs = tile.filters * tile.segments * _SEGMENT
     padding = _steps(problem) * _STEP_BYTES / (problem.group_channels * problem.element_bytes)
     products = ceil(patch.tiles / problem.multiprocessors) * outputs * tile.cost * _PER_PRODUCT * padding
@@ -142,9 +142,9 @@ def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
 
 
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
-    """Hopper's kernels and what they cost. Of a single tap the others are faster.
+    """(cost, kernel) for each tile that fits the problem. With a single tap other kernels are faster.
 
-    In 3xTF32 only where all channels are one step of a filter that the kernel knows: see multiply_split in
+    In 3xTF32 only for filters that are plain (`_is_plain`) and channels that are one step: see multiply_split in
     conv2d_wgmma.cuh.
     """
     taps, split = problem.kernel[0] * problem.kernel[1], _parts(problem) > 1
@@ -160,8 +160,8 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         patch = _patch(problem, tile)
         if patch is None or patch.tiles > MAX_TILES:
             continue
-        # Positions that a thread fetches at once: up to 4, for which it has registers, or 3 if it comes back as often
-        # or splits them.
+        # Positions that a thread fetches at once: 4, for which it has registers; 3 if that takes as many turns, or if
+        # it splits them.
         together = 3 if split or patch.positions <= 384 or 512 < patch.positions <= 768 else 4
         numbers = (*tile.groups, 3 if _is_plain(problem) else 0, together * problem.element_bytes // 4, patch.staged)
         cpp = (

@@ -1,4 +1,4 @@
-"""One input channel per output channel: the kernels of depthwise*.cuh."""
+"""Kernels for convolutions with one input channel per output channel (depthwise*.cuh)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import ELEMENT, MMA
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
-"""(kernel, stride) of all but depthwise.cuh: those of the common networks."""
+"""(kernel, stride) for which the tiled kernels, all but depthwise.cuh, are made: those of the common networks."""
 
 _ENOUGH: Final = {3: 80_000, 5: 15_500, 7: 0}
-"""Outputs for a multiprocessor from which on depthwise_mma.cuh is the faster on an H200, by kernel."""
+"""Outputs per multiprocessor from which on depthwise_mma.cuh is faster on an H200, by the filter's side."""
 _STRIP_ROWS: Final = 7
 """DepthwiseTileConfig::kRows."""
 
@@ -39,32 +39,32 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
         return [ring]
     config = f"DepthwiseMmaConfig<{MMA[problem.precision]}, {kernel}>"
     cpp = f"DepthwiseMma<{config}, {{output}}, {{epilogue}}>"
-    # Both are measured: a long epilogue may take back what products gain.
+    # Both are measured: with a long epilogue tensor cores may gain nothing.
     return [Kernel(f"{name}, tensor cores", "depthwise_mma.cuh", cpp, packed), ring]
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:
-    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh behind a short epilogue: not with a stride."""
+    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh with a short epilogue: only without a stride."""
     if problem.out_layout != "nhwc" or problem.element_bytes != 2 or problem.stride != (1, 1):
         return False
     return problem.pixels * problem.out_channels >= _ENOUGH[problem.kernel[0]] * problem.multiprocessors
 
 
 def _tiled_access(problem: Conv2dProblem) -> int | None:
-    """Bytes of x that a copy takes of all but depthwise.cuh, None if they do not fit the problem."""
+    """Bytes of a copy from x in the tiled kernels; None if they cannot run the problem and depthwise.cuh must."""
     (kernel, width), (stride, _), size = problem.kernel, problem.stride, problem.element_bytes
     square = kernel == width and stride == problem.stride[1] and (kernel, stride) in _TILED
     if not square or problem.dilation != (1, 1):
         return None
     if problem.out_layout == "nhwc":
         one_to_one = problem.channels == problem.out_channels
-        # 32-bit offsets along a row; every output reads a row of x
+        # offsets along a row have 32 bits; every output reads at least one row of x
         longest = (problem.out_size[1] + kernel) * max(problem.channels, problem.x_strides[3]) * size
         fits = longest < 2**32 and problem.padding[0] < kernel
         return 16 if one_to_one and fits and access_of_x(problem, "nhwc", problem.channels) == 16 else None
     left = problem.padding[1]
     right = (problem.out_size[1] - 1) * stride + kernel - left - problem.size[1]
-    # The least tile, seven rows of a plane, with rows of 4 bytes an element as they are and as they leave.
+    # The smallest tile is seven rows of a plane: the rows that it reads, and those that it stores, 4 bytes an element.
     bytes_of_tile = 4 * (
         ((_STRIP_ROWS - 1) * stride + kernel) * (problem.size[1] + max(left, right) + 8) + 7 * problem.out_size[1]
     )
@@ -78,4 +78,4 @@ def _tiled_access(problem: Conv2dProblem) -> int | None:
 
 
 _FILTER_BYTES: Final = 3 << 10
-"""Of a block's shared memory, that filters and addresses take at most."""
+"""Most bytes of a block's shared memory that filters and addresses take."""

@@ -1,4 +1,4 @@
-"""Gradients of depthwise convolutions' filters: kernels for a problem (kernels/depthwise_gradient.cuh).
+"""Kernels for the gradient of a depthwise convolution's filters (kernels/depthwise_gradient.cuh).
 
 Nothing here needs a GPU.
 """
@@ -17,23 +17,23 @@ from fxfuse.cuda.kernel import Kernel
 
 HEADER: Final = "depthwise_gradient.cuh"
 _CHANNELS: Final = 32
-"""That a thread block has (kWarp)."""
+"""Channels of a thread block (kWarp)."""
 _WARPS: Final = 8
 _BLOCKS: Final = 2
-"""That a multiprocessor holds (kBlocks)."""
+"""Thread blocks that a multiprocessor holds (kBlocks)."""
 _SHARES: Final = {(3, 1): (4, 3), (3, 2): (2, 3), (5, 1): (2, 5), (5, 2): (1, 5), (7, 1): (1, 4), (7, 2): (1, 4)}
-"""By kernel and stride, the rows of dy that a thread takes at a time and the rows of the filter that it has: its sums
-and the window of x that they meet lie in registers."""
+"""By kernel and stride: the rows of dy that a thread reads at a time, and the rows of the filter whose sums it has. Its
+sums, and the window of x that it multiplies, are in registers."""
 _MOST_SPLITS: Final = 2**15
 _MAX_GRID_Y: Final = 65535
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A sum over images and pixels: out[c, 0, r, s] = sum over n, p, q of dy[n, c, p, q] * x[n, c, y, z], in which
-    y = p * stride + r - padding, and so z of q and s.
+    """out[c, 0, r, s] = sum over n, p, q of dy[n, c, p, q] * x[n, c, y, z], a sum over images and pixels.
 
-    Channels lie side by side in x and dy; strides are in elements, in the order of their dimensions.
+    Here y = p * stride + r - padding, and z follows in the same way from q and s. Channels are contiguous in x and dy.
+    Strides are in elements, in the order of the tensors' dimensions.
     """
 
     images: int
@@ -41,7 +41,7 @@ class Problem:
     size: tuple[int, int]
     """Height and width of x."""
     out_size: tuple[int, int]
-    """Of dy."""
+    """Height and width of dy."""
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
@@ -52,8 +52,10 @@ class Problem:
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernels that `problem` can be run by; none where the filter is no small square. Their tensors are dy, x, the
-    output (channels, 1, kernel, kernel), contiguous, and a workspace."""
+    """The kernel that can run `problem`, in a list; empty if the filter is not a small square.
+
+    Its tensors are dy, x, the output (channels, 1, kernel, kernel), contiguous, and a workspace.
+    """
     (kernel, width), (stride, other) = problem.kernel, problem.stride
     if kernel != width or stride != other or (kernel, stride) not in _SHARES:
         return []
@@ -86,6 +88,6 @@ def _params(problem: Problem, splits: int) -> bytes:
 
 
 def _along(strides: tuple[int, int, int, int]) -> tuple[int, int, int]:
-    """Strides of image, row and column."""
+    """The strides of image, row and column."""
     image, _, row, col = strides
     return image, row, col

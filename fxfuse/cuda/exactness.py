@@ -1,16 +1,19 @@
-"""How exact float32 results are: eager's on this machine and those of kernels, against float64, on a part of a result.
+"""The errors of float32 results against float64: eager's on this machine, and those of kernels.
 
-A library need not use TF32 where torch's switches allow it: cuDNN computes many convolutions of few channels in
-float32. `precision_of` takes TF32 only for problems whose own result by the library has TF32's error. That error is
-measured once and remembered on disk; kernels in 3xTF32 are those that should have no larger one (gemm_accuracy.py).
-`errors` compares kernels with eager; tune.py leaves out what is less exact.
+Errors are measured on a part of a result (`Part`).
 
-Kernels' errors are root mean squares over the elements of a result, each in units of its sum of |x| |w|: the
-componentwise backward error, for which rounding bounds hold whatever the magnitudes are (Higham, Accuracy and Stability
-of Numerical Algorithms, 3.5). A Frobenius norm is that of the few largest elements: of normal * exp(4 * normal) it is a
-handful of roundings. Simulated for 16 draws of 48x48 outputs and K = 16, 64, 256, the same 3xTF32 has 0.6 to 12 times
-the error of a chain of float32 by that norm, 1.35 to 1.8 times in these units. For normal and uniform data, whose sums
-are alike, both measures are the same.
+- Eager's error decides the precision. A library need not use TF32 where torch's switches allow it: cuDNN computes many
+  convolutions of few channels in float32. `precision_of` takes TF32 only for problems whose result by the library has
+  TF32's error. That error is measured once and stored on disk. It also decides which kernels in 3xTF32 are candidates:
+  those that should have no larger one (gemm_accuracy.py).
+- `errors` compares kernels with eager. tune.py leaves out kernels that are less exact.
+
+The error of a kernel is a root mean square over the elements of a result, each in units of its sum of |x| |w|. This is
+the componentwise backward error, for which rounding bounds hold whatever the magnitudes are (Higham, Accuracy and
+Stability of Numerical Algorithms, 3.5). A Frobenius norm would be decided by the few largest elements: for
+normal * exp(4 * normal) by a handful of roundings. Simulated for 16 draws of 48x48 outputs and K = 16, 64, 256, the
+same 3xTF32 has 0.6 to 12 times the error of a chain of float32 by that norm, and 1.35 to 1.8 times in these units. For
+normal and uniform data, whose sums are alike, both measures are the same.
 """
 
 from __future__ import annotations
@@ -50,22 +53,23 @@ logger = logging.getLogger("fxfuse")
 _T = TypeVar("_T")
 
 LEAST_TF32_ERROR: Final = 2.0**-15
-"""Relative error from which on a product was one of TF32: that has 3e-4, float32 2e-6 at most, for sums of 16384."""
+"""A product with a larger relative error was computed in TF32. TF32 has 3e-4; float32 has at most 2e-6, for sums of
+16384."""
 MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
-"""Of a result, that are computed in float64: of a matrix product, and of one image."""
+"""Most rows and columns of a matrix product, and most filters of one image, that are computed in float64."""
 ALLOWED: Final = {"normal": 1.25, "uniform": 1.25, "wide": 2.0}
-"""Most that a kernel's error may be of eager's, by what x and the weight hold; "wide": normal * exp(4 * normal), where
-a sum is one or two products, so that the last rounding of each counts."""
+"""A kernel's largest allowed error as a multiple of eager's, by the data of x and the weight. "wide" is
+normal * exp(4 * normal), where a sum is one or two products, so that the last rounding of each counts."""
 ULP: Final = 2.0**-23
-"""More that it may be: the epilogue rounds, too."""
+"""Added to the allowed error: the epilogue rounds, too."""
 
 
 measuring = free_in_children(threading.RLock())
-"""One measurement at a time: the GPU is shared."""
+"""Held while anything is measured: one measurement at a time, because the GPU is shared."""
 
 
 def enabled() -> bool:
-    """Whether anything is measured (FXFUSE_TUNE is not 0, and the GPU is here)."""
+    """Whether measuring is possible and wanted: the GPU is real, and FXFUSE_TUNE is not 0."""
     return gpu.standing_in() is None and os.environ.get("FXFUSE_TUNE", "1") != "0"
 
 
@@ -73,12 +77,12 @@ def enabled() -> bool:
 
 
 def file_of(key: str) -> Path:
-    """Where what was measured under this key is stored."""
+    """The file that stores the measurement `key`."""
     return cache.writable() / "choices" / f"{key}.json"
 
 
 def recall(key: str, read: Callable[[Any], _T]) -> _T | None:
-    """What `read` makes of the document that was stored under this key, in any cache that may be read; None if none."""
+    """The stored measurement `key`, converted by `read`; None if no cache that may be read, and no package, has it."""
     for folder in cache.folders():
         try:
             return read(cache.read_document(folder, "choices", f"{key}.json", key=key))
@@ -90,10 +94,10 @@ def recall(key: str, read: Callable[[Any], _T]) -> _T | None:
 
 
 def remember(key: str, value: Mapping[str, Any]) -> None:
-    """Stores the document for other processes, if that is possible."""
+    """Stores the measurement `key` for other processes, if that is possible."""
     try:
         cache.write_document(file_of(key), key, dict(value))
-    except OSError as error:  # it is kept for this process
+    except OSError as error:  # this process keeps it in memory
         logger.info("fxfuse: what was measured cannot be stored: %s", error)
 
 
@@ -103,7 +107,7 @@ _of_eager: dict[str, Errors] = {}
 
 
 def precision_of(problem: Problem) -> Precision:
-    """The arithmetic for the problem's anchor: TF32 only where eager's result is no more exact, or with fp32="fast"."""
+    """The precision of the problem's anchor: TF32 only if eager's result has TF32's error, too, or with fp32="fast"."""
     allowed = precision(problem.kind, problem.x.dtype, problem.fp32)
     if allowed != "tf32" or problem.fp32 == "fast" or eager_uses_tf32(problem):
         return allowed
@@ -111,7 +115,7 @@ def precision_of(problem: Problem) -> Precision:
 
 
 def eager_uses_tf32(problem: Problem) -> bool:
-    """Whether torch's library computes this product, for which TF32 is allowed, in TF32; no if that is not known."""
+    """Whether torch's library computes this product, for which TF32 is allowed, in TF32. False if unknown."""
     standing = gpu.standing_in()
     if standing is not None:
         standing.is_asked = True
@@ -121,10 +125,10 @@ def eager_uses_tf32(problem: Problem) -> bool:
 
 
 def eager_error(problem: Problem) -> Errors | None:
-    """The relative errors of the problem's float32 anchor as torch's library computes it.
+    """The relative errors of the problem's float32 anchor by torch's library; None if they are unknown.
 
-    None where nothing may be measured now, or memory does not suffice, and nothing is remembered; and in calls of a
-    package whose kernels were chosen so.
+    They are unknown if they are not stored and cannot be measured now, or there is too little memory. In calls of a
+    package whose kernels were chosen without measuring they count as unknown.
     """
     return None if gpu.standing_in() is not None or packaged.is_unmeasured() else _errors_of_eager(problem)
 
@@ -138,14 +142,14 @@ def _errors_of_eager(problem: Problem) -> Errors | None:
 
 
 def _measured(problem: Problem, key: str) -> Errors | None:
-    """The same, which this process has not asked for yet."""
+    """`_errors_of_eager` at the first request in this process: stored, or measured now."""
     stored = recall(key, lambda value: (float(value["normal"]), float(value["uniform"])))
     if stored is not None:
         return _of_eager.setdefault(key, stored)
     if not enabled() or gpu.is_capturing():
         return None
     with measuring:
-        if key not in _of_eager:  # else another thread has measured it meanwhile
+        if key not in _of_eager:  # otherwise another thread has measured it meanwhile
             errors = _library_error(problem)
             if errors is None:
                 return None
@@ -155,7 +159,7 @@ def _measured(problem: Problem, key: str) -> Errors | None:
 
 
 def _key(problem: Problem) -> str:
-    """What the library's choice of an algorithm depends on, as a file's name."""
+    """The key of eager's error: a hash of everything that the library's choice of an algorithm depends on."""
     cudnn = torch.backends.cudnn
     parts = (
         gpu.name(problem.x.device), gpu.torch_version(), gpu.cuda_version(), cudnn.version(),
@@ -167,10 +171,10 @@ def _key(problem: Problem) -> str:
 
 
 def _library_error(problem: Problem) -> Errors | None:
-    """Of the anchor as torch computes it; None where memory does not suffice.
+    """Measures the errors of the anchor by torch; None if there is too little memory.
 
-    A convolution in channels_last may be one that was brought there from NCHW (channels_last.py), where eager computes
-    it: the least error counts.
+    A convolution in channels_last may be in NCHW in eager (channels_last.py converts it). So both layouts are measured,
+    and the smaller error counts.
     """
     part, errors = Part(problem), []
     try:
@@ -193,15 +197,16 @@ def _library_error(problem: Problem) -> Errors | None:
 
 
 def is_judged(problem: Problem) -> bool:
-    """Whether kernels for it are compared with eager: float32 products that are to be exact."""
+    """Whether kernels for the problem are compared with eager: float32 products with fp32="exact", without pooling."""
     exact = problem.x.dtype == torch.float32 and problem.fp32 == "exact"
     return exact and problem.kind in PRODUCTS and not problem.pool
 
 
 def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
-    """Each one's error as a multiple of what it may be: beyond 1 it is less exact than eager; the worst kind of data.
+    """The error of each run as a multiple of the allowed one, for the kind of data with which it is worst.
 
-    Epilogues are part of it, on both sides: a kernel has no result without one. Empty where memory does not suffice.
+    Above 1 a kernel is less exact than eager. Both results include the epilogue, as a kernel has no result without one.
+    Empty if there is too little memory.
     """
     worst = dict.fromkeys(runs, 0.0)
     part = Part(problem)
@@ -229,9 +234,12 @@ def errors(problem: Problem, runs: Mapping[str, Run]) -> dict[str, float]:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | None = None) -> float:
-    """Frobenius norm of the difference by that of `exact`, where that is finite; infinity if `found` is not.
+    """Frobenius norm of `found - exact` divided by that of `exact`, over the elements where `exact` is finite.
 
-    scale: the unit of each element; one for all if None.
+    Infinity if `found` is not finite there.
+
+    Args:
+        scale: the unit of each element; None for the same unit everywhere.
     """
     finite = exact.isfinite()
     unit = 1.0 if scale is None else torch.where(scale > 0, scale, torch.inf)  # sums of nothing but zeros have no error
@@ -243,7 +251,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor
 
 
 class Part:
-    """Some rows and columns of a problem's result, or some filters of one image: what is computed in float64."""
+    """The part of a problem's result that is computed in float64: some rows and columns, or filters of one image."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._options = problem, problem.options
@@ -265,20 +273,20 @@ class Part:
         self._of_dims = [*rows, _spread(weight.shape[self._filters], MOST_COLUMNS)]
 
     def of_result(self, result: torch.Tensor) -> torch.Tensor:
-        """The part of the result, or of what broadcasts with it."""
+        """This part of the result, or of a tensor that broadcasts to it."""
         for dim, chosen in enumerate(reversed(self._of_dims), 1):
             if chosen is not None and dim <= result.dim() and result.shape[-dim] > 1:
                 result = result.index_select(-dim, torch.tensor(chosen, device=result.device))
         return result
 
     def magnitude(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What is added up for each element of the part, in absolute values: sums of |x| |w|, and |bias|."""
+        """The unit of each element's error: the sum of |x| |w|, plus |bias|."""
         numbers = (int, float)
         options = tuple((name, abs(value) if isinstance(value, numbers) else value) for name, value in self._options)
         return self._anchor(x.abs(), weight.abs(), None if bias is None else bias.abs(), options)
 
     def anchor(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The part of the anchor's result in float64."""
+        """This part of the anchor's result in float64."""
         return self._anchor(x, weight, bias, self._options)
 
     def _anchor(
@@ -304,7 +312,7 @@ class Part:
     def exact(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The part of the problem's result in float64."""
+        """This part of the problem's result in float64."""
         by_channel = channel_operands(self._problem.expression)
         channels = self._of_dims[1] if len(self._of_dims) > 1 else None
         chosen = []
@@ -319,7 +327,7 @@ class Part:
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """Up to `most` indices below `size`, from the first to the last."""
+    """Up to `most` evenly spaced indices below `size`, the first and the last included."""
     count = min(size, most)
     return [index * (size - 1) // max(1, count - 1) for index in range(count)]
 
@@ -334,7 +342,11 @@ _FILL: Final[dict[str, Callable[[torch.Tensor, torch.Generator], object]]] = {
 
 
 def example(problem: Problem, data: str = "normal", with_operands: bool = True) -> tuple[Any, ...]:
-    """Tensors like the problem's, of random numbers that leave torch's generators alone; `data`: x and the weight."""
+    """Random tensors like the problem's (x, weight, bias, operands), drawn without torch's own generators.
+
+    Args:
+        data: the distribution of x and the weight, a key of ALLOWED.
+    """
     generator = torch.Generator(problem.x.device).manual_seed(0)
 
     def like(meta: TensorMeta, data: str = "normal") -> torch.Tensor:

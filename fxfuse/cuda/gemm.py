@@ -1,10 +1,12 @@
 """GEMM kernels for a problem: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]).
 
-`candidates` turns a problem (gemm_problem.py: sizes, layouts and alignments of one call) into the `Kernel`s of
-kernels/gemm.cuh and its kin that can solve it as accurately as its precision promises (gemm_accuracy.py), best first by
-a model of their time. Thread blocks compute a tile each, in waves of as many as the device holds; where those of the
-last wave do not fill it, several of them may share a tile's sum over K. Convolutions on channels_last are such
-problems, too: rows of x that are no matrix are gathered (`Windows`).
+`candidates` turns a problem (gemm_problem.py: sizes, layouts and alignments of one call) into `Kernel`s, best first by
+a model of their time. The kernels are those of kernels/gemm*.cuh, gemv.cuh, few_rows.cuh and windows.cuh. All of them
+are as accurate as the problem's precision promises (gemm_accuracy.py).
+
+Each thread block computes a tile. The device runs the thread blocks in waves of as many as it can hold. If the last
+wave does not fill the device, several thread blocks may share each of its tiles, a part of K each (split-K).
+A convolution on channels_last is a GEMM, too: the rows of x are windows, which the kernel gathers (`Windows`).
 Nothing here needs a GPU.
 """
 
@@ -27,27 +29,27 @@ WGMMA_TF32X3_HEADER = "gemm_wgmma_tf32x3.cuh"
 FP16X3_HEADER = "gemm_fp16x3.cuh"
 GEMV_HEADER = "gemv.cuh"
 FEW_ROWS_HEADER = "few_rows.cuh"
-SWIZZLED_BYTES = 128  # least row of a tile in shared memory: OperandTile in shared_tile.cuh
+SWIZZLED_BYTES = 128  # least bytes in a row of a tile in shared memory: OperandTile in shared_tile.cuh
 MAX_INDEX = 2**31 - 1024  # the kernel counts rows, columns and K in int, up to some tiles beyond the end
 MAX_GRID_YZ = 65535  # CUDA's limit
 FP16X3_TILE_K, FP16X3_STEP_K = 32, 16  # HalvesLoop in gemm_fp16x3.cuh
 BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
-MAX_SPLITS = 32  # thread blocks that share a tile: the last one to arrive adds up what all of them leave
-LEAST_SHARE = 4  # tiles of K that one of them has: fewer do not fill its pipeline
+MAX_SPLITS = 32  # most thread blocks that share a tile; the last one to arrive adds up the sums of all
+LEAST_SHARE = 4  # least tiles of K in a share: fewer do not fill the pipeline
 MAX_WORKSPACE = 256 << 20  # bytes
-SHARING_PAYS = 0.95  # from this fraction of the time without it on: the workspace must be allocated, too
-MOST_SHARED_BY_WGMMA = 128 * 96  # elements of a tile: larger ones spill when they add up shares
+SHARING_PAYS = 0.95  # split-K must take less than this fraction of the time without: its workspace is allocated, too
+MOST_SHARED_BY_WGMMA = 128 * 96  # elements of a tile: larger tiles spill when they add up shares
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
-MOST_HELD = 4  # tiles of K in stages of their own: more would multiply the kernels to be compiled
-LEAST_GATED_ROWS = 16  # two kernels are faster for fewer: tiles have 64 rows, which all stand for those few
-MOST_GEMV_ROWS = 4  # of x, for which products cost less than the weight's way from memory
-FEW_ROWS = (8, 16)  # of x, for which tensor cores multiply beside it (kRows in few_rows.cuh)
-MOST_TOGETHER = 4  # such products in a launch: GemvTogether in gemv.cuh
-MMA_COLUMNS = 16  # of a tile there: of 16 rows two read x once, but leave multiprocessors idle where there are few
-NEARLY = 0.9  # all multiprocessors
-MOST_TAPS = 15  # of a side of a filter: kSideBits in windows.cuh
+MOST_HELD = 4  # most tiles of K that each get a stage of their own: with more there would be more kernels to compile
+LEAST_GATED_ROWS = 16  # for fewer rows two kernels are faster: a tile multiplies 64 rows, however many exist
+MOST_GEMV_ROWS = 4  # most rows of x for which multiplying takes less time than reading the weight
+FEW_ROWS = (8, 16)  # rows of x for which tensor cores multiply while the weight is read (kRows in few_rows.cuh)
+MOST_TOGETHER = 4  # most such products in one launch: GemvTogether in gemv.cuh
+MMA_COLUMNS = 16  # columns of a tile there; two for 16 rows read x once, but few of them leave multiprocessors idle
+NEARLY = 0.9  # fraction of the multiprocessors that counts as nearly all
+MOST_TAPS = 15  # along a side of a filter: kSideBits in windows.cuh
 
-# Speeds: fractions of _PRODUCTS, fitted with the constants of `estimated_time`.
+# `alone` and `full` are fractions of _PRODUCTS, fitted with the constants of `estimated_time`.
 _TILES_TF32X3 = (
     Tile(128, 128, 2, 4, stages=3, resident=1, alone=1.00, full=1.00),
     Tile(128, 64, 2, 2, stages=3, resident=2, alone=0.92, full=1.04),
@@ -96,9 +98,9 @@ _MAJOR = {"nk": "kK", "kn": "kMN"}
 
 
 def candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Kernels that can solve the problem, best first; none where its sizes are beyond the template's.
+    """The kernels that can run the problem, best first by `estimated_time`; none if its sizes exceed the templates'.
 
-    All are as accurate as the precision promises. The order is that of `estimated_time`.
+    All are as accurate as the precision promises.
     """
     if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n, problem.k) > MAX_INDEX:
         return ()
@@ -110,7 +112,7 @@ def candidates(problem: Problem) -> tuple[Kernel, ...]:
 
 
 def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Kernels of gemm.cuh, and of gemv.cuh for few rows, with their times."""
+    """(estimated time, kernel) for one weight, in any precision but fp16x3."""
     return _timed_gemv(problem) + [
         (estimated_time(tile, problem, splits), _kernel(tile, problem, splits))
         for tile in _tiles(problem)
@@ -119,11 +121,15 @@ def _timed(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Those that wait for the weight alone: several rows in 16 bits by tensor cores."""
+    """(estimated time, kernel) for few rows, where reading the weight takes all the time; empty for other problems.
+
+    gemv.cuh multiplies without tensor cores: one row in 16 bits, up to MOST_GEMV_ROWS in float32. few_rows.cuh
+    multiplies up to FEW_ROWS[-1] rows in 16 bits by tensor cores.
+    """
     if problem.windows is not None or (problem.x_layout, problem.weight_layout) != ("mk", "nk") or problem.batches > 1:
         return []
     if _is_ragged(problem) or min(_accesses(problem)) < MAX_ACCESS or problem.k > MAX_INDEX // 2:
-        return []  # they count beyond K's end
+        return []  # these kernels count beyond K's end
     element = ELEMENT[problem.precision]
     strides = (problem.x_stride, problem.weight_stride, problem.out_stride)
     params = struct.pack("<8q", 1, problem.m, problem.n, problem.k, *strides, problem.rows_per_batch or problem.m)
@@ -146,7 +152,10 @@ def _timed_gemv(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _tiles(problem: Problem) -> list[Tile]:
-    """Those that fit, with no more stages than K has tiles: more thread blocks then share a multiprocessor."""
+    """The tiles that fit the problem.
+
+    A tile has no more stages than K has tiles: with fewer stages more thread blocks share a multiprocessor.
+    """
     depth = problem.tiles_k
     tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
     hoppers: tuple[Tile, ...] = ()
@@ -155,14 +164,14 @@ def _tiles(problem: Problem) -> list[Tile]:
     staged = [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
-        else replace(tile, stages=min(tile.stages, math.ceil((depth + 1) / 4) * 4))  # few different ones
+        else replace(tile, stages=min(tile.stages, math.ceil((depth + 1) / 4) * 4))  # so that there are few kernels
         for tile in tiles
     ]
     return [tile for tile in (*hoppers, *staged) if _fits(tile, problem)]
 
 
 def _has_wgmma(problem: Problem) -> bool:
-    """Whether the kernels by warpgroup products can run it."""
+    """Whether the kernels that use wgmma (warpgroup products) can run the problem."""
     if problem.precision == "tf32x3":
         offered = problem.k >= LEAST_WGMMA_TF32X3_K and multiplier(problem) == "Tf32x3"
     else:
@@ -171,7 +180,10 @@ def _has_wgmma(problem: Problem) -> bool:
 
 
 def _timed_pair(problem: Problem) -> list[tuple[float, Kernel]]:
-    """WgmmaGemm with two weights, which takes about as long as with one of twice the columns; few rows as with one."""
+    """(estimated time, kernel) for two weights: WgmmaGemm, and `_timed_gemv` for few rows.
+
+    WgmmaGemm takes about as long as with one weight of twice the columns.
+    """
     if problem.element_bytes != 2:
         return []
     few = _timed_gemv(problem)
@@ -183,8 +195,10 @@ def _timed_pair(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
-    """Kernels of gemm_fp16x3.cuh, for one product, and those of 3xTF32, which are faster where few rows or columns
-    share the cost of splitting; with their times."""
+    """(estimated time, kernel) in fp16x3: kernels of gemm_fp16x3.cuh, and those of 3xTF32.
+
+    3xTF32 is faster where few rows or columns share the cost of splitting. gemm_fp16x3.cuh has no batches.
+    """
     return _timed(replace(problem, precision="tf32x3")) + [
         (_splitting_time(problem) + estimated_time(tile, problem), _fp16x3_kernel(tile, chain, problem))
         for tile in _TILES_FP16X3
@@ -193,21 +207,24 @@ def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _split_counts(tile: Tile, problem: Problem) -> list[int]:
-    """1, and the best number of thread blocks to share a tile if sharing pays; of these, the accurate ones."""
+    """The numbers of thread blocks per tile worth a candidate: 1, and the fastest split if it pays.
+
+    Numbers with which the sums are not accurate enough are left out.
+    """
     counts = [1] if is_accurate(tile, problem, 1) else []
     most = estimated_time(tile, problem, 1) * SHARING_PAYS if counts else math.inf
     times = {
         splits: estimated_time(tile, problem, splits)
         for splits in possible_splits(tile, problem)
         if (sums := summation(tile, problem, _fewest_shares(tile, problem, splits))) is not None
-        and sums[0] != "kStepwise"  # such sums have no registers left for others' parts on sm_80
+        and sums[0] != "kStepwise"  # on sm_80 these sums leave no registers for the parts of other thread blocks
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return [*counts, best] if best > 1 and times[best] < most else counts
 
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
-    """Numbers above 1 of thread blocks that can share a tile, none of which would be left without work."""
+    """Numbers above 1 of thread blocks that can share a tile of this problem: `share_counts` that fit."""
     too_large = tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA
     if too_large or problem.batches > 1 or not _shared_tiles(tile, problem):
         return []
@@ -216,30 +233,38 @@ def possible_splits(tile: Tile, problem: Problem) -> list[int]:
 
 
 def share_counts(tiles_k: int) -> list[int]:
-    """Numbers above 1 of thread blocks that can share so many tiles of K, none of which would be left without work."""
+    """Numbers above 1 of thread blocks that can share `tiles_k` tiles of K so that each has work."""
     most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
-    # Equal shares of whole tiles: 4 shares of 10 are 3, 3, 3 and 1, but 6 are 5 of 2.
+    # Shares are equal and of whole tiles. 10 tiles in 4 shares are 3, 3, 3 and 1; in 6 they would be 5 shares of 2.
     return sorted({-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)})
 
 
 def _shared_tiles(tile: Tile, problem: Problem) -> int:
-    """How many tiles are shared where any are: those of the last wave, or all if only shares are accurate."""
+    """How many tiles are shared with split-K: those of an incomplete last wave.
+
+    All of them, if whole sums are not accurate enough.
+    """
     blocks, wave = _blocks(tile, problem), _resident(tile, problem) * problem.multiprocessors
     return blocks % wave if blocks < wave or is_accurate(tile, problem, 1) else blocks
 
 
 def _fewest_shares(tile: Tile, problem: Problem, splits: int) -> int:
-    """How many thread blocks share each tile at least: accuracy is that of the longest sums."""
+    """The least number of thread blocks on a tile: 1 if any tile is not shared. The longest sums limit the accuracy."""
     return splits if _shared_tiles(tile, problem) == _blocks(tile, problem) else 1
 
 
 def workspace_bytes(tile: Tile, problem: Problem, splits: int) -> int:
-    """Of sums that `splits` thread blocks share."""
+    """Bytes of workspace if `splits` thread blocks share each of `_shared_tiles`."""
     return shared_sums_bytes(_shared_tiles(tile, problem), tile.m * tile.n, splits)
 
 
 def shared_sums_bytes(tiles: int, elements: int, splits: int) -> int:
-    """A counter per tile of so many elements, and each thread block's part of its sums (split_k.cuh)."""
+    """Bytes of split_k.cuh's workspace: a counter for each tile, and the float32 sums of each of its thread blocks.
+
+    Args:
+        tiles: how many tiles are shared.
+        elements: elements of a tile.
+    """
     counters = -(-tiles * COUNTER_BYTES // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return counters + tiles * splits * elements * 4
 
@@ -249,49 +274,52 @@ def _blocks(tile: Tile, problem: Problem) -> int:
 
 
 def _resident(tile: Tile, problem: Problem) -> int:
-    """Thread blocks that a multiprocessor holds at a time."""
+    """How many thread blocks a multiprocessor holds at a time."""
     return max(1, min(tile.resident, problem.shared_memory // (tile.shared_bytes + RESERVED_SHARED)))
 
 
-# Of an H200, per multiprocessor and microsecond. An A100 has about half of each, so that the order of candidates is the
-# same. Fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16 (benchmarks/gemm_model.py): the
-# model's first choice is within 10 % of the best on 146 of 147. Fitted to half of them, it is on 97 % of the others.
-# The speeds of WGMMA_TILES were fitted alone, to 36 problems of networks: the best is among the first three on 35.
-# Those of WGMMA_TF32X3_TILES are what large problems reach.
+# Rates of an H200, per multiprocessor and microsecond. An A100 has about half of each, so the order of candidates is
+# the same. They are fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16
+# (benchmarks/gemm_model.py): the model's first choice is within 10 % of the best on 146 of 147. Fitted to half of the
+# problems, it is so on 97 % of the others. The speeds of WGMMA_TILES were fitted separately, to 36 problems of
+# networks: the best is among the first three on 35. Those of WGMMA_TF32X3_TILES are what large problems reach.
 _PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
     "tf32x3": 84e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
 }  # fmt: skip
-_SPLITTING_BYTES = 31.0e3  # read and written by the pass before fp16x3
-_DEVICE_BYTES = 33.0e3  # from or to device memory
-_L2_BYTES = 86e3  # from L2
-_PART_BYTES = 37e3  # of other thread blocks' sums
-_STORED = 7e3  # elements of out, those that tiles have beyond N included
+_SPLITTING_BYTES = 31.0e3  # read and written by the splitting pass of fp16x3
+_DEVICE_BYTES = 33.0e3  # read from or written to device memory
+_L2_BYTES = 86e3  # read from L2
+_PART_BYTES = 37e3  # other thread blocks' sums, read by the last one of a tile
+_STORED = 7e3  # elements of out that are stored, counting what tiles have beyond N
 # Microseconds.
-_LAUNCH = 3.4  # of a kernel
+_LAUNCH = 3.4  # to launch a kernel
 _WAVE = 1.7  # to fill and drain the pipelines of a wave
-_FIRST_BYTES = 2.3  # before device memory is at speed
-_LATENCY = 0.39  # from asking for a tile of K to having it
-_MEETING = 1.6  # for the last thread block of a tile to know that it is
-_HANDING_IN = 1.1  # of the parts of a wave
-_SLOWED_BY_SUMS: Final[dict[tuple[bool, str], float]] = {  # by splits_weight and Sums; measured as the tiles' speeds
+_FIRST_BYTES = 2.3  # until device memory is at full speed
+_LATENCY = 0.39  # from the copy of a tile of K being issued until it has arrived
+_MEETING = 1.6  # until the last thread block of a tile knows that it is the last
+_HANDING_IN = 1.1  # for a wave to write its parts of sums
+_SLOWED_BY_SUMS: Final[dict[tuple[bool, str], float]] = {  # by (splits_weight, Sums); measured like the tiles' speeds
     (False, "kStepwise"): 0.84, (True, "kBlockwise"): 0.84, (True, "kHalved"): 0.94,
 }  # fmt: skip
-_NOT_HIDDEN = 0.075  # of what goes on beside something slower
+_NOT_HIDDEN = 0.075  # fraction of the faster one of two overlapping activities that adds to the time
 
 
 def _splitting_time(problem: Problem) -> float:
-    """Microseconds of the pass that writes both operands as halves; it reads a (K, N) weight twice (split_columns)."""
+    """Microseconds of fp16x3's splitting pass, which writes x and the weight as halves.
+
+    It reads a (K, N) weight twice (split_columns).
+    """
     weight_passes = 2 if problem.weight_layout == "nk" else 3
     moved = problem.element_bytes * problem.k * (2 * problem.m + weight_passes * problem.n)
     return moved / (_SPLITTING_BYTES * problem.multiprocessors) + _LAUNCH
 
 
 def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
-    """Microseconds that a kernel takes on an H200 (or on a device like it in all but its size).
+    """Microseconds that a kernel takes on an H200, or on one with another number of multiprocessors.
 
-    Thread blocks run in waves of as many as the device holds. A wave takes as long as its products, its reads from L2
-    or its pipeline of copies, whichever is slowest; all of them at least as long as the device's memory. Where `splits`
-    thread blocks share a tile, those of the last wave are shared (`_shared_tiles`).
+    Thread blocks run in waves of as many as the device holds. A wave takes as long as the slowest of its products, its
+    reads from L2 and its pipeline of copies. All waves together take at least as long as device memory does. With
+    `splits` > 1, that many thread blocks share each tile of the last wave (`_shared_tiles`).
     """
     rows, cols = min(tile.m, problem.m), min(tile.n, problem.n)
     speed = _PRODUCTS[problem.precision]
@@ -311,7 +339,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
     resident = _resident(tile, problem)
 
     def waves(blocks: int, share: int) -> tuple[int, float]:
-        """Of so many thread blocks with so many tiles of K each: their number and time."""
+        """The number of waves and their time, for `blocks` thread blocks with `share` tiles of K each."""
         full, rest = divmod(blocks, resident * problem.multiprocessors)
         time = full * wave(resident, share)
         return full + (rest > 0), time + (wave(-(-rest // problem.multiprocessors), share) if rest else 0)
@@ -332,20 +360,20 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
 
 
 def _memory_time(problem: Problem) -> float:
-    """Microseconds that device memory takes for all operands and the result."""
+    """Microseconds that device memory takes to read x and the weight and to write the result."""
     elements = problem.x_elements + problem.batches * (problem.n * problem.k + problem.m * problem.n)
     return elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
 
 
 def _fits(tile: Tile, problem: Problem) -> bool:
     if tile.shared_bytes > problem.most_shared:
-        return False  # GPUs that are no data centre's have 99 KB for a block
+        return False  # GPUs outside data centres have 99 KB per thread block
     if problem.weight_layout == "kn" and tile.n * problem.element_bytes < SWIZZLED_BYTES:
         return False
     if problem.x_layout == "km" and tile.m * problem.element_bytes < SWIZZLED_BYTES:
         return False
     if tile.splits_weight and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
-        return False  # a warpgroup copies whole rows of the weight, and turns over whole columns
+        return False  # a warpgroup copies whole rows of the weight, and transposes whole columns
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
     if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
@@ -366,7 +394,7 @@ def _fits(tile: Tile, problem: Problem) -> bool:
 
 
 def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
-    """A kernel that splits float32 operands into its workspace and multiplies the halves."""
+    """The kernel that splits x and the weight into halves in its workspace and multiplies these."""
     block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
     padded_k = -(-problem.k // block_k) * block_k
     rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
@@ -429,7 +457,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
-    """Gemm::Problem in gemm.cuh; rows of x last: MatrixRows, MatrixColumns or WindowRows::Host in windows.cuh."""
+    """Gemm::Problem in gemm.cuh. Its last fields are those of MatrixRows, MatrixColumns or, in windows.cuh,
+    WindowRows::Host."""
     rows: tuple[int, ...] = (problem.x_stride,)
     if problem.batches > 1:
         rows = problem.x_stride, problem.batches, problem.x_step, problem.weight_step
@@ -454,7 +483,7 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0)
 
 
 def _accesses(problem: Problem) -> tuple[int, int]:
-    """Bytes per read of x and of the weight: the largest powers of two that divide all that moves their addresses."""
+    """Bytes per access of x and of the weight: the largest powers of two that divide the addresses and strides."""
     size = problem.element_bytes
     x_rows = problem.m if problem.x_layout == "mk" else problem.k
     weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
@@ -470,7 +499,7 @@ def _accesses(problem: Problem) -> tuple[int, int]:
 
 
 def _is_ragged(problem: Problem) -> bool:
-    """Whether rows, of x or of the weight, end within what is read at once (TileCopy)."""
+    """Whether a row of x or of the weight ends within one access (TileCopy)."""
     if problem.windows is not None:
         return False
     x_row = problem.k if problem.x_layout == "mk" else problem.m

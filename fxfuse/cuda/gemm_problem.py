@@ -1,4 +1,4 @@
-"""Matrix products as their kernels see them, and the tiles that kernels cut them into."""
+"""A matrix product as its kernels see it (`Problem`), and the tiles that a kernel cuts its result into (`Tile`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fxfuse.cuda.precision import Precision, element_bytes
 Layout = Literal["nk", "kn"]
 XLayout = Literal["mk", "km"]
 Errors = tuple[float, float]
-"""Relative errors against float64, of normal and of uniform data."""
+"""Relative errors against float64, for normal and for uniform data."""
 
 TILE_BYTES_OF_K = 128  # kTileBytesOfK in shared_tile.cuh
 MAX_ACCESS = 16  # bytes that one cp.async moves
 RESERVED_SHARED = 1024  # bytes that CUDA takes for each thread block
-STAGED_BY_WARPS = 8 * 16 * 64 * 4  # at most, behind the stages: WgmmaTf32x3Gemm
+STAGED_BY_WARPS = 8 * 16 * 64 * 4  # bytes behind the stages for the warps' stores, at most: WgmmaTf32x3Gemm
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of x that are gathered: row m is what pixel m of a convolution's output sees, channels fastest.
+    """A convolution's windows as the rows of x. Row m is what output pixel m sees, channels fastest.
 
-    Sides are (height, width), strides in elements; channels are contiguous.
+    Sides are (height, width), strides are in elements, channels are contiguous.
     """
 
     size: tuple[int, int]
@@ -34,10 +34,10 @@ class Windows:
     padding: tuple[int, int]
     dilation: tuple[int, int]
     x_strides: tuple[int, int, int]
-    """Of images, rows and columns."""
+    """Strides of images, rows and columns."""
 
     def reach(self, pixels: int) -> int:
-        """Most elements from the first to the last channel that a window of so many successive pixels begins with."""
+        """Upper bound of the distance in elements between the first channels of two windows, of `pixels` in a row."""
         images = 1 + -(-pixels // (self.out_size[0] * self.out_size[1]))
         image, row, col = self.x_strides
         return (images - 1) * image + self.size[0] * row + self.size[1] * col
@@ -45,45 +45,45 @@ class Windows:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed. Sizes and strides in elements, alignments in bytes."""
+    """A matrix product, or `batches` of one size. Sizes and strides are in elements, alignments in bytes."""
 
     m: int
     n: int
     k: int
     precision: Precision
-    """How to multiply: x and weight are of the type named for fp16 and bf16, else float32. See cuda/precision.py."""
+    """The arithmetic: see cuda/precision.py. x and the weight are fp16 or bf16 if it says so, else float32."""
     weight_layout: Layout
     """"nk": rows of K elements (nn.Linear). "kn": rows of N elements (matmul, addmm)."""
     x_stride: int
     weight_stride: int
     out_stride: int
-    """Distances between rows. Within a row elements are contiguous."""
+    """x_stride, weight_stride, out_stride: distances between rows. Within a row elements are contiguous."""
     x_alignment: int = MAX_ACCESS
     weight_alignment: int = MAX_ACCESS
-    """Powers of two that divide the address of the first element."""
+    """x_alignment, weight_alignment: powers of two, up to 16, that divide the address of the first element."""
     rows_per_batch: int = 0
     """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
     windows: Windows | None = None
-    """Where x is gathered: the channels of every pixel then are aligned to `x_alignment`, and so is their number;
-    `x_stride` means nothing."""
+    """Set if the kernel gathers x. Then the channels of every pixel are aligned to `x_alignment`, their number is a
+    multiple of it (in bytes), and `x_stride` means nothing."""
     multiprocessors: int = 108
-    """Of the device. The default, like the next one, is the A100's."""
+    """Multiprocessors of the device. The default, like the next one, is the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
     shared_memory_per_block: int | None = None
-    """Bytes that a thread block may have; None: all of a multiprocessor's but what CUDA takes for each."""
+    """Bytes that a thread block may have. None: a multiprocessor's, less what CUDA takes for each thread block."""
     hopper: bool = False
-    """Whether the device has the instructions that only Hopper has."""
+    """Whether the device is a Hopper GPU (sm_90), and so has wgmma."""
     weights: int = 1
-    """2: the epilogue takes a second product of x, with another weight that lies as the first does."""
+    """2 for a gated linear: the epilogue also takes x's product with a second weight of the first one's layout."""
     x_layout: XLayout = "mk"
-    """"mk": rows of K elements. "km": rows of M elements, of float32, beside a weight in "kn": a weight's gradient."""
+    """"mk": rows of K elements. "km": rows of M elements; only in float32 with a "kn" weight (a weight's gradient)."""
     batches: int = 1
-    """Products of this size, whose rows of out follow each other; x and weight are `x_step` and `weight_step` apart."""
+    """Number of products. Their rows of out follow each other; x and weight are `x_step` and `weight_step` apart."""
     x_step: int = 0
     weight_step: int = 0
     eager_error: Errors | None = None
-    """What torch's own product errs by, which 3xTF32 may; None if nobody has measured it."""
+    """The error of torch's own product, which limits that of 3xTF32; None if it was not measured."""
 
     @property
     def most_shared(self) -> int:
@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def x_elements(self) -> int:
-        """That are read from memory."""
+        """Number of elements of x that are read from memory."""
         if self.windows is None:
             return self.batches * self.m * self.k
         out_height, out_width = self.windows.out_size
@@ -122,7 +122,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """A thread block's share of out, how warps divide it, and how fast it was measured to be."""
+    """The part of out that a thread block computes, how its warps divide it, and its measured speed."""
 
     m: int
     n: int
@@ -130,38 +130,39 @@ class Tile:
     warps_n: int
     stages: int
     resident: int
-    """Thread blocks for which a multiprocessor has registers."""
+    """Number of thread blocks for which a multiprocessor has registers."""
     alone: float
-    """Speed of a multiprocessor with one of them, as a fraction of its speed with the best tile."""
+    """Speed of a multiprocessor with one such thread block, as a fraction of its speed with the best tile."""
     full: float
-    """The same with many of them."""
+    """Speed of a multiprocessor with many such thread blocks, as the same fraction."""
     holds_k: bool = False
     """Whether every tile of K has a stage of its own."""
     wgmma: bool = False
-    """Whether warpgroups of 64 rows multiply, by Hopper's own instructions (mainloop_wgmma.cuh)."""
+    """Whether warpgroups of 64 rows multiply by Hopper's wgmma instructions (mainloop_wgmma.cuh)."""
     split_stages: int = 0
-    """Further stages of what the weight is split into (kSplitStages in mainloop_wgmma_tf32x3.cuh)."""
+    """Additional stages for the two parts of the split weight (kSplitStages in mainloop_wgmma_tf32x3.cuh)."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether its thread blocks compute one tile after another (WgmmaGemm).
+        """Whether the kernel is WgmmaGemm, whose persistent thread blocks compute one tile after another.
 
-        Two that share a multiprocessor hide each other's stores as well, with fewer registers.
+        Where two thread blocks share a multiprocessor, a tile each hides the stores as well, with fewer registers.
+        (WgmmaTf32x3Gemm, for `splits_weight`, is persistent in any case.)
         """
         return self.wgmma and self.resident != 2 and not self.splits_weight
 
     @property
     def splits_weight(self) -> bool:
-        """Whether its thread blocks split the weight in shared memory (WgmmaTf32x3Gemm)."""
+        """Whether thread blocks split the weight for 3xTF32 in shared memory (WgmmaTf32x3Gemm)."""
         return self.split_stages > 0
 
     @property
     def small_warps(self) -> bool:
-        """Whether a warp's accumulators leave registers for another level of sums."""
+        """Whether a warp's accumulators leave enough registers to add up sums as a tree."""
         return self.m // self.warps_m * (self.n // self.warps_n) <= 32 * 32
 
     def speed(self, together: int) -> float:
-        """With so many of them on a multiprocessor: each one more closes 41 % of the gap."""
+        """Speed with `together` thread blocks on a multiprocessor. Each one more closes 41 % of the gap to `full`."""
         return self.full - (self.full - self.alone) * 0.59 ** (together - 1)
 
     @property

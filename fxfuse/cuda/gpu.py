@@ -1,7 +1,7 @@
-"""The GPU that kernels are planned for: one of this machine, or one that is described and need not be here.
+"""The GPU that kernels are planned for: a GPU of this machine, or a described one that need not be here.
 
-All that planning asks of a GPU is asked here. `instead_of` lets a described GPU answer (ARCHITECTURES): so packages are
-compiled for GPUs that are not here (deploy/cross.py).
+Planning asks everything about a GPU through this module. Inside `instead_of` a described GPU (ARCHITECTURES) answers.
+So packages can be compiled for GPUs that are not here (deploy/cross.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxfuse import toolchain
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's properties, by torch's names (torch.cuda.get_device_properties)."""
+    """The properties of a GPU, named as torch.cuda.get_device_properties names them."""
 
     name: str
     major: int
@@ -31,7 +31,7 @@ class Gpu:
     shared_memory_per_block_optin: int
     """Bytes that a thread block may have."""
     other_counts: tuple[int, ...] = ()
-    """Multiprocessors of other GPUs of the architecture."""
+    """Numbers of multiprocessors of other GPUs of this architecture."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -39,17 +39,17 @@ class Gpu:
 
     @property
     def architecture(self) -> str:
-        """As nvcc calls it: "sm_80"."""
+        """nvcc's name of the architecture: "sm_80"."""
         return architecture(self.capability)
 
     def alike(self) -> list[Gpu]:
-        """A GPU of the architecture for each count of multiprocessors, on which the choice of tiles depends."""
+        """One GPU for each number of multiprocessors in this architecture: the choice of tiles depends on it."""
         counts = (self.multi_processor_count, *self.other_counts)
         return [dataclasses.replace(self, multi_processor_count=count, other_counts=()) for count in counts]
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What nvcc calls a compute capability: "sm_80"."""
+    """nvcc's name of a compute capability: "sm_80"."""
     return "sm_{}{}".format(*capability)
 
 
@@ -72,25 +72,27 @@ ARCHITECTURES: Final[Mapping[tuple[int, int], Gpu]] = {
         ((12, 1), "GB10", (48,), _SMALL),
     )
 }
-"""By compute capability, a GPU of each architecture that kernels are made for. Shared memory: CUDA C++ Programming
-Guide, technical specifications per compute capability; multiprocessors: NVIDIA's data sheet of the GPU. All have 65536
-registers per multiprocessor and per block."""
+"""A GPU of each architecture that kernels are made for, by compute capability.
+
+Sources: CUDA C++ Programming Guide, technical specifications per compute capability (shared memory); NVIDIA's data
+sheets (multiprocessors). All have 65536 registers per multiprocessor and per block.
+"""
 
 
 def of_architecture(name: str) -> Gpu | None:
-    """The described GPU of an architecture, as "sm_90"; None if kernels are not made for any of that name."""
+    """The described GPU of the architecture `name` ("sm_90"); None if kernels are not made for it."""
     return next((gpu for gpu in ARCHITECTURES.values() if gpu.architecture == name), None)
 
 
 @dataclass
 class Standing:
-    """A described GPU that answers in the place of all others, and what is assumed of it."""
+    """A described GPU that answers instead of real ones, and what is assumed about it."""
 
     gpu: Gpu
     tf32: bool = False
-    """Whether torch's library computes float32 products in TF32 where it may."""
+    """Whether torch's library is assumed to compute float32 products in TF32 where it may."""
     is_asked: bool = False
-    """Whether anybody wanted to know that."""
+    """Whether `tf32` was read."""
 
 
 class _Thread(threading.local):
@@ -101,13 +103,13 @@ _thread = _Thread()
 
 
 def standing_in() -> Standing | None:
-    """What stands in for a GPU in this thread."""
+    """The described GPU that answers in this thread; None if real ones do."""
     return _thread.standing
 
 
 @contextlib.contextmanager
 def instead_of(standing: Standing | None) -> Iterator[None]:
-    """Inside, this thread plans for a described GPU, and measures nothing. None: for those that are here."""
+    """Inside, this thread plans for a described GPU and measures nothing; with None, for the GPUs of this machine."""
     outer, _thread.standing = _thread.standing, standing
     try:
         yield
@@ -125,34 +127,34 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def properties(device: torch.device) -> Any:
-    """Those of torch.cuda.get_device_properties that `Gpu` has."""
+    """The GPU's properties: those of torch.cuda.get_device_properties that `Gpu` has."""
     standing = _thread.standing
     return torch.cuda.get_device_properties(device) if standing is None else standing.gpu
 
 
 def name(device: torch.device) -> str:
-    """What the GPU is called."""
+    """The GPU's name."""
     standing = _thread.standing
     return torch.cuda.get_device_name(device) if standing is None else standing.gpu.name
 
 
 def is_there() -> bool:
-    """Whether there is a GPU, or one that answers in its place."""
+    """Whether there is a GPU, real or described."""
     return _thread.standing is not None or torch.cuda.is_available()
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured now, so that nothing can be measured or loaded."""
+    """Whether the current stream is being captured as a CUDA graph, so that nothing can be measured or loaded."""
     return _thread.standing is None and torch.cuda.is_current_stream_capturing()
 
 
 def index_asked() -> Callable[[], int]:
-    """What says which GPU is the current one."""
+    """A function that returns the index of the current GPU."""
     return torch._C._cuda_getDevice if _thread.standing is None else lambda: 0
 
 
 def stream_asked() -> Callable[[int], int]:
-    """What says which stream is the current one of the GPU of an index."""
+    """A function that returns the current stream of the GPU with a given index."""
     return torch._C._cuda_getCurrentRawStream if _thread.standing is None else lambda index: 0
 
 
@@ -160,10 +162,10 @@ def stream_asked() -> Callable[[int], int]:
 
 
 def torch_version() -> str:
-    """torch's, without what is built into it ("2.13.0" of "2.13.0+cpu"): a package is for both."""
+    """torch's version without its build ("2.13.0" for "2.13.0+cpu"): a package is for all builds."""
     return torch.__version__.partition("+")[0]
 
 
 def cuda_version() -> str | None:
-    """The CUDA version of kernels: torch's, or nvcc's where torch has no CUDA. None where neither is."""
+    """The CUDA version of kernels: torch's, or nvcc's if torch was built without CUDA. None if there is neither."""
     return torch.version.cuda or toolchain.nvcc_version()

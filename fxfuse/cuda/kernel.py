@@ -1,4 +1,4 @@
-"""One compilable choice of CUDA kernel for a problem: what `gemm.candidates` and `conv2d.candidates` return."""
+"""A CUDA kernel that can run a problem: what the kernel families' `candidates` return."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel template with its tile, and the run-time arguments that make it solve one problem.
+    """A kernel template with its tile, and the run-time arguments for one problem.
 
-    `header` and `type` (with the epilogue) identify what must be compiled; `params` changes with shapes.
+    `header`, `type` and the epilogue determine what is compiled. `params` changes with shapes.
     """
 
     name: str
-    """For people: "gemm tf32x3 128x128x32, 4 stages"."""
+    """Its name in reports: "gemm tf32x3 128x128x32, 4 stages"."""
     header: str
     """File in cuda/kernels that defines the template."""
     type: str
@@ -21,13 +21,13 @@ class Kernel:
     params: bytes
     """The kernel's `Problem` struct, packed."""
     workspace: int = 0
-    """Bytes of scratch memory that a launch needs besides the output, 0 for none. If any, its address (aligned to 256
-    bytes, contents undefined) follows those of the kernel's tensors and precedes the operands'; the type's kTensors
+    """Bytes of scratch memory that a launch needs besides the output; 0 for none. Its address (aligned to 256 bytes,
+    contents undefined) stands between those of the kernel's tensors and those of the operands. The type's kTensors
     counts it."""
     shared: int = 0
-    """Bytes of dynamic shared memory that a thread block takes; 0 where the launch finds a number that fits."""
+    """Bytes of dynamic shared memory of a thread block; 0 where the launch chooses a number that fits."""
     together: int = 1
-    """How many problems, alike but for sizes and addresses, a launch may have. If several, `params` begins with their
-    number (int64), and each one's params and addresses follow those of the one before."""
+    """Most problems that one launch may run; they differ only in sizes and addresses. If it is more than 1, `params`
+    begins with the number of problems (int64). Params and addresses of further problems follow those of the first."""
     estimate: float | None = None
-    """Microseconds by its family's model of time; None where the family has but an order."""
+    """Microseconds by the family's model of time; None where the family only orders its kernels."""

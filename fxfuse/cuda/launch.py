@@ -1,4 +1,4 @@
-"""What a call does beside deciding: memory for the result, a kernel on the current stream, the right device."""
+"""What a call does once its plan is known: allocate the result, put a kernel on the current stream, switch devices."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ _CUDA: Final = torch.device("cuda")
 allocate: Final[Callable[..., torch.Tensor]] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty_strided
 )
-"""allocate(shape, strides, dtype) on the current GPU, by the function that torch.compile's code calls, if torch has it:
-it takes a microsecond less than the other, and asks no dispatcher. Programs call it, which nobody records."""
+"""allocate(shape, strides, dtype): a tensor on the current GPU, without contents.
+
+It is the function that torch.compile's code calls, if torch has it: it takes a microsecond less than `empty`, because
+it does not go through the dispatcher. Programs call it directly, as their calls are not recorded.
+"""
 
 
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without contents on the current GPU, or on the one that stands in for it."""
+    """A tensor without contents on the current GPU, or on the described GPU that stands in for it. It is recorded."""
     tensor = (allocate if gpu.standing_in() is None else _plain_empty_strided)(shape, strides, dtype)
     return events.note_memory(tensor) if events.recording else tensor
 
 
 Queue: TypeAlias = Callable[..., None]
-"""queue(operands, *addresses of the kernel's other tensors): puts the kernel on the current stream of its device.
+"""queue(operands, *addresses of the kernel's other tensors): launches the kernel on the current stream of its device.
 
-Whatever the kernel reads may be freed afterwards: the allocator gives memory to later work of this stream only.
+The caller may free what the kernel reads right afterwards: the allocator reuses memory only for later work of this
+stream.
 """
 
 
 def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
-    """A Queue that takes the operands' addresses."""
+    """A Queue whose operands are given as addresses."""
     params, index = kernel.params + operands.packed_strides(), problem.x.device.index
     current_stream = gpu.stream_asked()
 
@@ -60,7 +64,7 @@ def queue_by_address(problem: Problem, operands: OperandPlan, kernel: Kernel, la
 
 
 def queue_tensors(problem: Problem, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Queue:
-    """A Queue that takes the operands as tensors."""
+    """A Queue whose operands are given as tensors."""
     by_address, addresses = queue_by_address(problem, operands, kernel, launch), operands.addresses()
 
     def queue(others: Sequence[torch.Tensor], *tensors: int) -> None:
@@ -71,7 +75,7 @@ def queue_tensors(problem: Problem, operands: OperandPlan, kernel: Kernel, launc
 
 
 def on_device(index: int, run: Run) -> Run:
-    """`run` on a GPU that need not be the current one, to which launches go."""
+    """`run` with GPU `index` made the current one, because launches go to the current GPU."""
     current_device = gpu.index_asked()
 
     def there(
@@ -88,7 +92,7 @@ def on_device(index: int, run: Run) -> Run:
 def by_address_on_device(
     index: int, launch: Callable[[tuple[torch.Tensor, ...], list[int]], torch.Tensor]
 ) -> ByAddress:
-    """The same for what goes by addresses."""
+    """`on_device` for a launch by addresses."""
     current_device = gpu.index_asked()
 
     def there(tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""LayerNorm: how many threads share a row, and how much each of them holds (kernels/layer_norm.cuh).
+"""LayerNorm kernels for a problem (kernels/layer_norm.cuh): how many threads share a row, and how much each one holds.
 
 `candidates` turns a problem into instantiations of the template. Nothing here needs a GPU.
 """
@@ -17,27 +17,27 @@ from fxfuse.cuda.kernel import Kernel
 
 HEADER: Final = "layer_norm.cuh"
 ACCESS: Final = 16
-"""Bytes that one instruction reads or writes."""
+"""Bytes of the widest vector access."""
 TOGETHER: Final = 64
-"""Bytes next to each other, two of memory's sectors, that a row's threads read at once."""
+"""Contiguous bytes, two sectors, that the threads of a row read at once."""
 HELD: Final = 48
-"""Bytes of a row in a thread, where a warp suffices: rows of 96 times a power of two then leave no thread idle, and
-registers are left for the next row."""
+"""Most bytes of a row that a thread holds while a warp or less shares the row. So rows of 96 times a power of two leave
+no thread idle, and registers are left for the next row."""
 ELEMENTS, WHOLE_VECTORS = 24, 32
-"""Elements of a row in a thread at most, and where all are read ACCESS bytes at a time: registers suffice."""
+"""Most elements of a row that a thread has registers for, and the same if every access is ACCESS bytes wide."""
 WARP, LANES = 32, 256
-"""Threads that share a row without a barrier, and at most."""
+"""Most threads that share a row without a barrier, and most that share a row at all."""
 MOST_ROWS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of x, normalised each by its own mean and variance."""
+    """A LayerNorm: each row of x is normalised by its own mean and variance."""
 
     rows: int
     columns: int
     x_stride: int
-    """Distance between rows in elements; those of the result follow each other without gaps."""
+    """Distance between rows of x in elements. The result's rows have no gaps between them."""
     rows_per_batch: int
     eps: float
     element: torch.dtype
@@ -47,7 +47,8 @@ class Problem:
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernels that `problem` can be run by: one, or none. Their tensors are x and the output."""
+    """The kernel that can run `problem`, in a list; empty if its rows are too long or too many. Its tensors are x and
+    the output."""
     size, vector = problem.element.itemsize, _vector(problem)
     lanes = _lanes(problem.columns, vector, size)
     most = WHOLE_VECTORS if vector * size == ACCESS else ELEMENTS
@@ -65,14 +66,14 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 
 def _vector(problem: Problem) -> int:
-    """Elements that a thread reads at once: as many as divide a row and the addresses of all rows allow."""
+    """Elements of a vector access: as many as divide a row and as the alignment of all rows allows."""
     size = problem.element.itemsize
     aligned = math.gcd(ACCESS, problem.x_alignment, problem.x_stride * size if problem.rows > 1 else 0)
     return math.gcd(aligned // size, problem.columns)
 
 
 def _lanes(columns: int, vector: int, size: int) -> int:
-    """Threads that share a row: the fewest that hold it and, as far as it goes, read TOGETHER bytes at a time."""
+    """Threads that share a row: the fewest that can hold it and that read TOGETHER bytes at a time, if it has them."""
     least = min(TOGETHER // (vector * size), columns // vector)
     lanes = 1
     while lanes < WARP and (lanes < least or _held(columns, vector, lanes) * size > HELD):
@@ -83,5 +84,5 @@ def _lanes(columns: int, vector: int, size: int) -> int:
 
 
 def _held(columns: int, vector: int, lanes: int) -> int:
-    """Elements of a row in each of `lanes` threads."""
+    """Elements of a row that each of `lanes` threads holds."""
     return -(-columns // (lanes * vector)) * vector

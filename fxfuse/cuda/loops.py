@@ -1,8 +1,14 @@
-"""The kernel of a program's loops (program/loops.py): CUDA source that depends on their form only, sizes as arguments.
+"""CUDA source for a kernel of loops (program/loops.py). The source depends only on their form; sizes are arguments.
 
-A run of elements that lie side by side in the result is a thread's. Of what it reads some lies side by side, too, some
-close together (pairs that change places), which is read at once and chosen from, some is the same for the whole run,
-and the rest is read element by element: `Text._computed` says which. Nothing here needs a GPU.
+Each thread computes runs: elements that are contiguous in the result. What a run reads is of one of four kinds, which
+`Text._computed` distinguishes:
+
+- contiguous elements, read by one vector access;
+- elements close together (pairs that change places), read at once and then selected;
+- one value for the whole run;
+- anything else, read element by element.
+
+Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -39,11 +45,11 @@ from fxfuse.program.values import Value
 
 THREADS: Final = 256
 ARGUMENT_BYTES: Final = 4000
-"""Of a kernel, at most, and some to spare."""
+"""Most bytes of a kernel's arguments, a little less than the limit."""
 MAX_ADDRESSES: Final = 64
-"""Of a launch (binding.h)."""
+"""Most addresses of a launch (binding.h)."""
 MOST_FORMS: Final = 4
-"""Of a launch: its kernel needs as many registers as the largest."""
+"""Most forms in a launch: its kernel needs as many registers as the form that needs most."""
 Key = TypeVar("Key")
 
 _ALONG = "along"
@@ -52,16 +58,16 @@ _NUMBERS: Final = {dtype: "float" if dtype.is_floating_point else "int64_t" for 
     torch.bool: "bool",
     torch.float64: "double",
 }
-"""As expressions have elements (loops.cuh, as_number)."""
+"""The C++ type of an element in an expression, by dtype (as_number in loops.cuh)."""
 HELD_WORDS: Final = 32
-"""Registers for what a thread of a short row reads once."""
+"""Most registers in which a thread holds elements of a row between loops."""
 WARP: Final = 32
 LONGEST_OF_A_WARP: Final = 512
-"""Runs of a row that one warp has; a block has longer ones."""
+"""Most runs of a row that one warp computes; a longer row has a thread block."""
 TURNS_OF_A_WARP: Final = 4
-"""Beyond which a block is quicker, if it has nothing else to do."""
+"""Most runs of a row per thread of a warp; with more, a thread block is faster if the GPU has threads to spare."""
 BUSY: Final = 2**18
-"""Threads beyond which more of them read no faster: 2048 on each of 128 multiprocessors."""
+"""Threads that keep a GPU busy, 2048 on each of 128 multiprocessors: more of them read no faster."""
 
 _BODY: Final = """\
 using namespace {functions};
@@ -123,25 +129,25 @@ _ROWS: Final = """\
 
 
 def ordered(kernels: Mapping[Key, LoopsKernel]) -> list[Key]:
-    """The keys of kernels of one form after each other: the order of their params and addresses in a launch of all."""
+    """The keys of `kernels`, grouped by form: the order of params and addresses in a launch of all of them."""
     forms = list(dict.fromkeys(kernel.form for kernel in kernels.values()))
     return sorted(kernels, key=lambda key: forms.index(kernels[key].form))
 
 
 def fit_together(kernels: Sequence[LoopsKernel]) -> bool:
-    """Whether a launch may have them."""
+    """Whether one launch can run all `kernels`."""
     addresses = sum(len(kernel.addresses) for kernel in kernels)
     argument_bytes = sum(kernel.argument_bytes for kernel in kernels)
     return addresses <= MAX_ADDRESSES and argument_bytes <= ARGUMENT_BYTES and len(forms_of(kernels)) <= MOST_FORMS
 
 
 def forms_of(kernels: Sequence[LoopsKernel]) -> Counter[str]:
-    """The texts of bodies, and how many kernels have each."""
+    """The forms (the texts of bodies) of `kernels`, and how many kernels have each."""
     return Counter(kernel.form for kernel in kernels)
 
 
 def source_of(kernels: Sequence[LoopsKernel]) -> str:
-    """The text of a launch of these, in an order as `ordered` has it."""
+    """The CUDA source of a launch of `kernels`, which are in the order of `ordered`."""
     forms = forms_of(kernels)
     bodies = [f"namespace form{number} {{\n{form}}}  // namespace form{number}\n" for number, form in enumerate(forms)]
     each = [f"fxfuse::Alike<form{number}::Body, {count}>" for number, count in enumerate(forms.values())]
@@ -149,7 +155,7 @@ def source_of(kernels: Sequence[LoopsKernel]) -> str:
 
 
 def kernel(loops: Loops) -> LoopsKernel | None:
-    """The kernel; None if it would read more tensors than fit."""
+    """The kernel of `loops`; None if it would read more than MAX_TENSORS tensors."""
     text = Text(_TYPES)
     body, count = _rows(loops, text) if loops.reductions else _runs(loops, text)
     if len(text.tensors) > MAX_TENSORS:
@@ -173,24 +179,24 @@ def kernel(loops: Loops) -> LoopsKernel | None:
 
 
 def _functions(computed: Sequence[tuple[Expr, torch.dtype]]) -> str:
-    """The namespace of functions that are exact enough for all results."""
+    """The namespace of math.cuh whose functions are exact enough for all results, (expression, dtype) each."""
     found = {functions(one, dtype if dtype in RESULT_DTYPES else torch.float32, False) for one, dtype in computed}
     return found.pop() if len(found) == 1 else functions(computed[0][0], torch.float32, False)
 
 
 def _casts(expression: Expr) -> bool:
-    """Whether it is computed in several dtypes."""
+    """Whether the expression contains casts, so that torch computes it in several dtypes."""
     return functions(expression, torch.bfloat16, False) == functions(expression, torch.float32, False)
 
 
 def _vector(output: Value, length: int) -> int:
-    """How many elements of a result, `length` of which lie side by side, are written at once."""
+    """How many elements of a result are written at once, if `length` of them are contiguous."""
     size, begin = output.dtype.itemsize, math.gcd(output.slot.alignment, output.offset)
     return math.gcd(ACCESS // size, max(begin // size, 1), length)
 
 
 def _cut(name: str, length: int, vector: int) -> dict[str, Index]:
-    """The variable of a loop over `length` elements as runs of `vector` elements."""
+    """Replaces the variable `name` of a loop over `length` elements by RUN * vector + LANE."""
     return {name: variable(RUN, length // vector) * vector + variable(LANE, vector)}
 
 
@@ -202,7 +208,7 @@ _QUALIFIERS: Final = "static __device__ __forceinline__"
 
 
 def _runs(loops: Loops, text: Text) -> tuple[str, int]:
-    """The body of a kernel in which each thread has a run of elements, and how many runs there are."""
+    """The body of a kernel without reductions, in which a thread computes a run, and the number of runs."""
     sizes, leaves, into = flattened(loops)
     vector = _vector(loops.output, sizes[-1] if sizes else 1)
     text.begin(vector)
@@ -219,7 +225,7 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
     arguments = ", ".join(["0.0f", *text.leaves(leaves)])
     text.within.append(f"set(result.element[lane], expression({arguments}));")
     if loops.also or across is not None:
-        at = 0 if across is None else len(text.before)  # `rest` is used up by then
+        at = 0 if across is None else len(text.before)  # `rest` is the place only before the coordinates are computed
         text.before.insert(at, f"const unsigned place = ({place}) * kVector;")
     access = ACCESS if into is None else _access_into(loops, into, vector)
     after = _stores(loops) + ([] if into is None else _put(into, access, vector, "p.out", "", text))
@@ -238,13 +244,15 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
 
 
 def _across(sizes: Sequence[int], leaves: Sequence[Leaf], nbytes: int) -> tuple[int, int] | None:
-    """Which other dimension threads that follow each other go over where something is read that lies along that one, as
-    in a transposition: then what they read, and what they write, are whole sectors. And before that so many runs of the
-    last dimension. None if they go over the last dimension as memory does.
+    """The order of threads where something that is read is contiguous along another dimension than the last, as in a
+    transposition: (that dimension, a number of runs).
+
+    Consecutive threads then go over that number of runs of the last dimension, and after that along the other
+    dimension. So they read and write whole sectors. None if threads go over the last dimension, as memory does.
 
     Args:
-        sizes: in runs.
-        nbytes: of a run.
+        sizes: the result's, in runs.
+        nbytes: bytes of a run.
     """
     found = Counter[int]()
     for read in (leaf for leaf in leaves if isinstance(leaf, Read)):
@@ -263,13 +271,13 @@ def _across(sizes: Sequence[int], leaves: Sequence[Leaf], nbytes: int) -> tuple[
 
 
 LEAST_ALONG: Final = 8
-"""Elements that lie side by side, of which less are not worth another order."""
+"""Least size of the other dimension for which `_across` changes the order of threads."""
 WRITTEN: Final = 2 * SECTOR
-"""Bytes side by side that threads which follow each other write."""
+"""Most contiguous bytes that consecutive threads write in that order."""
 
 
 def _access_into(loops: Loops, into: Index, width: int) -> int:
-    """Bytes that an instruction may write at once, of runs of so many elements; 0 if these do not lie side by side."""
+    """Bytes of a vector store of a run of `width` elements at `into`; 0 if the run is not contiguous there."""
     begin = into - variable(LANE, width)
     if begin.depends_on(LANE):
         return 0
@@ -278,7 +286,8 @@ def _access_into(loops: Loops, into: Index, width: int) -> int:
 
 
 def _put(into: Index, access: int, width: int, out: str, inside: str, text: Text) -> list[str]:
-    """What puts a run's results where they belong; if they lie apart, one by one, in the loop over the run."""
+    """The statements that store a run at `into`. With `access` 0 the loop over the run stores its elements one by one,
+    and nothing is left to do after it."""
     if not access:
         place = text.place_of_one(into)
         text.within.append(f"{inside}{out}[{place}] = result.element[lane];")
@@ -287,13 +296,13 @@ def _put(into: Index, access: int, width: int, out: str, inside: str, text: Text
 
 
 def _function(loops: Loops, number: int) -> str:
-    """What computes a result."""
+    """The C++ function that computes store `number` of `loops`."""
     name = f"other{number - 1}_of" if number else "expression"
     return function(loops.stores[number].expression, len(loops.leaves), _QUALIFIERS, loops.kinds, name)
 
 
 def _others(loops: Loops, width: int, arguments: str, text: Text) -> list[str]:
-    """What computes the further results, which are added to the loop over a run of `width` elements."""
+    """The C++ functions of the further results. Their calls are added to the loop over a run of `width` elements."""
     for number, store in enumerate(loops.also):
         access = _access(store.output, width)
         text.before.insert(0, f"Adjacent<{_TYPES[store.output.dtype]}, {width}, {access}> other{number};")
@@ -302,7 +311,7 @@ def _others(loops: Loops, width: int, arguments: str, text: Text) -> list[str]:
 
 
 def _stores(loops: Loops) -> list[str]:
-    """What puts the further results in memory, at `place`."""
+    """The statements that store the further results at `place`."""
     return [
         f"other{number}.store(static_cast<{_TYPES[store.output.dtype]}*>(p.other[{number}]) + place);"
         for number, store in enumerate(loops.also)
@@ -310,12 +319,13 @@ def _stores(loops: Loops) -> list[str]:
 
 
 def _access(output: Value, width: int) -> int:
-    """Bytes that an instruction may write at once, of runs of so many elements."""
+    """Bytes of a vector store of a run of `width` elements of a result."""
     return math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
 
 
 def _rows(loops: Loops, text: Text) -> tuple[str, int]:
-    """The body of a kernel in which some threads share a row, or rows side by side, and how many of these there are."""
+    """The body of a kernel with reductions, in which some threads share a row or a few adjacent rows; and the number of
+    rows (of groups of adjacent rows)."""
     rows, output = rows_of(loops), loops.output
     assert rows is not None, "merge.py and operators.py make no others"
     outer, length, inner = rows.sizes(output.shape)
@@ -383,8 +393,8 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
 
 
 def _together(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
-    """Those that one loop adds up, since none is made of another; in an order in which each comes after those that it
-    is made of."""
+    """The reductions that one loop computes together, because none depends on another; lists in the order in which they
+    depend on each other."""
     found: dict[Variable, list[Reduced]] = {}
     for row in reductions:
         found.setdefault(row.over, []).append(row)
@@ -392,13 +402,13 @@ def _together(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
 
 
 def _vector_of_rows(together: Sequence[Reduced]) -> int:
-    """How many elements of rows are read at once, that one loop adds up."""
+    """How many elements of a row are read at once by the loop that computes these reductions."""
     dtypes = (leaf.dtype for row in together for leaf in row.leaves if isinstance(leaf, Read))
     return math.gcd(ACCESS // max((dtype.itemsize for dtype in dtypes), default=1), together[0].over.size)
 
 
 def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> Held | None:
-    """What is read by more than one loop, if it is little enough to be held."""
+    """What more than one loop over a row reads, if a thread's registers can hold it between the loops; else None."""
     size = reductions[0].over.size
     if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
@@ -408,13 +418,13 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     readers, also = Counter[Read](), dict[Read, Read]()
     for together in loops:
         at = _cut(together[0].over.name, size, vector)
-        # in the order of the leaves, not of a set: the text must be the same in every process, or it is compiled again
+        # in the order of the leaves, not of a set: a text that differs between processes would be compiled again
         leaves_ = (leaf for row in together for leaf in row.leaves)
         reads = (read for leaf in leaves_ if isinstance(read := substituted(leaf, at), Read))
         readers.update(list(dict.fromkeys(reads)))
     for leaf in leaves:
         if isinstance(leaf, Read) and (size == length or within in leaf.where):
-            # where the result is longer, by the row's variable: what its condition asks is always so
+            # if the result is longer than the row, by the row's variable, for which `within` always holds
             where = tuple(one for one in leaf.where if one != within)
             alike = Read(leaf.slot, leaf.dtype, leaf.index, where)
             of_row = substituted(substituted(alike, {_ALONG: variable(_ALONG, size)}), _cut(_ALONG, size, vector))
@@ -440,19 +450,21 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
 
 
 def _lanes_of_rows(rows: int, longest: int) -> int:
-    """How many threads share a row whose elements lie side by side: a part of a warp, or a warp; a block where rows are
-    so few that a GPU has threads to spare."""
+    """How many threads share a row of contiguous elements: up to a warp. A thread block if there are so few rows that
+    the GPU has threads to spare, and a row is long."""
     is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
     return THREADS if is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
-    """How many threads have rows side by side, and how many others read on: no more than keep a GPU busy.
+    """(columns, lanes) of rows that are adjacent in memory: threads for adjacent rows, and threads that share a row.
+
+    There are no more lanes than keep a GPU busy.
 
     Args:
-        rows: how many there are; those that a thread has are one.
+        rows: number of rows; the adjacent rows of one thread count as one.
         longest: elements of a row.
-        nbytes: what a thread reads at once.
+        nbytes: bytes that a thread reads at once.
     """
     wanted, most = -(-BUSY // rows), max(1, longest // 2)
     lanes = min(_power_of_two(wanted), _power_of_two(most), THREADS // max(1, SECTOR // nbytes))
@@ -460,13 +472,21 @@ def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
 
 
 def _power_of_two(number: int) -> int:
-    """The greatest that is not greater."""
+    """The largest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)
 
 
 def _loop(runs: str, count: int, vector: int, text: Text, after: Sequence[str] = ()) -> list[str]:
-    """The loop of a row's threads over its runs, whose number has a name; with what is held every thread has as many
-    turns, whose reads need not wait for each other."""
+    """The loop of a row's threads over its runs.
+
+    If elements are held in registers, every thread makes the same number of turns. The loop is then unrolled, and no
+    turn's reads wait for another's.
+
+    Args:
+        runs: the C++ name of the number of runs.
+        count: that number.
+        after: statements after the loop over a run.
+    """
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
     if text.held is not None:
         head = [

@@ -1,10 +1,14 @@
-"""How a region runs on a CUDA device: the candidates for a problem, from which tune.py chooses.
+"""The candidates that can run a problem on a CUDA device. tune.py chooses between them.
 
-The kernels of the problem's family (gemm.py, conv2d.py; prepare.py puts it in their terms) compute anchor and epilogue
-at once and allocate the output and nothing else, unless the report says so. The bias joins the operands: kernels know
-nothing of it. Beside them stands the anchor by torch's library, followed by one generated pass (pointwise.py): where a
-library is out of reach, as in 16 bits on Hopper, that is the choice, so that a fused region is never slower than what
-it replaced. A chain is one such pass, of which there is nothing to choose.
+- Fused kernels (gemm.py, conv2d.py, layer_norm.py; prepare.py describes the problem to them) compute the anchor and the
+  epilogue at once. They allocate the output and nothing else, unless the report says so. The bias is one of the
+  epilogue's operands, so the kernels know nothing of it.
+- The library candidate is the anchor by torch's library, followed by one generated pass (pointwise.py). Where no kernel
+  here can match the library, as in 16 bits on Hopper, it is chosen: a fused region is never slower than what it
+  replaced.
+- A convolution on NCHW may also run by way of channels_last.
+
+A chain is one generated pass; there is nothing to choose.
 """
 
 from __future__ import annotations
@@ -61,21 +65,24 @@ LIBRARY = "library + one pass"
 LIBRARY_POOLED = "library + one pass with max_pool2d"
 CHANNELS_LAST_LIBRARY = "library in channels_last + passes"
 LIBRARY_PRODUCTS = 3 * 2**30
-"""Multiplications from which on Hopper's libraries were measured to be ahead in TF32 and 16 bits."""
+"""Multiply-adds from which on torch's libraries on Hopper were measured to be ahead, in TF32 and 16 bits."""
 
 TINY_PRODUCTS, TINY_WEIGHT = 2**23, 2**18
-"""Multiplications, and elements of the weight, below which every kernel takes as long as a launch: one is compiled."""
+"""Multiply-adds, and elements of the weight, below which every kernel takes as long as a launch: one is compiled."""
 
 CHANNELS_LAST_PRODUCTS = 2**28
-"""Multiplications below which its passes would take longer than the library gains in channels_last."""
+"""Multiply-adds below which the passes to channels_last and back take longer than the library gains there."""
 CHANNELS_LAST_CONTESTANTS = 2
-"""Kernels of ours that are tried there."""
+"""Most fused kernels that are candidates by way of channels_last."""
 
 logger = logging.getLogger("fxfuse")
 
 
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
-    """Compiles what may run `problem`, whose anchor's result is like the meta tensor `acc`.
+    """Compiles the kernels that may run `problem`. Calling the draft chooses between them.
+
+    Args:
+        acc: the anchor's result as a meta tensor.
 
     Raises UnsupportedError, ToolchainError or BuildError.
     """
@@ -96,7 +103,12 @@ def draft(problem: Problem, acc: torch.Tensor) -> Draft:
 
 
 def draft_gated(problem: Problem, acc: torch.Tensor, apart: Callable[[], Draft]) -> Draft:
-    """The same for a gated linear, whose linears `apart` drafts one after the other."""
+    """`draft` for a gated linear.
+
+    Args:
+        apart: drafts the two linears as two kernels, one after the other. It is used where one kernel cannot run, and
+            measured against that kernel elsewhere.
+    """
     try:
         return tune.draft(problem, _gated_candidates(problem, acc), apart)
     except (UnsupportedError, BuildError) as error:
@@ -105,12 +117,12 @@ def draft_gated(problem: Problem, acc: torch.Tensor, apart: Callable[[], Draft])
 
 
 def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidate]:
-    """One kernel for both products. Raises UnsupportedError if no template fits."""
+    """The kernels that compute both products at once. Raises UnsupportedError if no template fits."""
     gate, _, others = gate_of(problem.expression, problem.operands)
     if gate != dataclasses.replace(anchor_weight(problem), is_parameter=gate.is_parameter):
         raise UnsupportedError("its weights do not lie in the same way")
     like = torch.empty_strided(acc.shape, contiguous_strides(acc.shape), dtype=acc.dtype, device="meta")
-    # for all but the kernel the other product is an operand like the first
+    # for everything but the kernel the gate's product is an operand with acc's shape
     seen = dataclasses.replace(problem, operands=(TensorMeta.of(like, problem.x.device), *others))
     if without_unread(seen, like) is not None:
         raise UnsupportedError("only the dtype of an operand counts")
@@ -123,7 +135,7 @@ def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidat
 
 
 def _ranked(region: Region) -> list[tune.Candidate]:
-    """Every way to run the region, best first by the kernel families' models."""
+    """All candidates for the region, best first by the kernel families' models of time."""
     pooling = Pooling.of(region) if region.problem.pool else None
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
     library = [first, *_channels_last_candidates(region, pooling)]
@@ -142,8 +154,11 @@ def _ranked(region: Region) -> list[tune.Candidate]:
 
 
 def _is_for_library(region: Region) -> bool:
-    """Whether nothing but a product of 16 bits is left, in which libraries are ahead: unless it waits for the weight,
-    or has rows that end anywhere, which they read and write element by element."""
+    """Whether a region that the library alone can run (LIBRARY_ALONE) has no fused candidates.
+
+    This is so for products in 16 bits, in which libraries are ahead, with two exceptions. Products of few rows wait for
+    the weight. Rows that are not aligned are read and written element by element by libraries.
+    """
     problem, shape = region.problem, region.prepared.result_shape
     if problem.kind not in PRODUCTS or problem.x.dtype == torch.float32:
         return False
@@ -160,7 +175,7 @@ def _is_tiny(region: Region) -> bool:
 
 
 def _products(region: Region) -> int:
-    """Multiplications of the anchor."""
+    """Number of multiply-adds of the anchor."""
     weight = anchor_weight(region.problem).shape
     kind = region.problem.kind
     depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[-2]
@@ -168,7 +183,10 @@ def _products(region: Region) -> int:
 
 
 def _library_is_faster(region: Region) -> bool:
-    """A guess for where nothing is measured: Hopper's libraries use instructions (wgmma) that these kernels do not."""
+    """Whether the library is ranked before the fused kernels: a guess, for where nothing is measured.
+
+    Libraries use Hopper's wgmma instructions for all these products. Only some of the kernels here do.
+    """
     problem = region.problem
     if problem.kind in (*CONVOLUTIONS, "layer_norm") or region.capability < (9, 0):
         return False
@@ -180,7 +198,7 @@ def _library_is_faster(region: Region) -> bool:
 
 
 def _fused_candidates(region: Region) -> list[tune.Candidate]:
-    """The anchor and its epilogue as one kernel. Raises UnsupportedError if no template fits."""
+    """The kernels that compute the anchor and its epilogue at once. Raises UnsupportedError if no template fits."""
     prepared = region.prepared
     expression, metas = with_parameters(region.problem, region.expression)
     shape, strides, channel = prepared.result_shape, prepared.result_strides, channel_operands(expression)
@@ -206,7 +224,7 @@ def _fused_candidates(region: Region) -> list[tune.Candidate]:
 
 
 def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch: build.Launch) -> Run:
-    """The kernel alone. What nearly every call is goes by addresses: there each microsecond counts."""
+    """A Run that launches the kernel. Nearly all problems get a ByAddress: there each microsecond counts."""
     prepared, problem = region.prepared, region.problem
     index, output = problem.x.device.index, region.output
     shape, strides = prepared.result_shape, prepared.result_strides
@@ -250,7 +268,10 @@ def _fused_runner(region: Region, operands: OperandPlan, kernel: Kernel, launch:
 
 
 def _converting(region: Region, meta: TensorMeta, needed: Input) -> Convert | None:
-    """What makes of a tensor like `meta` one that kernels read: a pass of ours where there is one, else torch."""
+    """The copy that makes a tensor like `meta` readable for the kernel, or None if it needs none.
+
+    A copy to channels_last is a generated pass where there is one. Other copies are torch's.
+    """
     if needed.convert is None or len(meta.shape) != 4 or needed.meta.strides != channels_last_strides(meta.shape):
         return needed.convert
     found = _copy_to_channels_last(meta)
@@ -273,7 +294,7 @@ def _converting(region: Region, meta: TensorMeta, needed: Input) -> Convert | No
 def _library_candidate(region: Region) -> tune.Candidate:
     """The anchor by torch's library, then one generated pass over its result, in place unless the dtype changes."""
     problem, prepared, output = region.problem, region.prepared, region.output
-    biased = problem.kind in CONVOLUTIONS and problem.bias is not None  # which torch adds in a slower pass
+    biased = problem.kind in CONVOLUTIONS and problem.bias is not None  # torch adds it in a slower pass of its own
     if isinstance(region.expression, Acc) and output == problem.x.dtype and not biased:
         return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True, library=True)
     by_pass = _bias_by_pass(region)
@@ -303,10 +324,11 @@ def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidat
 
 
 def _bias_by_pass(region: Region) -> bool:
-    """Whether the pass adds the bias: libraries take longer for it, or use another kernel, if they multiply.
+    """Whether the pass adds the bias and not the library.
 
-    A 16-bit product is rounded once more then. Eager rounds after each operation, so this is no worse than eager if
-    the epilogue has an operation that rounds whatever it is given.
+    A library takes longer for a product with a bias, or uses another kernel for it. A 16-bit product is rounded once
+    more if the pass adds the bias. Eager rounds after each operation, so this is no worse than eager if the epilogue
+    has an operation that rounds.
     """
     if region.problem.kind not in PRODUCTS:
         return False
@@ -316,9 +338,9 @@ def _bias_by_pass(region: Region) -> bool:
 
 
 def _library(problem: Problem, bias_by_pass: bool) -> Callable[..., torch.Tensor]:
-    """library(x, weight, bias): the anchor by torch, without the bias if that is None."""
+    """library(x, weight, bias): the anchor by torch's library; bias is None if the pass adds it."""
     options = dict(problem.options)
-    if problem.kind == "addmm" and bias_by_pass:  # the pass takes over all but the product
+    if problem.kind == "addmm" and bias_by_pass:  # the pass also applies alpha and beta
         return ANCHORS["mm"]
     if problem.kind == "conv2d" and len(problem.x.shape) == 4 and len(options["padding"]) == 2:
         sides = (options["stride"], options["padding"], options["dilation"], False, (0, 0), options["groups"])
@@ -360,12 +382,14 @@ def _library_runner(
 
 
 def _channels_last_candidates(region: Region, pooling: Pooling | None = None) -> list[tune.Candidate]:
-    """A convolution of NCHW tensors by kernels for channels_last, if that makes sense.
+    """Candidates that compute a convolution of NCHW tensors in channels_last; empty where this cannot be faster.
 
-    One pass brings x and the filters there, another applies the epilogue on the way back. On Hopper the library's
-    kernels there use instructions (wgmma) that its own for NCHW do not: 64 to 128 channels at 128² take 0.99 ms in TF32
-    instead of 1.75. Where TF32 is not allowed the library has none, and kernels of ours are faster than on NCHW, whose
-    rows of any length they gather four bytes at a time.
+    One pass copies x and the filters to channels_last. Another applies the epilogue on the way back to NCHW.
+
+    - On Hopper the library's kernels for channels_last use wgmma instructions, its kernels for NCHW do not: 64 to 128
+      channels at 128² take 0.99 ms in TF32 instead of 1.75.
+    - Where TF32 is not allowed the library has no such kernels. There the fused kernels are faster in channels_last
+      than on NCHW, where they gather rows of any length four bytes at a time.
     """
     problem, prepared = region.problem, region.prepared
     x, shape = problem.x, prepared.result_shape
@@ -403,7 +427,7 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
 
 
 def _library_gains_there(problem: Problem) -> bool:
-    """Whether the library's own kernels for channels_last are tried: exact float32 may be TF32 there."""
+    """Whether the library's kernels for channels_last are candidates. Not in exact float32, as they may use TF32."""
     return precision_of(problem) != "tf32x3"
 
 
@@ -412,7 +436,7 @@ Anchor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Anchor]]]:
-    """The best kernels of ours for the convolution alone with both tensors in channels_last, by name."""
+    """The best fused kernels for the convolution alone, with x and the weight in channels_last: (name, build)."""
     problem, weight = region.problem, anchor_weight(region.problem)
     if weight.shape[2:] == (1, 1):
         return []  # as many elements are copied as are computed
@@ -422,7 +446,7 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
     )
     alone = dataclasses.replace(problem, x=x, weight=filters, bias=None, epilogue="acc", operands=(), pool=())
     acc = anchor_meta(alone)
-    # as exact as eager's for the problem as it lies: the library may well use TF32 there, and not here
+    # the precision of the NCHW problem: in channels_last the library may use TF32 where it does not in NCHW
     prepared = prepare(alone, acc, precision_of(problem))
     there = Region(alone, region.capability, prepared, Acc(), alone.x.dtype, frozenset())
 
@@ -440,7 +464,8 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
 
 
 def _to_channels_last(region: Region, x: TensorMeta, weight: TensorMeta) -> Callable[..., list[torch.Tensor]]:
-    """What copies tensors like these to channels_last: a generated pass for those with contiguous planes, or torch."""
+    """A function that copies x and the weight to channels_last: by a generated pass if planes are contiguous, else by
+    torch. Two generated passes are one launch."""
     metas = (x, weight)
     passes = [_copy_to_channels_last(meta) for meta in metas]
     generated = [found for found in passes if found is not None]
@@ -467,7 +492,7 @@ def _to_channels_last(region: Region, x: TensorMeta, weight: TensorMeta) -> Call
 
 
 def _copy_to_channels_last(meta: TensorMeta) -> tuple[Kernel, OperandPlan] | None:
-    """The pass that copies a tensor like `meta` to channels_last; None if its planes are not contiguous."""
+    """The pass that copies a tensor like `meta` to channels_last; None if the tensor's planes are not contiguous."""
     there = channels_last_strides(meta.shape)
     seen = group(meta.shape, [there, meta.strides], CHANNELS_LAST)
     if seen is None or seen.strides[1][1] != 1 or seen.sizes[1] == 1:
@@ -515,7 +540,7 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
     queue, arguments = queue_by_address(problem, operands, kernel, launch), operands.addresses()
 
-    # an expression that does not contain acc reads nothing of a new tensor
+    # acc's address is the result's; if that is a new tensor, the expression does not contain acc, and nothing reads it
     def write(x: torch.Tensor, pointers: Sequence[int]) -> torch.Tensor:
         out = x if in_place else empty_strided(shape, strides, dtype)
         address = out.data_ptr()

@@ -1,8 +1,10 @@
-"""The kernel that applies an epilogue to a result which a library computed: one pass, in place if dtypes are equal.
+"""The pass that applies an epilogue to the result of a library: in place if its dtype does not change.
 
-`kernel` turns the result's layout into the instantiation of kernels/pointwise.cuh that moves as many bytes at a time as
-the layout allows; `transposed_kernel` and `planes_kernel` are for a library's result that lies in another order,
-`max_pool_kernel` for one that is pooled. Nothing here needs a GPU.
+- `kernel`: the instantiation of kernels/pointwise.cuh with the widest vector access that the result's layout allows.
+- `transposed_kernel`, `planes_kernel`: the same for a library's result in another layout.
+- `max_pool_kernel`: the same with pooling.
+
+Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ HEADER = "pointwise.cuh"
 TRANSPOSED_HEADER = "pointwise_transposed.cuh"
 PLANES_HEADER = "pointwise_planes.cuh"
 MAX_POOL_HEADER = "max_pool.cuh"
-ACCESS = 16  # bytes that one instruction reads or writes
-PLANES_ROW_BYTES, PLANES_BYTES = 128, 32 << 10  # that a block reads of a pixel, and that it writes at most
+ACCESS = 16  # bytes of the widest vector access
+PLANES_ROW_BYTES, PLANES_BYTES = 128, 32 << 10  # bytes that a block reads of each pixel, and most that it writes
 MAX_SLICE = 2**30  # kMost in pointwise.cuh: elements that one launch writes
 
 
@@ -31,8 +33,8 @@ def kernel(layout: Layout, acc: torch.dtype, output: torch.dtype, alignment: int
     """The pass from a tensor of dtype `acc` to one of dtype `output`, which may be the same tensor.
 
     Args:
-        layout: of the result, and of operands as `operands.plan_operands` gives it (best with `layout.flatten`); the
-            result's columns are contiguous. acc has the result's strides.
+        layout: of the result and the operands, by `operands.plan_operands` (best with `layout.flatten`). The result's
+            columns are contiguous. acc has the result's strides.
         alignment: largest power of two that divides both tensors' addresses, in bytes.
 
     The kernel's tensors are acc and the output.
@@ -51,10 +53,10 @@ def kernel(layout: Layout, acc: torch.dtype, output: torch.dtype, alignment: int
 def transposed_kernel(
     layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype, output: torch.dtype, alignment: int = ACCESS
 ) -> Kernel:
-    """The pass from a tensor of dtype `acc`, of which rows and not columns are contiguous, to one as `kernel` has it.
+    """The transposing pass: `kernel` for an acc whose contiguous dimension is row, not col.
 
     Args:
-        acc_strides: of acc, along batch and columns, in elements.
+        acc_strides: acc's strides along batch and col, in elements.
         alignment: largest power of two that divides acc's address, in bytes.
     """
     (batch, row, col), (acc_batch, acc_col) = layout.sizes, acc_strides
@@ -73,10 +75,10 @@ def transposed_kernel(
 
 
 def planes_kernel(layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype, output: torch.dtype) -> Kernel | None:
-    """`transposed_kernel` for small planes without gaps between them; None if it does not fit.
+    """`transposed_kernel` for small planes without gaps between them, which it writes whole; None if it does not fit.
 
     Args:
-        layout: of the result and of all operands.
+        layout: of the result and all operands.
     """
     (batch, row, col), (acc_batch, acc_col) = layout.sizes, acc_strides
     (batch_stride, row_stride, _), *operands = layout.strides
@@ -100,9 +102,9 @@ def _transposed_params(layout: Layout, acc_strides: tuple[int, int]) -> bytes:
 
 
 def transposed_pair(first: Kernel, second: Kernel) -> Kernel:
-    """Two transposing passes with the same epilogue as one launch; its tensors are the first's and the second's.
+    """Two transposing passes with the same epilogue as one launch. Its tensors are the first's, then the second's.
 
-    Their results must have the same number of columns, of which the epilogue's alignment is.
+    Their results must have the same number of columns, because the epilogue is compiled for its alignment.
     """
     return Kernel(
         name=f"{first.name} and {second.name}",
@@ -116,10 +118,10 @@ def max_pool_kernel(
     shape: Sequence[int], channels_last: bool, pool: MaxPool, pooled_size: tuple[int, int], acc: torch.dtype,
     output: torch.dtype,
 ) -> Kernel:  # fmt: skip
-    """The pass from a result of dtype `acc` to what `pool` makes of its epilogue, which has dtype `output`.
+    """The pass that applies the epilogue to a result of dtype `acc` and pools it into one of dtype `output`.
 
     Args:
-        shape: of acc, (image, channel, height, width); it is dense in NCHW or channels_last, and so is the output.
+        shape: acc's, (image, channel, height, width). acc is dense in NCHW or channels_last, and so is the output.
         pooled_size: height and width of the output.
 
     Operands are planned for acc's shape, as (image, channel, pixel) or (image, pixel, channel). The kernel's tensors
@@ -137,16 +139,16 @@ def max_pool_kernel(
 
 
 def _cut(layout: Layout, acc_bytes: int, output_bytes: int, alignment: int) -> tuple[int, str]:
-    """Elements that a thread reads at once, and how the result is cut into such runs: `Runs` of epilogue.cuh."""
-    vector = ACCESS // output_bytes  # two stores of a thread would each fill half of every 32 bytes
+    """Elements of a run, which a thread computes, and how runs cut the result up: `Runs` of epilogue.cuh."""
+    vector = ACCESS // output_bytes  # with more, each of a thread's two stores would fill half of every 32-byte sector
     while vector > 1 and min(vector * max(acc_bytes, output_bytes), ACCESS) > alignment:
         vector //= 2
     batch, row, col = layout.sizes
     if batch * row == 1:
-        return vector, "kAligned"  # also where the size is a multiple: it changes with the batch
+        return vector, "kAligned"  # even if the size is a multiple of vector: it changes with the batch
     in_rows = math.gcd(vector, _row_starts(layout))
     if in_rows < vector and _is_dense(layout):
-        while vector > col:  # a run touches two rows at most
+        while vector > col:  # a run may touch at most two rows
             vector //= 2
         if vector > in_rows:
             return vector, "kStraddling"
@@ -154,14 +156,14 @@ def _cut(layout: Layout, acc_bytes: int, output_bytes: int, alignment: int) -> t
 
 
 def _row_starts(layout: Layout) -> int:
-    """A number with the same powers of two as the distances of the rows' starts have in common, in elements."""
+    """A number whose largest power-of-two divisor is that of all distances between rows' starts, in elements."""
     batch, row, _ = layout.sizes
     batch_stride, row_stride, _ = layout.strides[0]
     return (batch_stride if batch > 1 else 0) | (row_stride if row > 1 else 0)
 
 
 def _is_dense(layout: Layout) -> bool:
-    """Whether rows follow each other without gaps, and slices of them start aligned (slice_sizes in pointwise.cuh)."""
+    """Whether rows have no gaps between them, and slices of them start aligned (slice_sizes in pointwise.cuh)."""
     batch, row, col = layout.sizes
     batch_stride, row_stride, _ = layout.strides[0]
     if (row > 1 and row_stride != col) or (batch > 1 and batch_stride != row * col):

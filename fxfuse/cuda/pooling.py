@@ -1,4 +1,4 @@
-"""A convolution and max-pooling: its result goes through a pass that pools, which may apply the epilogue, too."""
+"""Max-pooling after a convolution: a pass over the unpooled result, which can apply the epilogue, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NAME = "max_pool2d"
 
 @dataclass(frozen=True)
 class Pooling:
-    """What follows the result of `region`'s epilogue, which is in one of the two layouts and not in both."""
+    """The pooling of a region's result, which is in NCHW or in channels_last and not in both.
+
+    `shape` and `strides` are those of the pooled result.
+    """
 
     region: Region
     channels_last: bool
@@ -33,7 +36,7 @@ class Pooling:
 
     @classmethod
     def of(cls, region: Region) -> Pooling:
-        """Raises Separate where torch must pool."""
+        """The pooling of `region`. Raises Separate where torch must pool."""
         shape, strides = region.prepared.result_shape, region.prepared.result_strides
         if len(shape) != 4:
             raise Separate("one image has no layout")
@@ -47,11 +50,11 @@ class Pooling:
 
     @property
     def unpooled_bytes(self) -> int:
-        """Of the result that is pooled."""
+        """Bytes of the unpooled result."""
         return math.prod(self.region.prepared.result_shape) * self.region.output.itemsize
 
     def kernel(self, expression: Expr, metas: tuple[TensorMeta, ...], acc: torch.dtype) -> tuple[OperandPlan, Kernel]:
-        """The pass that applies `expression` to a result of dtype `acc` and pools that."""
+        """The pass that applies `expression` to a result of dtype `acc` and pools the outcome."""
         prepared, pool = self.region.prepared, MaxPool(*self.region.problem.pool)
         shape = prepared.result_shape
         grouping = functools.partial(group, groups=CHANNELS_LAST if self.channels_last else NCHW)
@@ -62,7 +65,7 @@ class Pooling:
         return operands, pointwise.max_pool_kernel(shape, self.channels_last, pool, size, acc, self.region.output)
 
     def after(self, candidate: tune.Candidate) -> tune.Candidate:
-        """`candidate`, whose result is pooled."""
+        """`candidate` followed by the pass that only pools."""
         region, shape, strides, output = self.region, self.shape, self.strides, self.region.output
         operands, kernel = self.kernel(Acc(), (), output)
 

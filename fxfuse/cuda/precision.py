@@ -1,12 +1,12 @@
-"""Which arithmetic a kernel uses: what torch's own switches ask for at call time.
+"""The arithmetic of products, as torch's switches ask for at call time.
 
-float32 products run as 3xTF32 (float32-level accuracy) or, where torch is allowed TF32, as one TF32 product.
+float32 products run as 3xTF32 (as accurate as float32) or, where torch is allowed TF32, as one TF32 product.
 
-No switch of torch's asks for "fp16x3", products of scaled halves at twice the speed of 3xTF32: its range is limited.
-Each row of x, and the weights of each output feature, are scaled to what fp16 can hold. A number keeps 22 bits down to
-about 2^-18 of its row's largest; smaller ones have an absolute error of 2^-40 of the largest. That is as accurate as
-float32 unless both ranges are wide and small x meet large weights: x[:, k] * d[k] times w[:, k] / d[k] loses as many
-bits as d's range has beyond 2^18. NaN and infinities in x and the weight give what they give in float32.
+"fp16x3", products of scaled halves, is twice as fast as 3xTF32. No switch of torch asks for it, because its range is
+limited. Each row of x, and the weights of each output feature, are scaled to the range of fp16. A number keeps 22 bits
+down to about 2^-18 of the largest in its row; smaller ones have an absolute error of 2^-40 of the largest. This is as
+accurate as float32 unless both ranges are wide and small x meet large weights: x[:, k] * d[k] times w[:, k] / d[k]
+loses as many bits as d's range has beyond 2^18. NaN and infinities in x and the weight give the same as in float32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fxfuse.problem import CONVOLUTIONS, PRODUCTS
 Precision = Literal["tf32x3", "tf32", "fp16", "bf16", "fp16x3"]
 
 MMA: Final[dict[Precision, str]] = {"tf32x3": "Tf32x3", "tf32": "Tf32", "fp16": "Fp16", "bf16": "Bf16"}
-"""What multiplies so in mma.cuh. Scaled halves have a kernel of their own."""
+"""The struct of mma.cuh for each precision. fp16x3 has a kernel of its own."""
 ELEMENT: Final[dict[Precision, str]] = {
     "tf32x3": "float", "tf32": "float", "fp16": "Float16", "bf16": "BFloat16", "fp16x3": "float"
 }  # fmt: skip
-"""The C++ type of x and the weight."""
+"""The C++ type of x and the weight for each precision."""
 
 
 def element_bytes(precision: Precision) -> int:
-    """Of x and the weight."""
+    """Bytes of an element of x and the weight."""
     return 4 if ELEMENT[precision] == "float" else 2
 
 
@@ -37,8 +37,8 @@ def _reader(operations: str, old: Callable[[], bool]) -> Callable[[], bool]:
     """A function that reads torch's switch for TF32 in "matmul" or "conv".
 
     torch has two generations of switches: `allow_tf32` and, from 2.9 on, `fp32_precision`. Reading the old one after
-    the new one was set raises, so the new one is asked first. The C functions behind them are called at every call of
-    a fused operator; the properties of torch.backends take ten times as long.
+    the new one was set raises, so the new one is read first. Every call of a fused operator reads them, so it calls
+    their C functions: the properties of torch.backends take ten times as long.
     """
     new: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     if new is None:
@@ -52,7 +52,7 @@ def _reader(operations: str, old: Callable[[], bool]) -> Callable[[], bool]:
             return setting == "tf32"
         try:
             return old()
-        except RuntimeError:  # the two disagree; torch's libraries go by the new one, which does not say TF32
+        except RuntimeError:  # the two disagree; torch's libraries follow the new one, which does not say TF32
             return False
 
     return read
@@ -70,7 +70,7 @@ def tf32_allowed(kind: str) -> bool:
 
 
 def precision(kind: str, dtype: torch.dtype, fp32: str = "exact") -> Precision:
-    """The arithmetic for an anchor of this kind on tensors of this dtype; `fp32` as in fxfuse.optimize."""
+    """The arithmetic that torch's switches allow for an anchor of this kind and dtype; `fp32` as in fxfuse.optimize."""
     if dtype == torch.float16:
         return "fp16"
     if dtype == torch.bfloat16:

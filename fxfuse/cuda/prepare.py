@@ -1,6 +1,7 @@
-"""A problem in the terms of its kernel family: the tensors that its kernels read and write, and its candidates.
+"""Describes a problem to its kernel family: the tensors that the kernels read and write, and the candidates.
 
-Layouts that no kernel addresses are copied at every call, as eager's own kernels would.
+`prepare` is the entry point. A tensor whose layout no kernel can address is copied at every call, as eager's own
+kernels would copy it.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Input:
-    """One of the anchor's tensors as the kernel reads it."""
+    """x or the weight as the kernel reads it."""
 
     meta: TensorMeta
-    """After `convert`."""
+    """The tensor after `convert`."""
     convert: Convert | None = None
-    """A copy to make at every call, where no kernel can address the tensor as it lies."""
+    """The copy to make at every call if no kernel can address the tensor's own layout; else None."""
 
 
 def _copied(meta: TensorMeta, strides: tuple[int, ...]) -> Input:
@@ -58,41 +59,49 @@ def _copied(meta: TensorMeta, strides: tuple[int, ...]) -> Input:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A problem in a kernel family's terms."""
+    """A problem as its kernel family sees it."""
 
     x: Input
     weight: Input | None
-    """None if it is an operand of the epilogue."""
+    """None for a LayerNorm, whose weight is an operand of the epilogue."""
     result_shape: tuple[int, ...]
     result_strides: tuple[int, ...]
     grouping: Grouping
     candidates: Callable[[Layout], Sequence[Kernel]]
-    """Given how the result is seen as (batch, row, col)."""
+    """candidates(layout) -> kernels, best first; `layout` is the result's, as (batch, row, col)."""
     splits_rows: Callable[[Layout], bool]
-    """Whether the kernel must tell a batch's rows from another's."""
+    """splits_rows(layout): whether operands differ between the batches, so that the kernel must compute (batch, row)
+    from a row's number."""
     grows: bool = True
-    """Whether the first dimension is a batch's: see plan_operands."""
+    """Whether the first dimension is a batch: see plan_operands."""
 
 
 def _is_hopper(device: Any) -> bool:
-    """Of a device's properties."""
+    """Whether `device`, properties of a GPU, has compute capability 9.0."""
     return (device.major, device.minor) == (9, 0)
 
 
 def _shared_per_block(device: Any) -> int | None:
-    """Of a device's properties: bytes of shared memory; None where torch does not tell (before 2.4)."""
+    """Bytes of shared memory that a thread block may have; None where torch does not say (before 2.4).
+
+    Args:
+        device: properties of a GPU.
+    """
     return getattr(device, "shared_memory_per_block_optin", None)
 
 
 _EXACT: Final = ("tf32x3", "fp16x3")
-"""Arithmetic that has to be as exact as eager's."""
+"""Precisions whose kernels must be as exact as eager."""
 
 
 # ---------------------------------------------------------------------------------------------- linear
 
 
 def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
-    """x as a matrix whose rows, of its last dimensions, are contiguous, and the distance between them."""
+    """x as a matrix with contiguous rows, and its row stride. A row is x's last `dimensions` dimensions.
+
+    x is copied if its strides do not allow this.
+    """
     first = len(meta.shape) - dimensions
     features = math.prod(meta.shape[first:])
     sizes, (strides,) = collapse(meta.shape[:first], [meta.strides[:first]])
@@ -105,7 +114,7 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
 def _x_matrix(
     problem: Problem, multiplied: Precision, layout: gemm_problem.Layout
 ) -> tuple[Input, gemm_problem.XLayout, int]:
-    """x, its layout ("mk": K contiguous, "km": M contiguous) and the distance between its rows."""
+    """x, its layout ("mk": K contiguous, "km": M contiguous) and its row stride."""
     meta, batched = problem.x, problem.kind == "bmm"
     if len(meta.shape) == 2 + batched:
         (m, k), (of_m, of_k) = meta.shape[-2:], meta.strides[-2:]
@@ -120,7 +129,7 @@ def _x_matrix(
 
 
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
-    """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and the distance between its rows."""
+    """The weight, its layout ("nk": K contiguous, "kn": N contiguous) and its row stride."""
     layouts: tuple[gemm_problem.Layout, gemm_problem.Layout] = ("nk", "kn")
     first, second = layouts if kind in BY_ROWS else layouts[::-1]
     (rows, cols), (row_stride, col_stride) = meta.shape[-2:], meta.strides[-2:]
@@ -132,7 +141,7 @@ def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, in
 
 
 def _grouping(sizes: Sequence[int], tensors: Sequence[Strides], dimensions: int = 1) -> Layout | None:
-    """col is the last dimension, or several of them; the others become batch and row."""
+    """Prepared.grouping of a result with rows: the last `dimensions` dimensions are col, the others batch and row."""
     first = len(sizes) - dimensions
     leading, merged = collapse(sizes[:first], [strides[:first] for strides in tensors])
     last, within = collapse(sizes[first:], [strides[first:] for strides in tensors])
@@ -147,9 +156,13 @@ def _grouping(sizes: Sequence[int], tensors: Sequence[Strides], dimensions: int 
 def _splits_rows(
     operands: Sequence[TensorMeta], leading: tuple[int, ...], dimensions: int = 1
 ) -> Callable[[Layout], bool]:
-    """Prepared.splits_rows of a result that has `leading` dimensions before those of its columns.
+    """Prepared.splits_rows for a result with rows.
 
-    Decided by shapes of operands where possible, so that a batch of one compiles no kernel of its own.
+    Where possible, the shapes of the operands decide, so that a batch of one compiles no kernel of its own.
+
+    Args:
+        leading: sizes of the result's dimensions before those of its columns.
+        dimensions: how many dimensions its columns have.
     """
     rows_of = (operand.shape[:-dimensions] for operand in operands)
     per_row = [rows for rows in rows_of if any(size != 1 for size in rows)]
@@ -215,10 +228,10 @@ def _prepare_conv2d(problem: Problem, acc: torch.Tensor, multiplied: Precision) 
     channels_last = is_channels_last(x.shape, x.strides) or is_channels_last(weight.shape, weight.strides)
     strides = channels_last_strides(shape) if channels_last else contiguous_strides(shape)
     groups: tuple[tuple[int, ...], ...] = CHANNELS_LAST if channels_last else NCHW
-    # A result in channels_last is computed from an input in channels_last, as cuDNN does.
+    # As in cuDNN, a result in channels_last is computed from an input in channels_last.
     needs_copy = channels_last and channels > 1 and x.strides[1] != 1
     source = _copied(x, channels_last_strides(x.shape)) if needs_copy else Input(x)
-    # Windows of pixels in channels_last are multiplied with filters in that order; cuDNN copies them, too.
+    # Windows of channels_last pixels are multiplied with filters in channels_last order; cuDNN copies filters, too.
     in_order = options["groups"] > 1 or tuple(kernel) == (1, 1) or is_channels_last(weight.shape, weight.strides)
     reorders = channels_last and channels > 1 and not in_order
     filters = _copied(weight, channels_last_strides(weight.shape)) if reorders else Input(weight)
@@ -277,8 +290,10 @@ def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare_conv3d(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
-    """A convolution of volumes with flat filters as the one of images that it is, in the same memory. For others there
-    are no kernels."""
+    """A convolution of volumes with flat filters, as one of images in the same memory.
+
+    For other filters and layouts `candidates` raises UnsupportedError.
+    """
     shape, strides = tuple(acc.shape), acc.stride()
     try:
         return _as_images(problem, shape, strides, multiplied)
@@ -301,7 +316,7 @@ def _as_images(problem: Problem, shape: tuple[int, ...], strides: Strides, multi
     dims = ((0, 2), (1,), (3,), (4,)) if planes else ((0,), (1,), (2,), (3, 4))
     images, in_memory = _merged(shape, strides, dims)
     sizes, steps = x.shape, x.strides
-    if planes:  # of which every stride-th is an image
+    if planes:  # every stride-th plane is an image
         sizes = (*sizes[:2], shape[2], *sizes[3:])
         steps = (*steps[:2], steps[2] * options["stride"][0], *steps[3:])
     missing = 2 if planes else 4
@@ -329,7 +344,10 @@ def _as_images(problem: Problem, shape: tuple[int, ...], strides: Strides, multi
 def _merged(
     sizes: Sequence[int], strides: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a tensor some of whose dimensions are taken for one. Raises UnsupportedError."""
+    """Sizes and strides of a tensor after merging each group of dimensions in `dims` into one.
+
+    Raises UnsupportedError if a group is not evenly spaced in memory.
+    """
     found = [collapse([sizes[dim] for dim in one], [tuple(strides[dim] for dim in one)]) for one in dims]
     if any(len(merged) > 1 for merged, _ in found):
         raise UnsupportedError("planes that do not follow one another in memory")
@@ -372,10 +390,10 @@ _FAMILIES = {"conv2d": _prepare_conv2d, "conv3d": _prepare_conv3d, "layer_norm":
 
 
 def prepare(problem: Problem, acc: torch.Tensor, multiplied: Precision | None = None) -> Prepared:
-    """The problem for its family. Raises UnsupportedError.
+    """Describes `problem` to its kernel family. Raises UnsupportedError.
 
     Args:
         acc: the anchor's result as a meta tensor.
-        multiplied: the arithmetic of products; None: what is as exact as eager's for this problem.
+        multiplied: the precision of products; None for the one that is as exact as eager for this problem.
     """
     return _FAMILIES.get(problem.kind, _prepare_gemm)(problem, acc, multiplied or precision_of(problem))

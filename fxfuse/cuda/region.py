@@ -1,4 +1,4 @@
-"""A problem on a CUDA device with what every way to run it needs to know."""
+"""A problem prepared for a CUDA device: what all its candidates need to know."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fxfuse.problem import CONVOLUTIONS, Problem, TensorMeta, gate_of
 
 @dataclass(frozen=True)
 class Region:
-    """A problem, prepared."""
+    """A problem with its description for the kernel family and its typed epilogue."""
 
     problem: Problem
     capability: tuple[int, int]
     prepared: Prepared
     expression: Expr
-    """The epilogue, its dtypes settled."""
+    """The epilogue with explicit casts (problem.typed)."""
     output: torch.dtype
     channel: frozenset[int]
-    """Operands that are read along dimension 1 of the result."""
+    """Indices of operands that are read along dimension 1 of the result."""
 
     @property
     def inputs(self) -> int:
-        """How many of a call's tensors (problem.in_order) a kernel of its family reads itself: x, and weights."""
+        """How many of a call's tensors (problem.in_order) the fused kernel reads itself: x and the weights."""
         if self.prepared.weight is None:
             return 1
         return 3 if self.problem.kind == "gated_linear" else 2
@@ -42,16 +42,16 @@ class Region:
         return build.load(build.Source(text, self.capability, f"{kernel.name} for {self.problem.label}"))
 
     def load_copy(self, kernel: Kernel, operands: OperandPlan) -> build.Launch:
-        """A pass that computes nothing, from x's dtype to the same."""
+        """Loads `kernel` as a pass that only copies, in x's dtype."""
         text = codegen.generate(Acc(), self.problem.x.dtype, (), kernel, columns=operands.columns)
         return build.load(build.Source(text, self.capability, f"{kernel.name}, copied for {self.problem.label}"))
 
 
 def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
-    """The epilogue on what a kernel computes itself, and its operands: those that the kernel does not read included.
+    """The epilogue and operands after folding in the parameters that the fused kernel does not read itself.
 
-    Of a normalisation the weight is the first operand, the bias the last: operands are in the order of a call's
-    tensors (problem.in_order).
+    These are the bias, the gate's bias, and a LayerNorm's weight and bias. Operands are in the order of a call's
+    tensors (problem.in_order): a LayerNorm's weight is the first operand, its bias the last.
     """
     if problem.kind == "gated_linear":
         return _with_product(problem, expression)
@@ -71,7 +71,7 @@ def with_parameters(problem: Problem, expression: Expr) -> tuple[Expr, tuple[Ten
 
 
 def _with_product(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
-    """The epilogue on both products of a gated linear, the second of which is an operand after the last."""
+    """`with_parameters` for a gated linear: acc and one operand after the last are its two products, without biases."""
     _, gate_bias, metas = gate_of(problem.expression, problem.operands)
     biases: list[Expr] = []
     for bias in (gate_bias, problem.bias):
@@ -94,7 +94,7 @@ def _with_product(problem: Problem, expression: Expr) -> tuple[Expr, tuple[Tenso
 
 
 def with_bias(problem: Problem, expression: Expr) -> tuple[Expr, tuple[TensorMeta, ...]]:
-    """The epilogue on the bare accumulator, and the operands with the bias as the last."""
+    """The epilogue and operands after folding in the bias, and addmm's alpha and beta. The bias is the last operand."""
     if problem.bias is None:
         return expression, problem.operands
     meta = problem.bias

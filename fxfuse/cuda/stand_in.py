@@ -1,8 +1,7 @@
-"""Tensors that say they are on a GPU, and lie in a CPU's memory: a model runs on them where there is no GPU.
+"""Tensors whose device is a GPU and whose memory is a CPU's: a model runs on them where there is no GPU.
 
-Torch takes operators apart as it does on a GPU, and computes on the CPU what is left. Kernels of fxfuse are not
-launched (build.load): what they would write is zeros. A call shows which kernels it needs, and nothing of what it
-computes.
+torch decomposes operators as on a GPU, and computes the remaining operators on the CPU. Kernels of fxfuse are not
+launched (build.load); their results are zeros. So a call shows which kernels it needs, but its values mean nothing.
 
     with standing_in():
         module(StandIn(x))      # whatever the module makes on "cuda" is such a tensor, too
@@ -22,7 +21,7 @@ DEVICE: Final = torch.device("cuda", 0)
 
 
 class StandIn(torch.Tensor):
-    """A tensor on DEVICE whose elements are those of `held`, a tensor on a CPU, in the same memory."""
+    """A tensor on DEVICE that shares the memory of `held`, a tensor on a CPU."""
 
     held: torch.Tensor
 
@@ -48,10 +47,10 @@ class StandIn(torch.Tensor):
         return self.held.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The CPU's memory that the tensor lies in."""
+        """The tensor's memory, which is a CPU's."""
         return self.held.untyped_storage()
 
-    # Of torch's methods these ask for the GPU before they ask the dispatcher.
+    # In torch these methods access the GPU before they call the dispatcher.
 
     def __getitem__(self, index: Any) -> StandIn:
         return StandIn(self.held[index])
@@ -69,7 +68,7 @@ class StandIn(torch.Tensor):
 
 
 class _Constructors(TorchDispatchMode):
-    """Makes a StandIn of every tensor that is made on a GPU."""
+    """Replaces every tensor that is created on a GPU by a StandIn."""
 
     def __torch_dispatch__(
         self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -79,7 +78,7 @@ class _Constructors(TorchDispatchMode):
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """Inside, in this thread, a StandIn is made in the place of every tensor on a GPU."""
+    """Inside, this thread creates a StandIn instead of every tensor on a GPU."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attended, "AutogradCUDA")
     try:
@@ -98,7 +97,7 @@ def modes() -> int:
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator returns, computed on the CPU."""
+    """The result of an operator, computed on the CPU."""
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
     device = kwargs.get("device")
     is_on_gpu = bool(given) if device is None else torch.device(device).type == DEVICE.type
@@ -112,13 +111,13 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     except NotImplementedError:  # an operator that only a GPU has
         result = _blank(func, held_args, held_kwargs)
     if func is torch.ops.aten.empty_strided.default:
-        result.zero_()  # what kernels would write is always the same
+        result.zero_()  # kernels are not launched: their results are always the same
     known = {id(tensor.held): tensor for tensor in given}
     if torch.Tag.inplace_view in func.tags:
         _lie_as_held(given[0])
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in known:  # what was overwritten
+        if id(tensor) in known:  # an argument that was overwritten
             return known[id(tensor)]
         return StandIn(tensor) if is_on_gpu else tensor
 
@@ -126,11 +125,11 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _blank(func: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros that lie as an operator's results do."""
+    """Zeros with the shapes and strides of an operator's results."""
     given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args)
     try:
         result = func(*given, **kwargs)
-    except NotImplementedError:  # torch 2.3 does not say it of flash attention: the first lies as the query does
+    except NotImplementedError:  # torch 2.3 has no meta function of flash attention: the first has the query's layout
         like = torch.empty_like(given[0].transpose(1, 2)).transpose(1, 2)
         others = [str(returned.type) == "Tensor" for returned in func._schema.returns[1:]]
         result = (like, *(torch.empty(0, device="meta") if is_tensor else 0 for is_tensor in others))
@@ -143,16 +142,18 @@ def _blank(func: Any, args: Any, kwargs: Any) -> Any:
 
 _aten: Final = torch.ops.aten
 _FLASH_WIDTH: Final = 256
-"""Most channels of a head that flash attention takes."""
+"""Most channels of a head for which flash attention runs."""
 
 
 def _attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's attention by the operators that torch chooses on a GPU (aten/src/ATen/native/transformers/attention.cpp):
-    flash attention for 16 bits without a mask, else the memory-efficient one. That of a GPU which is here, in another
-    thread, is computed by products."""
+    """torch's attention by the operator that torch chooses on a GPU (aten/src/ATen/native/transformers/attention.cpp).
+
+    This is flash attention for 16 bits without a mask, else the memory-efficient one. If another thread uses a real GPU
+    meanwhile, its attention is computed by matrix products.
+    """
     width = query.shape[-1]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
@@ -191,7 +192,7 @@ def _by_products(
 
 
 def _lie_as_held(tensor: StandIn) -> None:
-    """Gives a tensor the sizes and strides that what it holds has got."""
+    """Gives `tensor` the present sizes and strides of the tensor that it holds."""
     held = tensor.held
     tensor.data = StandIn(held)
     tensor.held = held

@@ -1,11 +1,12 @@
-"""Which candidate runs a problem: measured once, remembered on disk.
+"""The choice between a problem's candidates: measured once, stored on disk.
 
-Candidates come ranked by a model of their time. The first few are compiled and measured on tensors like the problem's
-(random data, L2 flushed, interleaved, medians); the fastest is kept under FXFUSE_CACHE_DIR, keyed on the GPU, the
-versions of what was measured and the problem. Of a float32 product only those count that are as exact as eager
-(exactness.py). Sizes that change from call to call enter the key as the power of two
-above them, so that a model that meets many batch sizes or sequence lengths measures a few. FXFUSE_TUNE=0 takes the
-model's first choice.
+- Candidates arrive ranked by a model of their time. The first few are compiled and measured on tensors like the
+  problem's (random data, L2 flushed, runs interleaved, medians).
+- For a float32 product only candidates that are as exact as eager can win (exactness.py).
+- The choice is stored under FXFUSE_CACHE_DIR. Its key contains the GPU, the versions of what was measured, and the
+  problem. A size that changes from call to call enters the key as the power of two above it. So a network that meets
+  many batch sizes or sequence lengths measures only a few times.
+- FXFUSE_TUNE=0 measures nothing and takes the candidate that is ranked first.
 """
 
 from __future__ import annotations
@@ -46,89 +47,89 @@ from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, Tensor
 logger = logging.getLogger("fxfuse")
 
 MOST_CONTESTANTS: Final = 3
-"""Candidates that are compiled and measured, beside those that always are, where there are processors to compile them.
+"""The first so many candidates are compiled and measured if there are enough processors; those with `always`, always.
 
 A third was the fastest by more than 1 % for 5 of 111 problems on an H200, a fourth for one.
 """
 UNPROMISING: Final = 1.2
-"""Of them, those that a model expects to take so much longer than the best are not compiled."""
+"""Candidates whose estimated time is more than this times the best estimate are not compiled."""
 ALIKE: Final = 1.05
-"""Those that it expects to take no longer than this times the best are alike: first are those whose kernel is compiled
-for another problem in any case. So ResNet-50 needs 8 kernels for its convolutions instead of 12, RegNet's 11 instead of
-17 (counted, one for each problem), which are expected to take 1.004 times as long in the mean.
+"""Candidates whose estimated time is at most this times the best estimate are alike. Among them, those whose kernel is
+compiled for another problem anyway come first. So ResNet-50 needs 8 kernels for its convolutions instead of 12, and
+RegNet 11 instead of 17 (counted, one for each problem). These are expected to take 1.004 times as long in the mean.
 """
 ROUNDS: Final = 9
-"""Timed runs of each; medians count."""
+"""Timed runs of each candidate; the median counts."""
 ATTEMPTS: Final = 3
-"""At a run: other kernels compile meanwhile, in threads that have Python's lock for milliseconds at times."""
+"""Attempts at a timed run: other kernels compile meanwhile, in threads that may hold Python's lock for milliseconds."""
 FIRST_ROUNDS, HOPELESS = 3, 1.3
-"""After so many, those that take so much longer than the fastest are out."""
+"""After FIRST_ROUNDS runs, candidates whose median is more than HOPELESS times the fastest median are dropped."""
 SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
 ISSUE_SHARE: Final = 0.125
-"""How much of it counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
+"""Share of the CPU's time that counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
 CALL_SHARE: Final = 1.0
-"""The same where all candidates are calls of torch's, whose time on the CPU a program does not shorten: kernels of ours
-are entries in its list."""
+"""The share where all candidates are calls of torch. A program does not shorten their time on the CPU, while kernels
+of ours are entries in its list."""
 CALLS, ISSUE_ROUNDS = 10, 5
-"""Calls in a row whose time on the CPU is taken, so many times."""
+"""The CPU's time is taken for CALLS calls in a row, ISSUE_ROUNDS times."""
 APART: Final = "one after the other"
-"""The identity of a plan that is made of others'."""
+"""The identity of a plan that runs the parts of a problem one after the other, each by its own plan."""
 NOISE: Final = 0.02
-"""A candidate must be faster than those ranked before it by more than this to be preferred."""
+"""A candidate is preferred to those ranked before it only if it is faster by more than this fraction."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a problem."""
+    """One way to run a problem: a kernel template with a tile, or torch's library with a pass."""
 
     name: str
-    """For people, and unique among a problem's candidates."""
+    """Its name in reports, unique among a problem's candidates."""
     identity: str
-    """The same for problems that differ in sizes only."""
+    """The same for problems that differ only in sizes."""
     build: Callable[[], Run]
     """Compiles what it needs (seconds). May raise BuildError or ToolchainError."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates."""
     always: bool = False
-    """Whether it is measured however low its rank is."""
+    """Whether it is measured whatever its rank is."""
     is_called: bool = False
-    """Whether it and its rivals are what programs call from Python, too (CALL_SHARE)."""
+    """Whether programs, too, call it and its rivals from Python (see CALL_SHARE)."""
     library: bool = False
-    """Whether its anchor is eager's own, and so as exact."""
+    """Whether torch's library computes its anchor, so that it is as exact as eager."""
     computes: Pass | None = None
-    """What its only launch does, if kernels that others join could do that, too."""
+    """What its only launch computes, if that can be merged into another kernel of a program; else None."""
     estimate: float | None = None
-    """What a model expects it to take, in any unit that is that of a problem's other candidates; None if none does."""
+    """Its time by a model, in a unit shared by the problem's candidates; None if there is no model."""
     form: Hashable = None
-    """What its kernel is compiled from: the same for problems that need the same one; None if nobody says."""
+    """What its kernel is compiled from: equal for problems that need the same kernel; None if unknown."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What measuring found."""
+    """The chosen candidate and what was measured."""
 
     name: str
     identity: str
     measured: tuple[tuple[str, float], ...]
-    """Each contestant's median, in seconds, in order of rank."""
+    """(name, median in seconds) of each candidate that was measured, in order of rank."""
     errors: tuple[tuple[str, float], ...] = ()
-    """Each one's error as a multiple of what eager's allows, if that was measured."""
+    """(name, error) where errors were measured: a multiple of the largest one that eager's error allows."""
 
 
 def is_undecided(problem: Problem) -> bool:
-    """Whether candidates for it would have to be measured, if there are several."""
+    """Whether the candidates for `problem` would have to be measured, if it has several."""
     return enabled() and _recall(problem) is None
 
 
 def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[], Draft] | None = None) -> Draft:
-    """Compiles what may be chosen; calling the result measures, if nobody has yet, and gives the plan.
+    """Compiles the candidates that may be chosen. Calling the draft measures them, if needed, and gives the plan.
 
     Args:
         candidates: at least one, best first.
-        apart: drafts a plan that is made of others', and measured beside the candidates once those are made.
+        apart: drafts a plan made of several plans, one after the other. It is measured beside the candidates.
 
-    A candidate that fails is left out with a warning, whatever it raises. Raises the first one's error if nothing
+    A candidate that fails is left out with a warning, whatever it raises. Raises the first candidate's error if nothing
     compiles, and ToolchainError if there is no compiler.
     """
     stored = _recall(problem) if enabled() else None
@@ -140,16 +141,16 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         if packaged.is_alone():
             return _at_hand(candidates, chosen, stored)
         if chosen is not None:
-            with _left_out_if_it_fails(chosen):  # then the others are tried, as if nothing were stored
+            with _left_out_if_it_fails(chosen):  # if so, the others are tried, as if nothing were stored
                 plan = _plan(chosen, _built(chosen), stored)
                 return lambda: plan
     if packaged.is_alone():
         return _at_hand(candidates)
     decided = not enabled() or (len(candidates) == 1 and apart is None)
     if decided or gpu.is_capturing():
-        # a call that is captured before any other measures nothing; the next one does
+        # nothing can be measured during a capture: this plan is for the captured call only
         plan = dataclasses.replace(_plan(candidates[0], _built(candidates[0])), provisional=not decided)
-        if gpu.standing_in() is not None:  # whoever loads the package is to choose the same
+        if gpu.standing_in() is not None:  # where the package is loaded, the choice must be the same
             unmeasured = _Choice(candidates[0].name, candidates[0].identity, ())
             packaged.note_choice(_key(problem), dataclasses.asdict(unmeasured))
         return lambda: plan
@@ -166,9 +167,9 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
 
 
 def _at_hand(candidates: Sequence[Candidate], chosen: Candidate | None = None, stored: _Choice | None = None) -> Draft:
-    """The candidate that was `chosen`, else the best whose kernel need not be compiled.
+    """The `chosen` candidate, else the best one whose kernel need not be compiled.
 
-    Raises MissingKernelError, the first one's, if there is none.
+    Raises the first candidate's MissingKernelError if there is none.
     """
     missing: MissingKernelError | None = None
     for candidate in candidates if chosen is None else [chosen, *candidates]:
@@ -182,16 +183,17 @@ def _at_hand(candidates: Sequence[Candidate], chosen: Candidate | None = None, s
 
 
 def most_contestants(processors: int) -> int:
-    """How many candidates compete on a machine with so many processors: to compile one takes one of them a second.
+    """How many of the first candidates to measure on a machine with this many processors: half as many, one to three.
 
-    Over the 309 problems in benchmarks/results (H200) the first takes 1.016 times as long as the fastest of three, in
-    geometric mean, the faster of two 1.006 times. So who has two processors waits for half as many compilers.
+    Compiling a candidate takes a processor one second. Over the 309 problems in benchmarks/results (H200) the candidate
+    ranked first takes 1.016 times as long as the fastest of three, in geometric mean; the faster of the first two
+    takes 1.006 times as long. So a machine with two processors waits for fewer compilers and loses little.
     """
     return min(MOST_CONTESTANTS, max(1, processors // 2))
 
 
 def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are compiled and measured, in order of rank; at least one that is not measured in any case."""
+    """The candidates to compile and measure, in order of rank. At least one is without `always`, if there is any."""
     with _choosing:
         candidates = _familiar_first(candidates)
         others = [candidate for candidate in candidates if not candidate.always]
@@ -205,11 +207,11 @@ def _contestants(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 _choosing = free_in_children(threading.Lock())
 _familiar: Final[set[Hashable]] = set()
-"""The forms of contestants so far, of all problems."""
+"""The forms of all contestants so far, whatever their problem."""
 
 
 def _familiar_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same, where a model expects no difference those first whose kernel is compiled in any case."""
+    """`candidates` reordered: among those that are alike (ALIKE), the ones with a familiar kernel come first."""
     estimates = [candidate.estimate for candidate in candidates if candidate.estimate is not None]
     most = ALIKE * min(estimates, default=math.inf)
     places = [
@@ -232,7 +234,7 @@ def _plan(candidate: Candidate, run: Run, choice: _Choice | None = None) -> Plan
 
 
 _sources: Final[weakref.WeakKeyDictionary[Run, tuple[build.Source, ...]]] = weakref.WeakKeyDictionary()
-"""What candidates launch that were built."""
+"""The sources of the kernels that a built candidate launches."""
 
 
 def _built(candidate: Candidate) -> Run:
@@ -243,25 +245,25 @@ def _built(candidate: Candidate) -> Run:
 
 
 def _find(candidates: Sequence[Candidate], stored: _Choice) -> Candidate | None:
-    """The candidate that was chosen, or for other sizes the best of the same identity."""
+    """The candidate with the stored choice's name; else (other sizes) the best one with its identity."""
     by_name = {candidate.name: candidate for candidate in reversed(candidates)}
     by_identity = {candidate.identity: candidate for candidate in reversed(candidates)}
     return by_name.get(stored.name) or by_identity.get(stored.identity)
 
 
 _OF_ALL: Final = (ToolchainError, ExpressionError, build.NotBuilt, torch.cuda.OutOfMemoryError)
-"""What is no candidate's fault: it would meet the others, too, or the caller must hear of it."""
+"""Exceptions that are no candidate's fault: the other candidates would raise them, too, or the caller must see them."""
 
 
 @contextlib.contextmanager
 def _left_out_if_it_fails(candidate: Candidate) -> Iterator[list[Exception]]:
-    """Inside, an exception of the candidate's own ends the block only, with a warning; it is then in the list."""
+    """Inside, an exception of the candidate's own ends only the block, with a warning; the list then contains it."""
     failure: list[Exception] = []
     try:
         yield failure
     except _OF_ALL:
         raise
-    except Exception as error:  # a mistake of fxfuse, unless it is one of ours
+    except Exception as error:  # a mistake of fxfuse, unless it is one of fxfuse's own exceptions
         expected = isinstance(error, BuildError | LaunchError)
         text = str(error) if expected else f"{type(error).__name__}: {error} (please report it)"
         logger.warning("fxfuse: %s is left out: %s", candidate.name, text, exc_info=not expected)
@@ -269,7 +271,10 @@ def _left_out_if_it_fails(candidate: Candidate) -> Iterator[list[Exception]]:
 
 
 def _compile(candidates: Sequence[Candidate]) -> tuple[list[tuple[Candidate, Run]], Exception | None]:
-    """All that compile, several at a time, in order of rank; the error of the first that does not."""
+    """Compiles candidates, several at a time.
+
+    Returns those that compiled, in order of rank, and the error of the first one that did not, if any.
+    """
 
     def attempt(candidate: Candidate) -> Run | Exception:
         with _left_out_if_it_fails(candidate) as failure:
@@ -292,7 +297,12 @@ def _decide_beside(problem: Problem, ready: Sequence[tuple[Candidate, Run]], apa
 
 
 def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: Sequence[Candidate] = ()) -> Plan:
-    """The fastest of those that are as exact as eager. Where no kernel is, the best of `rest` are tried, too."""
+    """The plan of the fastest candidate that is as exact as eager. If no kernel is, the best of `rest` are tried, too.
+
+    Args:
+        ready: candidates that are compiled, in order of rank.
+        rest: candidates that are not.
+    """
     with exactness.measuring:
         stored = _recall(problem)  # another region may have had the same problem
         known = {candidate.name: (candidate, run) for candidate, run in ready}
@@ -318,13 +328,13 @@ def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: Sequ
 
 
 def _errors(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
-    """By name, where eager's error is a limit, of those that are not the library's."""
+    """Errors by name, of candidates whose anchor is not the library's; empty where eager's error is no limit."""
     runs = {candidate.name: run for candidate, run in ready if not candidate.library}
     return exactness.errors(problem, runs) if runs and exactness.is_judged(problem) else {}
 
 
 def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[str, float]:
-    """Seconds per call by name, in order of rank, of the candidates that run; empty where memory does not suffice."""
+    """Seconds per call by name, in order of rank, of the candidates that run; empty if there is too little memory."""
     device = problem.x.device
     samples: dict[str, list[float]] = {}
     times: dict[str, float] = {}
@@ -334,7 +344,7 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
             time_once = gpu_timer(device, ATTEMPTS)
             for candidate, run in ready:
                 with _left_out_if_it_fails(candidate):
-                    run(*tensors)  # loads code
+                    run(*tensors)  # the first run loads code
                     samples[candidate.name] = []
             contest = [(candidate, run) for candidate, run in ready if candidate.name in samples]
             for done in range(ROUNDS):
@@ -364,9 +374,9 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
 
 
 def _time_to_issue(run: Run, tensors: tuple[Any, ...]) -> float:
-    """The CPU's seconds for a call, measured over too few at a time to fill the GPU's queue.
+    """The CPU's seconds for a call: the least of several measurements, since other programs use the CPU, too.
 
-    The least of several, since other programs want the CPU, too.
+    Each is over a number of calls too small to fill the GPU's queue.
     """
     samples = []
     for _ in range(ISSUE_ROUNDS):
@@ -390,12 +400,16 @@ def _gpu(device: torch.device) -> tuple[str, int]:
 
 @functools.cache
 def _generators() -> str:
-    """Hash of what proposes candidates: a new tile must be measured against the old choice."""
+    """Hash of the modules that propose candidates. So a new tile is measured against the old choice."""
     return build.digest_of(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _key(problem: Problem, other: tuple[str, int] | None = None) -> str:
-    """What a choice depends on, as a file's name; the GPU `other` in the place of the one at hand."""
+    """The name of the file for the problem's choice: a hash of everything that the choice depends on.
+
+    Args:
+        other: the name and multiprocessors of another GPU, in place of the problem's.
+    """
 
     def tensor(meta: TensorMeta, fixed: bool) -> tuple[Any, ...]:
         order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.strides[dim], dim))
@@ -403,7 +417,7 @@ def _key(problem: Problem, other: tuple[str, int] | None = None) -> str:
         return sizes, order, meta.strides[-1:] == (1,), meta.dtype, meta.alignment
 
     def leading(meta: TensorMeta) -> tuple[Any, ...]:
-        """x of a matrix product: its rows count together."""
+        """x of a matrix product: its leading dimensions count as one number of rows."""
         rows = math.prod(meta.shape[:-1])
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
@@ -424,7 +438,7 @@ def _recall(problem: Problem) -> _Choice | None:
     key = _key(problem)
     if key not in _choices:
         stored = exactness.recall(key, _choice)
-        # what was measured on another GPU of the architecture is better than nothing
+        # a choice measured on another GPU of the architecture is better than none
         _, own = _gpu(problem.x.device) if packaged.gpus else ("", 0)
         for other in sorted(packaged.gpus, key=lambda gpu: abs(gpu[1] - own)):
             value = packaged.choices.get(_key(problem, other)) if stored is None else None
@@ -443,7 +457,7 @@ def _remember(problem: Problem, choice: _Choice) -> None:
 
 
 def _choice(value: Any) -> _Choice:
-    """The choice that was stored as this document."""
+    """The choice in a stored JSON document."""
     times, errors = (
         tuple((str(name), float(number)) for name, number in value[field]) for field in ("measured", "errors")
     )

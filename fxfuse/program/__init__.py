@@ -1,14 +1,18 @@
-"""A call of a fused graph as a program: kernels launched from one list, and between them what torch runs.
+"""A program: a recorded call of a fused graph, as a list of kernel launches with calls of torch between them.
 
-The code of a graph looks up a plan for every region, makes a tensor for every result and launches kernels one by one.
-A program does that once, for one kind of call (shapes, strides, dtypes, switches): it is recorded from what plans do in
-the second call of its kind, node by node. What they launched becomes entries of a list that one call into C works
-off (executor.h); results that only kernels read are places in a piece of memory, the arena, reused as values die;
-views are addresses. What torch's library runs stays a call from Python. The rest is a function written for this kind of
-call, of which `Program.code` is the text.
+The graph's own code looks up a plan for every region, makes a tensor for every result and launches kernels one by one.
+A program does these things once, for one kind of call (shapes, strides, dtypes, switches). The second call of a kind is
+recorded, node by node, from what its plans do:
 
-Weights are read anew at every call, modes and hooks are asked for before (optimize.py). Calls that want gradients, or
-are observed, run the graph's own code.
+- Kernel launches become entries of a list. One call into C makes all launches between two calls of torch (executor.h).
+- Results that only kernels read are offsets in a piece of memory, the arena, which is reused as values die.
+- Views are addresses.
+- What torch's library runs stays a call from Python.
+
+`Program.code` is the text of the Python function that does all this for calls of this kind.
+
+Weights are read anew at every call. Modes and hooks are checked before (optimize.py). Calls that want gradients, or are
+observed, run the graph's own code.
 """
 
 from __future__ import annotations
@@ -58,25 +62,30 @@ from fxfuse.program.write import Writer
 logger = logging.getLogger("fxfuse")
 
 MOST_KEPT: Final = 8
-"""Kinds of calls that a graph keeps a program for; the oldest goes first."""
+"""Programs that a graph keeps, one for each kind of call; the oldest is dropped first."""
 MOST_TRIES: Final = 4
-"""Calls that are recorded in vain, since a plan was missing."""
+"""Recordings that may fail because a plan was missing; then the graph gets no programs."""
 
 MERGING: Final = ("cuda", "cpu")
-"""Types of devices for which what stands between regions is merged."""
+"""Types of devices on which the operators between regions are merged into kernels of loops."""
 ATTENDING: Final = ("cuda",)
-"""Those on which attention that is written by hand may be torch's own."""
+"""Types of devices on which attention that a model writes out may be replaced by torch's own operators."""
 
 _EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
 SOURCES: Final = (_EXECUTOR, guard.SOURCE)
-"""What all programs need."""
+"""Compiled parts that every program needs."""
 
 
 class Program:
-    """What runs one kind of call."""
+    """A recorded call, which runs all calls of its kind."""
 
     def __init__(self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> None:
-        """Of a recorded call of these tensors and other arguments. Raises ToolchainError or BuildError."""
+        """Merges what was recorded, and writes its code. Raises ToolchainError or BuildError.
+
+        Args:
+            tensors: those of the recorded call, the model's included (`Bound.tensors`).
+            constants: its other arguments, and the types of all (`Bound.constants`).
+        """
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
         steps, kept = without_constants(in_one_launch(_merged(recorder, device)), recorder.output)
@@ -84,30 +93,31 @@ class Program:
         writer = Writer(recorder, steps, kept, device, recorder.lent(lent))
         self.code = writer.code
         self.arena_size = max((arena.size for arena in writer.arenas), default=0)
-        """Bytes for results of kernels at once, but for those that the caller gets."""
+        """Bytes of the largest arena: results of kernels, apart from those that the caller gets."""
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
-        """Of torch, by the names of operators and modules."""
+        """How often it calls torch, by the names of operators and modules."""
         self.constants = tuple(slot.constant for slot in kept if slot.constant is not None)
-        """What it made of numbers alone while it was recorded, and reads at every call."""
+        """Tensors that were made of numbers alone while the call was recorded, and that every call reads."""
         self._marks = writer.marks
         self.values = recorder.described()
-        """What the graph's nodes are like in such a call, by name; tensors as TensorMeta."""
+        """The results of the graph's nodes in such a call, by name; tensors as TensorMeta."""
         self.kernels = tuple(
             (tuple(step.label.partition(": ")[0].split(", ")), build.source_of(step.event.function))
             for step in writer.steps
             if isinstance(step, Launch)
         )
-        """What it launches, in order: the names of the nodes that a kernel computes, and its source."""
+        """The kernels that it launches, in order: the names of the nodes that each computes, and its source."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
         names["LAUNCHES"], names["REFERENCES"] = (part.buffer_info()[0] for part in self._kept[:2])
         self.repeats = not (writer.borrows or any(_changes_what_is_given(step) for step in writer.steps))
-        """Whether the call can be made again after some of it has run."""
+        """Whether the call can be repeated after a part of it has run: it overwrites no argument, parameter or lent
+        memory."""
         exec(compile(self.code, "<fxfuse program>", "exec"), names)
         self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]
-        """run(tensors, table), of which the table of addresses is this call's own."""
+        """run(tensors, table). Every call needs its own table of addresses, from `table`."""
         self._constants = constants
         self._switches = switches(device)
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
@@ -122,12 +132,12 @@ class Program:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What it launches and calls, in order; calls that only make views are none."""
+        """Its launches and calls of torch, in order. Calls that only make views are left out."""
         return tuple(step for steps in self._marks.values() for step in steps)
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Step], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-        """Inside, each step of the program runs within `around(step)`, launches one by one."""
+        """A context in which each step of the program runs within `around(step)`. Launches are made one by one."""
         names = {**self.run.__globals__, "around": around}
         lines: list[str] = []
         launched = 0
@@ -149,7 +159,10 @@ class Program:
             self.run = unwatched
 
     def table(self, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> array[int] | None:
-        """Where the tensors lie, if the call is of this kind; no gradient is due in one that is. Else None."""
+        """The addresses of the tensors, for `run`, if the call is of this program's kind and needs no gradient.
+
+        Otherwise None.
+        """
         if (self._differentiable and torch.is_grad_enabled()) or self._constants != constants:
             return None
         table = self._blank[:]
@@ -162,7 +175,7 @@ class Program:
                 alike[place] = state
         is_alike = (
             self._guard.holds(alike, table)
-            and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # what is written must be no other
+            and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # a tensor that is written has no alias
             and all(tensors[first] is tensors[second] for first, second in self._ties)
             and all(table[second] - table[first] == distance for first, second, distance in self._distances)
             and self._switches == switches(self._device)
@@ -171,10 +184,10 @@ class Program:
 
 
 def _random_states(steps: Sequence[Launch | Call], tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Those of the tensors, with their places, that lie on a CPU and that only gradients of torch's attention read.
+    """The random states that attention's forward leaves for its backward, with their positions among the tensors.
 
-    They say where its forward drew random numbers. In a forward that is captured as a CUDA graph they lie on the GPU:
-    torch takes both.
+    They lie on a CPU, and nothing but that backward reads them. In a forward that is captured as a CUDA
+    graph they lie on the GPU. torch's backward takes either.
     """
     readers: dict[Slot, list[str]] = {}
     for step in steps:
@@ -193,7 +206,10 @@ def _kind(tensor: torch.Tensor) -> Any:
 
 
 def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]:
-    """The recorded steps, with kernels of ours for what stands between regions."""
+    """The recorded steps after merging: kernels of loops for the operators between regions.
+
+    If that fails, the recorded steps themselves.
+    """
     if device.type not in MERGING:
         return recorder.steps
     try:
@@ -209,7 +225,7 @@ def _merged(recorder: Recorder, device: torch.device) -> Sequence[Launch | Call]
 
 
 def _with_all_kernels(recorder: Recorder, tensors: Sequence[torch.Tensor], result: Any) -> Any:
-    """`result`, when all has been asked for that a program would need, which nobody will run: its GPU is not here."""
+    """Requests every kernel that a program would need, and returns `result`. Its GPU is only described, not present."""
     device = device_of(tensors)
     assert device is not None, "others are not recorded"
     _merged(recorder, device)
@@ -229,7 +245,7 @@ def _launching(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _changes_what_is_given(step: Launch | Call) -> bool:
-    """Whether it may write into an argument or a parameter."""
+    """Whether a step may write into an argument or a parameter."""
     if isinstance(step, Launch):
         return any(slot.kind == "given" for slot in step.writes)
     overwrites = step.overwrites and not step.is_pure
@@ -237,6 +253,7 @@ def _changes_what_is_given(step: Launch | Call) -> bool:
 
 
 def switches(device: torch.device) -> tuple[Any, ...]:
+    """The global settings that a program depends on, for comparison."""
     kinds = [ask() for ask in _KINDS_OF_ATTENTION]
     plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kinds
     if device.type != "cuda":
@@ -248,7 +265,7 @@ _KINDS_OF_ATTENTION: Final[tuple[Callable[[], Any], ...]] = (
     torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
     getattr(torch._C, "_get_cudnn_sdp_enabled", bool), getattr(torch._C, "_get_sdp_priority_order", tuple),
 )  # fmt: skip
-"""What torch chooses the kind of attention by."""
+"""The settings by which torch chooses an attention operator."""
 
 
 class Programs:
@@ -256,17 +273,17 @@ class Programs:
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         self.reason: str | None = None
-        """Why there are none."""
+        """Why the graph has no programs; None while it may have some."""
         self.programs: list[Program] = []
         self.when_made: Callable[[int, Program], None] | None = None
-        """Is told of each new program, and how many there were with it."""
+        """Called with each new program: (how many were made so far, the program)."""
         self._made = 0
         self._root, self._graph = root, graph
         self._repeats = Repeats()
         self._tries = 0
         self._lock = free_in_children(threading.RLock())
         self._pays = any(node.target in KINDS or isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes)
-        """Whether a program is worth while even if torch runs all of it: an operator's own function is quicker."""
+        """Whether a program pays even if torch runs all of it: it calls operators by quicker functions of theirs."""
         try:
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
@@ -277,11 +294,14 @@ class Programs:
         self._leaves = Leaves(self._binding.modules if self.reason is None else ())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nobody else's: whoever pickles a graph with its attributes (torch.package) gets none."""
+        """Pickled as None: who pickles a graph with its attributes (torch.package) gets no programs."""
         return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """forward(*args, **kwargs), by a program if there is one for such a call or it is time for one."""
+        """The result of forward(*args, **kwargs), by a program if there is one for this kind of call.
+
+        The second call of a kind is recorded as a new program.
+        """
         if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
             return forward(*args, **kwargs)
         if not self._leaves.are_as_before():
@@ -301,13 +321,13 @@ class Programs:
                     self.programs = [other for other in self.programs if other is not program]
                     if not program.repeats:
                         raise
-                break  # the graph's own code finds which region it is, and what to do
+                break  # the graph's own code finds out which region failed, and handles it
         else:
             return self._unknown(forward, args, kwargs, bound)
         return forward(*args, **kwargs)
 
     def _unknown(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound) -> Any:
-        """A call for which there is no program: recorded if one of the last was of the same kind."""
+        """Runs a call that has no program. It is recorded if one of the latest calls was of the same kind."""
         tensors, constants = bound.tensors, bound.constants
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
@@ -329,7 +349,7 @@ class Programs:
             forget_indices()
 
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
-        """The graph's result; there is a program of the call afterwards, or a reason."""
+        """Runs and records a call, and returns its result. Afterwards there is a program for it, or a `reason`."""
         tensors, given = bound.tensors, self._binding.values(bound)
         recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts)
         result = recorder.run()
@@ -348,7 +368,7 @@ class Programs:
             logger.warning("fxfuse: no program is made", exc_info=error)
             return result
         if not program.launches and not self._pays and not any(tensor.is_cuda for tensor in tensors):
-            self.reason = "torch runs all of it"  # of which the graph's own code knows as much
+            self.reason = "torch runs all of it"  # the graph's own code does that as well
             return result
         self._repeats.count_anew()
         with self._lock:
@@ -360,17 +380,18 @@ class Programs:
 
 
 def described(tensor: torch.Tensor) -> Any:
-    """What must be the same in two calls. Whatever else matters a program's own guard sees."""
+    """What of a tensor must be equal in two calls of one kind. A program's own guard checks what else matters."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def prepare(source: build.Source) -> None:
-    """Compiles one of what all programs need, if there is a compiler. Where there is none, programs say so."""
+    """Compiles one of `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
     with contextlib.suppress(FxfuseError):
         build.load(source)
 
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
+    """Whether programs support a call: strided tensors on one device (and some on a CPU), and comparable constants."""
     return (
         device_of(tensors) is not None
         and all(

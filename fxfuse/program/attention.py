@@ -1,6 +1,8 @@
-"""Attention of few queries, which a kernel of ours computes where it was measured to be quicker than torch's.
+"""Contests between attention kernels, decided by measuring.
 
-So tokens are decoded: one query, or a few, for each head, and a long cache of keys and values (cuda/attention.py).
+`planned` replaces torch's attention of few queries by a kernel of ours (cuda/attention.py). This is how tokens are
+decoded: one query, or a few, for each head, and a long cache of keys and values. `by_hand` replaces the products and
+softmax of a model that writes attention out by one of torch's attention operators (attention_by_hand.py).
 """
 
 from __future__ import annotations
@@ -31,25 +33,27 @@ logger = logging.getLogger("fxfuse")
 
 KIND: Final = "attention"
 LIBRARY: Final = "scaled_dot_product_attention"
-"""torch's candidate."""
+"""The name of torch's candidate in `planned`."""
 BY_HAND: Final = "attention by hand"
+"""The kind of the problems of `by_hand`."""
 APART: Final = "products and softmax"
-"""Of which a model makes attention itself."""
+"""The name of the candidate that leaves attention as the model wrote it."""
 _PARAMETERS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""Of F.scaled_dot_product_attention; the others are given by name."""
+"""The positional parameters of F.scaled_dot_product_attention. The others are given by name."""
 
 
 def planned(
     args: Sequence[Any], kwargs: Mapping[str, Any], expected: torch.Tensor,
     source: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None,
 ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
-    """What computes F.scaled_dot_product_attention(*args, **kwargs), which was `expected`, by a kernel of ours.
+    """A function that computes F.scaled_dot_product_attention(*args, **kwargs) by a kernel of ours.
 
-    None where there is no kernel for it, or torch's is as quick.
+    None if there is no kernel for it, or if torch is as quick.
 
     Args:
-        source: of keys or values that repeat heads, so that there are as many as of queries, those that were repeated:
-            they are read instead.
+        expected: torch's result.
+        source: for keys or values whose heads were repeated, to be as many as those of queries: the tensor before
+            that, which is read instead. None for others.
     """
     if not may_compute(expected):
         return None
@@ -85,38 +89,39 @@ _OPERATORS: Final = {
     }.items()
     if hasattr(_aten, name)
 }
-"""What F.scaled_dot_product_attention chooses from. Called themselves they take the CPU half as long."""
+"""The operators that F.scaled_dot_product_attention chooses from. Called directly they take the CPU half as long."""
 
 
 @dataclass(frozen=True)
 class Torchs:
-    """How torch computes attention of some tensors."""
+    """One of torch's attention operators, chosen for some tensors."""
 
     operator: Any
     strides: tuple[int, ...]
-    """Of the result, the first of several."""
+    """The strides of its first result, which is attention's."""
 
 
 def call_of(
     operator: Any, tensors: Sequence[Any], added: Any, scale: float
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What calls one of torch's operators: function, arguments and those by name.
+    """A call of one of torch's attention operators: (function, arguments, keyword arguments).
 
     Args:
         tensors: query, key, value.
-        added: what is added to the scores, of their shape, or None.
+        added: a tensor of the scores' shape that is added to them, or None.
     """
     more = () if operator is _FLASH else (added, False)
     return function_of(operator), (*tensors, *more), {"scale": scale}
 
 
 def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None, scale: float) -> Torchs | None:
-    """torch's attention to what a model attends to by products and softmax, if it is quicker, and as exact: it is
-    measured beside the products and softmax alone, as if all between them cost nothing.
+    """The attention operator of torch's that replaces products and softmax; None if none is quicker and as exact.
+
+    It is measured against the products and softmax alone, as if everything between them cost nothing.
 
     Args:
         tensors: query, key and value (batch, heads, rows, channels).
-        added: to the scaled scores.
+        added: what is added to the scaled scores, or None.
     """
     if not exactness.enabled() or packaged.is_unmeasured() or not _all_kinds_allowed():
         return None
@@ -135,7 +140,7 @@ def _if_quicker(problem: Problem) -> Torchs | None:
     def by(operator: Any, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
         added = others[2].expand(scores) if len(others) > 2 else None
         if added is not None and 2 * others[2].numel() > math.prod(scores):
-            added = added.clone()  # as much as the scores: to make it takes as long
+            added = added.clone()  # it is as large as the scores, so the time to make it counts
         function, args, options = call_of(operator, (x, *others[:2]), added, scale)
         result: torch.Tensor = function(*args, **options)[0]
         return result
@@ -158,7 +163,7 @@ def _if_quicker(problem: Problem) -> Torchs | None:
             for operator, name in _OPERATORS.items():
                 if operator is _FLASH and len(others) > 2:
                     continue
-                with contextlib.suppress(RuntimeError, TypeError):  # it does not take such tensors, or is an older one
+                with contextlib.suppress(RuntimeError, TypeError):  # not for such tensors, or not in this version
                     result = by(operator, x, others)
                     if _is_as_exact(result, x, others, scale):
                         made[name] = Torchs(operator, result.stride())
@@ -171,7 +176,7 @@ def _if_quicker(problem: Problem) -> Torchs | None:
 
 
 def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[torch.Tensor], scale: float) -> bool:
-    """Whether some heads of a result are as close to float64's as those of products and softmax."""
+    """Whether a result is as close to float64's as that of products and softmax. Checked for the first two heads."""
     key, value, *added = (tensor[:1, :2] for tensor in others)
     query, part = query[:1, :2], result[:1, :2]
 
@@ -187,7 +192,10 @@ def _is_as_exact(result: torch.Tensor, query: torch.Tensor, others: Sequence[tor
 
 
 def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
-    """What a value (batch, heads, rows, channels) repeats the heads of, one after the other; None if it does not."""
+    """The value whose heads were repeated, each several times in a row, to make `value`; None if there is none.
+
+    Both have the dimensions (batch, heads, rows, channels).
+    """
     copied = _copied(value, steps)
     if copied is None:
         return None
@@ -204,7 +212,7 @@ def repeated(value: Value, steps: Sequence[Launch | Call]) -> Value | None:
 
 
 def as_copied_from(value: Value, steps: Sequence[Launch | Call]) -> Value:
-    """The same elements where the last of the steps that wrote them has copied them from; the value if none has."""
+    """The source of a value, if the last step that wrote it was a copy; otherwise the value itself."""
     copied = _copied(value, steps)
     if copied is None or copied.read.index != dot(coordinates(value.shape), copied.strides) + copied.begin:
         return value
@@ -213,24 +221,26 @@ def as_copied_from(value: Value, steps: Sequence[Launch | Call]) -> Value:
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a value's elements are copies of."""
+    """The source of a value that was copied."""
 
     read: Read
-    """Of the value's coordinates."""
+    """What is read for an element, by the value's coordinates."""
     shape: tuple[int, ...]
+    """The value's shape."""
 
     def place_of(self, *at: int) -> int:
+        """Where the source of the element at these coordinates lies, in elements from the beginning of its slot."""
         names = {f"c{dim}": Index((), coordinate) for dim, coordinate in enumerate(at)}
         return self.read.index.substituted(names).constant
 
     @property
     def begin(self) -> int:
-        """Where the first lies."""
+        """Where the source of the first element lies."""
         return self.place_of(*(0 for _ in self.shape))
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart the first two of each dimension lie; 0 where there is one."""
+        """The strides between the first two elements of each dimension; 0 for dimensions of size 1."""
         ends = [[int(dim == other and size > 1) for other in range(4)] for dim, size in enumerate(self.shape)]
         return tuple(self.place_of(*end) - self.begin for end in ends)
 
@@ -240,7 +250,7 @@ class _Copied:
 
 
 def _copied(value: Value, steps: Sequence[Launch | Call]) -> _Copied | None:
-    """Of a value (batch, heads, rows, channels) that was written by a copy, of memory that nobody has changed since."""
+    """The source of a value (batch, heads, rows, channels), if a copy wrote it and the source is unchanged since."""
     writers = [number for number, step in enumerate(steps) if value.slot in written_by(step)]
     copied = steps[writers[-1]].loops if writers else None
     if copied is None or not copied.only_moves or copied.into is not None or len(value.shape) != 4:
@@ -258,7 +268,7 @@ def _copied(value: Value, steps: Sequence[Launch | Call]) -> _Copied | None:
 
 
 def _all_kinds_allowed() -> bool:
-    """Whether nobody has asked torch for certain kinds of attention only."""
+    """Whether all kinds of torch's attention are enabled."""
     cuda = torch.backends.cuda
     return all((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()))
 
@@ -266,7 +276,7 @@ def _all_kinds_allowed() -> bool:
 def _described(
     tensors: Sequence[torch.Tensor], expected: torch.Tensor, scale: float | None
 ) -> attention.Problem | None:
-    """What a kernel would have to compute; None if kernels know nothing like it."""
+    """The problem for our kernels; None if they do not support these tensors."""
     query, key, value, *masks = tensors
     own = (*tensors[:3], expected)
     if any(tensor.dim() != 4 or tensor.dtype != expected.dtype or tensor.stride(3) != 1 for tensor in own):
@@ -308,13 +318,13 @@ def _described(
 
 
 def _moving(tensor: torch.Tensor) -> attention.Strides:
-    """Strides of batch, head and row; 0 where there is but one."""
+    """The strides of batch, head and row; 0 for dimensions of size 1."""
     batch, head, row = (stride * (size > 1) for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
     return batch, head, row
 
 
 def _library(options: tuple[tuple[str, Any], ...]) -> tune.Candidate:
-    """torch's, which gets numbers for a mask of truth values, as programs give it (`Recorder`)."""
+    """torch's candidate. It gets numbers in place of a mask of truth values, made once, as in programs (`Recorder`)."""
     named = {name: option for name, option in options if option}  # older versions know no enable_gqa
     repeats = named.pop("repeats", False) and named.pop("enable_gqa")
 

@@ -1,8 +1,8 @@
-"""Attention written by hand, which torch's own attention computes where it was measured to be quicker.
+"""Finds attention that a model writes out, and replaces it by torch's attention where that was measured to be quicker.
 
-Two products of batches, and between them loops that are softmax of the first one's result, scaled, with something added
-or hidden: `softmax(q @ k.T * scale + bias) @ v`. Whatever is added is put into memory once, as small as it can be, and
-the scores are nowhere. attention.py has the contest.
+The pattern is `softmax(q @ k.T * scale + bias) @ v`: two batched products, and between them loops that are a softmax of
+the first product, scaled, with something added or hidden. What is added is stored once, as small as possible. The
+scores are never in memory. attention.py has the contest.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from fxfuse.program.reductions import SOFTMAX
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, slots_of, values_in, written_by
 
 HIDDEN: Final = -1e9
-"""What scores are filled with where nobody may look, at most: beside it no score makes a difference."""
+"""The largest number that counts as hiding a score. Added to it, no score makes a difference."""
 ALIGNED: Final = 8
-"""Elements of which a row of what is added has a multiple: else torch copies it."""
+"""Elements of which each row of what is added has a multiple. Otherwise torch copies it."""
 _CASTS: Final = ("float32", "bfloat16", "float16")
 
 Chosen = Callable[[Sequence[Value], Value | None, float], Torchs | None]
-"""chosen([query, key, value], what is added, scale): how torch's attention computes that, if it is quicker."""
+"""chosen([query, key, value], what is added, scale): torch's operator for such attention; None if none is quicker."""
 
 
 def joined(
     steps: Sequence[Launch | Call], output: Any, chosen: Chosen, is_lasting: Callable[[Slot], bool]
 ) -> list[Launch | Call]:
-    """The steps with torch's attention in the place of the products and what is between them.
+    """The steps with torch's attention in place of products and what is between them.
 
     Args:
-        output: what the caller gets.
-        is_lasting: whether what lies there is the model's own, not a call's: a mask of it hides no row as a whole.
+        output: the values that the caller gets.
+        is_lasting: whether a slot belongs to the model, not to a call. A mask of the model's is assumed to hide no row
+            as a whole.
     """
     found = list(steps)
     leaving = {value.slot for value in values_in(output)}
@@ -69,32 +70,34 @@ def joined(
 
 @dataclass(frozen=True)
 class _Match:
-    """Attention, as it was found."""
+    """Attention that was found among the steps."""
 
     gone: frozenset[int]
-    """The steps that it is."""
+    """The steps that it replaces, by number."""
     name: str
-    """For what is new."""
+    """The prefix for names of new values."""
     last: int
-    """The product with the values."""
+    """The number of the product with the values."""
     tensors: tuple[Value, ...]
     """Query, key, value: (batch, heads, rows, channels)."""
     scale: float
     added: Loops | None
-    """What makes what is added."""
+    """The loops that make what is added to the scaled scores, padded; None if nothing is added."""
     added_as_read: Value | None
-    """The part of it that is: rows are longer in memory (`ALIGNED`)."""
+    """What is added, without the padding of its rows (`ALIGNED`)."""
     result: Value
-    """What the last product makes."""
+    """The result of the last product."""
 
 
 def _is_product(step: Launch | Call) -> bool:
+    """Whether a step is a batched product."""
     return isinstance(step, Call) and step.target is torch.bmm and "out" not in step.kwargs
 
 
 def _match(
     steps: Sequence[Launch | Call], last: int, leaving: set[Slot], is_lasting: Callable[[Slot], bool], name: str
 ) -> _Match | None:
+    """The attention that ends with the product `steps[last]`; None if it is none, or cannot be replaced."""
     weights, values, result = _values_of(steps[last])
     memory = _Memory(steps[:last], is_lasting)
     chain = _Chain(memory)
@@ -131,14 +134,14 @@ def _match(
 
 
 def _values_of(product: Launch | Call) -> tuple[Value, Value, Value]:
-    """Both factors and the result."""
+    """The two factors and the result of a product."""
     assert isinstance(product, Call)
     left, right = product.args
     return left, right, product.result
 
 
 class _Memory:
-    """Who writes what before the last product."""
+    """What is known of memory before the last product: its writers, and whether it is the model's or finite."""
 
     def __init__(self, steps: Sequence[Launch | Call], is_lasting: Callable[[Slot], bool]) -> None:
         self.steps = steps
@@ -148,13 +151,13 @@ class _Memory:
         self._finite: dict[Slot, bool] = {}
 
     def writer(self, slot: Slot, before: int) -> int | None:
-        """The last step before that writes there."""
+        """The last step before `before` that writes into a slot."""
         return next((number for number in range(before - 1, -1, -1) if slot in self._written[number]), None)
 
     def holds(self, read: Sequence[Value | Read], gone: frozenset[int]) -> bool:
-        """Whether what is read is the same at the end as where it was read before, by the steps that are gone."""
+        """Whether values still hold the same at the last product as where the steps `gone` read them."""
         later = [written for number, written in enumerate(self._written) if number > min(gone) and number not in gone]
-        # what is made in between and read afterwards only (the values) is as it was at its only writing
+        # a value that is made in between and read at the last product only (the values) may be written once
         return all(
             slot.kind != "given" and sum(slot in written for written in self._written) == 1
             for slot in {one.slot for one in read}
@@ -162,9 +165,9 @@ class _Memory:
         )
 
     def lasts(self, slot: Slot) -> bool:
-        """Whether what lies there is the model's own, or made of nothing else."""
+        """Whether a slot's contents are the model's own, or computed from nothing else."""
         if slot not in self._lasting:
-            self._lasting[slot] = False  # of what is made of itself, in place
+            self._lasting[slot] = False  # ends the recursion where a slot is computed from itself, in place
             writers = [step for step, written in zip(self.steps, self._written, strict=True) if slot in written]
             sources = {read for step in writers for read in read_by(step)} - {slot}
             is_made = bool(writers and sources) and all(map(self.lasts, sources))
@@ -172,7 +175,7 @@ class _Memory:
         return self._lasting[slot]
 
     def is_finite(self, expression: Expr, leaves: Sequence[Leaf], dtype: torch.dtype) -> bool:
-        """Whether an expression is the model's own, or of integers and of numbers that the dtype has."""
+        """Whether an expression is the model's own, or of integers, truth values and numbers finite in `dtype`."""
         used = [leaves[index] for index in _operands(expression)]
         if all(self.lasts(leaf.slot) for leaf in used if isinstance(leaf, Read)):
             return True
@@ -197,17 +200,20 @@ class _Memory:
 
 
 class _Chain:
-    """What steps compute of one product's result, put into each other."""
+    """Inlines the steps between two products into one, and notes which steps and which product these are."""
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
         self.steps: set[int] = set()
-        """Those that compute it."""
+        """The steps that were inlined, by number."""
         self.scores: int | None = None
-        """The product."""
+        """The number of the first product, which makes the scores."""
 
     def composed(self, number: int) -> Loops | None:
-        """What a step computes of the product; None if it is more than loops, or nothing of one product."""
+        """A step's loops with all steps back to the product inlined.
+
+        None if the step has no plain loops, depends on no product, or on several.
+        """
         loops = self._memory.steps[number].loops
         if loops is None or loops.into is not None or loops.also:
             return None
@@ -233,7 +239,7 @@ class _Chain:
 
 
 def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int], last: int, leaving: set[Slot]) -> bool:
-    """Whether nobody else reads what some steps make."""
+    """Whether only the steps `inner` and `last` use what the steps `inner` make."""
     made = {slot for number in inner for slot in written_by(steps[number])}
     if made & leaving or any(slot.kind == "given" for slot in made):
         return False
@@ -249,7 +255,7 @@ def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int],
 
 
 def _softmaxed(loops: Loops) -> Expr | None:
-    """What loops are softmax of, along the last dimension; None if they are something else."""
+    """The expression of which loops are the softmax along the last dimension; None if they are no softmax."""
     expression = loops.expression
     while isinstance(expression, Term) and expression.op in _CASTS:
         (expression,) = expression.args
@@ -270,7 +276,7 @@ def _softmaxed(loops: Loops) -> Expr | None:
 
 
 def _spelled(expression: Expr, leaves: Sequence[Leaf]) -> Any:
-    """An expression with its leaves in it, however they are numbered."""
+    """An expression with its leaves in place of operands, so that their numbering does not matter."""
     match expression:
         case Operand(index):
             leaf = leaves[index]
@@ -283,14 +289,18 @@ def _spelled(expression: Expr, leaves: Sequence[Leaf]) -> Any:
 
 
 class _Other(Exception):
-    """Scores that are changed in another way than by a scale and something that is added."""
+    """The expression is not the scores, scaled, with something added."""
 
 
 class _Affine:
-    """An expression as scale * scores + what is added."""
+    """Takes an expression apart into scale * scores + what is added."""
 
     def __init__(self, leaves: Sequence[Leaf], scores: set[int], memory: _Memory, dtype: torch.dtype) -> None:
-        """`scores`: which leaves are; `dtype`: theirs."""
+        """
+        Args:
+            scores: the numbers of the leaves that read the scores.
+            dtype: the scores' dtype.
+        """
         self._leaves, self._scores, self._memory, self._dtype = leaves, scores, memory, dtype
 
     def of(self, expression: Expr) -> tuple[float, Expr | None]:
@@ -317,7 +327,7 @@ class _Affine:
         raise _Other
 
     def _number(self, expression: Expr) -> float:
-        """One that is written, or that was made into a tensor."""
+        """The number that an expression is: a constant, or a constant tensor of one element. Raises _Other."""
         if isinstance(expression, Const):
             return float(expression.value)
         leaf = self._leaves[expression.index] if isinstance(expression, Operand) else None
@@ -334,8 +344,8 @@ class _Affine:
             raise _Other
         return scale * factor, None if added is None else Term("mul", (added, Const(factor)))
 
-    # A row that is hidden as a whole, by minus infinity, is NaN in eager; torch's attention has zeros. So what a call
-    # gives may not do that.
+    # A row that is hidden as a whole, by minus infinity, is NaN in eager, but zeros in torch's attention. So tensors of
+    # a call must not hide scores by minus infinity.
 
     def _plus(self, x: Expr, other: Expr) -> tuple[float, Expr | None]:
         if self._depends(other) or not self._memory.is_finite(other, self._leaves, self._dtype):
@@ -368,22 +378,25 @@ def _depend(leaves: Sequence[Leaf], name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Split:
-    """The matrices as heads of batches, such that what is added takes as little memory as it can."""
+    """The matrices of a batched product divided into batches and heads, such that what is added takes least memory."""
 
     sizes: tuple[int, ...]
-    """Batches, heads, rows, keys."""
+    """The numbers of batches, heads, rows and keys."""
     leaves: tuple[Leaf, ...]
-    """Of softmax, of their coordinates."""
+    """The leaves of the softmax, by these four coordinates."""
     added: tuple[int, ...]
-    """The same sizes, or 1 of those that what is added does not depend on."""
+    """The shape of what is added: `sizes`, with 1 for dimensions that it does not depend on."""
 
 
 def _split(loops: Loops, weights: Value, scores: Value, which: set[int], added: Sequence[int]) -> _Split | None:
-    """None if rows are not what softmax goes along, or if it is of other scores than of the same query and key.
+    """The best division into batches and heads.
+
+    None if the softmax is not along the rows of `weights`, or if a leaf reads the score of another query or key than
+    the weight's own.
 
     Args:
-        which: of the leaves, those that read scores.
-        added: those that what is added is made of.
+        which: the numbers of the leaves that read scores.
+        added: the numbers of the leaves that what is added depends on.
     """
     best: _Split | None = None
     count, rows, keys = weights.shape
@@ -406,27 +419,31 @@ def _split(loops: Loops, weights: Value, scores: Value, which: set[int], added: 
 
 
 def _numbers_of_heads(shape: Sequence[int], count: int) -> list[int]:
-    """How many of `count` matrices may be heads of one batch, those first that the shape of scores says."""
+    """The possible numbers of heads of `count` matrices. Those that the shape of the scores suggests come first."""
     said = [math.prod(shape[dim:-2]) for dim in range(len(shape) - 3, 0, -1)]
     divisors = [number for number in range(1, count + 1) if count % number == 0]
     return list(dict.fromkeys([*(number for number in said if number in divisors), *divisors]))
 
 
 def _transposed(value: Value) -> Value:
-    """(count, rows, columns) of (count, columns, rows)."""
+    """A value (count, columns, rows) viewed as (count, rows, columns)."""
     (count, columns, rows), (of_matrix, of_column, of_row) = value.shape, value.strides
     strides = of_matrix, of_row, of_column
     return Value(value.slot, value.offset, (count, rows, columns), strides, value.dtype, value.name)
 
 
 def _with_heads(value: Value, heads: int, name: str) -> Value:
+    """A value (batch * heads, rows, columns) viewed as (batch, heads, rows, columns)."""
     (count, rows, columns), (of_matrix, of_row, of_column) = value.shape, value.strides
     shape, strides = (count // heads, heads, rows, columns), (of_matrix * heads, of_matrix, of_row, of_column)
     return Value(value.slot, value.offset, shape, strides, value.dtype, name)
 
 
 def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tuple[Loops, Value] | None:
-    """Loops for what is added, and what is read of it; None if its digits would be lost."""
+    """Loops that make what is added, with padded rows, and the value without the padding.
+
+    None if it contains reductions, or would lose precision in `dtype`.
+    """
     used = {index: split.leaves[index] for index in _operands(expression)}
     reads = [leaf for leaf in used.values() if isinstance(leaf, Read)]
     if any(isinstance(leaf, Reduced) for leaf in used.values()):
@@ -450,6 +467,7 @@ def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tu
 
 
 def _replaced(steps: Sequence[Launch | Call], match: _Match, torchs: Torchs) -> list[Launch | Call]:
+    """The steps with a match replaced by torch's operator."""
     query, _, value = match.tensors
     shape = *query.shape[:3], value.shape[3]
     name = f"{match.name}_made"

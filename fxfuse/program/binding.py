@@ -1,6 +1,6 @@
-"""What a call gives a graph: its arguments in the graph's order, and the tensors of the model that the graph reads.
+"""Binds a call to a graph: its arguments in the graph's order, and the tensors of the model that the graph reads.
 
-And which calls are alike (`Repeats`).
+`Repeats` says which calls are of one kind.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from fxfuse.program.values import Refused
 
 
 class Bound(NamedTuple):
-    """One call's."""
+    """The arguments and attributes of one call."""
 
     arguments: Sequence[Any]
-    """In the order of the graph's."""
+    """In the order of the graph's placeholders."""
     attributes: list[torch.Tensor]
     """In the order of `Binding.paths`."""
     tensors: list[torch.Tensor]
-    """The arguments that are tensors, and all attributes."""
+    """The arguments that are tensors, then all attributes."""
     constants: tuple[Any, ...]
-    """What else a graph depends on: types of arguments, and those that are no tensors, to be compared."""
+    """What else a program depends on, for comparison: the types of arguments, and the arguments that are no tensors."""
 
 
 class Binding:
-    """Which arguments and attributes a graph takes."""
+    """The arguments and attributes that a graph takes."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         """Raises Refused if an attribute is no tensor of a module."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._nodes = [node for node in placeholders if not is_variable(node)]
         self._nothing = {node: None for node in placeholders if is_variable(node)}
-        """Further arguments, of which nobody asks anything and calls that can be bound have none."""
+        """Variadic placeholders, which nothing reads. Calls that can be bound have no such arguments."""
         self._positional = next((at for at, node in enumerate(placeholders) if is_variable(node)), len(placeholders))
         self._arguments: dict[tuple[type, ...], _Arguments] = {}
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
         self._reads = [node for node in graph.nodes if node.op == "get_attr"]
         self.modules: list[nn.Module] = []
-        """That the graph calls."""
+        """The modules that the graph calls."""
         for node in graph.nodes:
             if node.op == "get_attr":
                 self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
@@ -53,10 +53,10 @@ class Binding:
                     path = f"{node.target}.{name}"
                     self._attributes.setdefault(path, _table_of(root, path))
         self.paths = tuple(self._attributes)
-        """Of the attributes that it reads, those of modules that it calls among them."""
+        """The paths of the attributes that it reads, including the tensors of modules that it calls."""
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
-        """A call's. None where an argument is missing or unknown, or an attribute gone."""
+        """Binds a call. None if an argument is missing or unknown, or if an attribute is gone."""
         bound = args
         if kwargs or len(args) != len(self._nodes) or len(args) > self._positional:
             found = self._in_order(args, kwargs)
@@ -65,7 +65,7 @@ class Binding:
             bound = found
         try:
             attributes = [table[name] for table, name in self._attributes.values()]
-        except KeyError:  # which the graph's code has words for
+        except KeyError:  # the graph's own code then raises a better error
             return None
         kinds = tuple(map(type, bound))
         arguments = self._arguments.get(kinds)
@@ -74,7 +74,7 @@ class Binding:
         return Bound(bound, attributes, [*arguments.tensors(bound), *attributes], arguments.constants(bound))
 
     def values(self, bound: Bound) -> dict[fx.Node, Any]:
-        """What the graph's placeholders and its nodes of attributes are in a call."""
+        """The values of the graph's placeholders and attribute nodes in a call."""
         given: dict[fx.Node, Any] = {**dict(zip(self._nodes, bound.arguments, strict=True)), **self._nothing}
         attributes = dict(zip(self.paths, bound.attributes, strict=True))
         given.update((node, attributes[str(node.target)]) for node in self._reads)
@@ -93,7 +93,7 @@ class Binding:
 
 
 class _Arguments:
-    """Which of a call's arguments are tensors, where each is of a certain type."""
+    """Divides the arguments of calls into tensors and others, for one combination of argument types."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self._kinds = kinds
@@ -104,17 +104,17 @@ class _Arguments:
         return [arguments[place] for place in self._tensors] if self._others else list(arguments)
 
     def constants(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The types first, so that values are compared with those of their type."""
+        """The types of all arguments, then those that are no tensors. So True does not compare equal to 1."""
         return self._kinds, *[_constant(arguments[place]) for place in self._others]
 
 
 def _constant(argument: Any) -> Any:
-    """A value to compare: 0.0 and -0.0 are two numbers."""
+    """An argument in a form to compare: 0.0 and -0.0 are different."""
     return argument.hex().encode() if type(argument) is float else argument
 
 
 def _table_of(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    """The dictionary in which an attribute of a module is, and its name there."""
+    """The dictionary that holds an attribute of a module, and its name there."""
     *parents, name = path.split(".")
     module = root.get_submodule(".".join(parents))
     for table in (module._parameters, module._buffers, vars(module)):
@@ -132,18 +132,18 @@ def are_constant(constants: tuple[Any, ...]) -> bool:
 
 
 PATIENCE: Final = 16
-"""Calls, each of a kind that was not known, after which every 16th only is looked at."""
+"""After so many calls that were looked at since a program (or step) was last made, only every 16th is looked at."""
 
 
 class Kind:
-    """A kind of calls that were looked at."""
+    """A kind of calls that was looked at."""
 
     def __init__(self, described: Any) -> None:
         self.described = described
-        """What is the same in all of them."""
+        """What is equal in all calls of the kind."""
         self.has_repeated = False
         self.results: Any = None
-        """What is known of the first one's results."""
+        """What is known of the results of its first call."""
 
 
 class Repeats:
@@ -155,11 +155,12 @@ class Repeats:
         self._misses = 0
 
     def look(self, described: Callable[[], Any], places: int) -> Kind | None:
-        """The kind of a call; None if it is not looked at: the sizes or numbers of many have been others each time.
+        """The kind of a call. None if the call is not looked at, because sizes or numbers differ at most calls.
 
         Args:
-            places: how many kinds something may be made for before an older one must go. So many are remembered,
-                and one where there is none: then two calls in a row must be alike.
+            described: makes what is compared.
+            places: how many programs (or steps) may be made before an older one must go. So many kinds are remembered,
+                but at least one: with `places` 0 two calls in a row must be of one kind.
         """
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:
@@ -175,5 +176,5 @@ class Repeats:
         return new
 
     def count_anew(self) -> None:
-        """After a call whose kind has repeated, and for which something was made."""
+        """Called after something was made for a kind that has repeated."""
         self._misses = 0

@@ -1,7 +1,8 @@
-"""What a program's steps make of nothing but numbers: positions, masks. It is made once, while the call is recorded.
+"""Constants: values that a program's steps make of nothing but numbers (positions, masks) are made once.
 
-Nothing is kept that depends on a tensor of a call or a model, that the caller gets, or that somebody overwrites
-afterwards. What merge.py has put into kernels is no step any more, and computed there.
+They are kept as they were when the call was recorded. Not kept is what depends on a tensor of a call or a model, is
+drawn at random, is returned to the caller, or is overwritten by other steps. Values that merge.py has inlined into
+kernels are computed there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any, Final
 from fxfuse.program.values import Call, Launch, Slot, read_by, slots_of, values_in, written_by
 
 MOST_BYTES: Final = 16 << 20
-"""That a program keeps; those that need the least come first."""
+"""The most bytes of constants that a program keeps, smallest first."""
 
 
 def without_constants(steps: Sequence[Launch | Call], output: Any) -> tuple[list[Launch | Call], list[Slot]]:
-    """The steps that must be made at every call, and the memory that others filled while the call was recorded."""
+    """The steps that must run at every call, and the slots of the constants that these read."""
     leaving = {value.slot for value in values_in(output)}
     found = {slot for step in steps for slot in written_by(step) if slot.constant is not None} - leaving
     found -= set(_beyond(found, MOST_BYTES))
@@ -38,7 +39,7 @@ def _is_constant(step: Launch | Call, found: set[Slot]) -> bool:
 
 
 def _changed(steps: Sequence[Launch | Call], constant: Sequence[bool]) -> set[Slot]:
-    """What steps that are not constant write, or read before it is whole."""
+    """The slots that non-constant steps write, or read before a later constant step writes them."""
     changed: set[Slot] = set()
     read: set[Slot] = set()
     for step, is_constant in zip(steps, constant, strict=True):
@@ -51,7 +52,7 @@ def _changed(steps: Sequence[Launch | Call], constant: Sequence[bool]) -> set[Sl
 
 
 def _beyond(slots: set[Slot], most: int) -> list[Slot]:
-    """Those that `most` bytes do not suffice for."""
+    """The slots for which there is no room in `most` bytes, if the smallest are kept first."""
     beyond = []
     for slot in sorted(slots, key=_nbytes):
         most -= _nbytes(slot)

@@ -1,4 +1,4 @@
-"""Tensors copied into others by one launch, as a kernel of loops: torch's copies take the CPU 10 to 30 us each."""
+"""Copies several tensors by one launch of a kernel of loops. torch's copies take the CPU 10 to 30 us each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ ALIGNMENT: Final = 16
 
 
 def launch_of(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """copy(tensors) into the buffers, on the current stream of their GPU: False if they lie where it may not read them,
-    and nothing is copied then.
+    """A function copy(tensors) that copies tensors into the buffers, on the current stream of their GPU.
 
-    The tensors have the buffers' dtypes, sizes and strides. None if a buffer cannot be copied so, or a launch does not
-    hold all. Raises ToolchainError, BuildError.
+    The tensors must have the buffers' dtypes, sizes and strides. copy returns False, and copies nothing, if an address
+    is not aligned to `ALIGNMENT`.
+
+    Returns None if a buffer cannot be filled in this way, or if one launch cannot copy them all. Raises ToolchainError,
+    BuildError.
     """
     found: dict[int, LoopsKernel] = {}
     for number, buffer in enumerate(buffers):
@@ -56,7 +58,7 @@ def launch_of(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
 
 
 def _copy(buffer: torch.Tensor) -> LoopsKernel | None:
-    """The kernel that fills a buffer; None if its elements are not side by side, or no numbers that loops move."""
+    """The kernel that fills a buffer; None if that is not dense or aligned, or has a dtype that loops cannot move."""
     count = buffer.numel()
     span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
     if not 0 < count < LARGEST or span != count or buffer.data_ptr() % ALIGNMENT:

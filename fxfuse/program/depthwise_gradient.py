@@ -1,5 +1,5 @@
-"""The gradient of a depthwise convolution's filters, where a kernel of ours was measured to be quicker than torch's
-(cuda/depthwise_gradient.py)."""
+"""Computes the gradient of a depthwise convolution's filters by a kernel of ours, where it was measured to be quicker
+than torch's (cuda/depthwise_gradient.py)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fxfuse.program.values import is_plain
 
 KIND: Final = "depthwise filters' gradient"
 LIBRARY: Final = "convolution_backward"
-"""torch's candidate."""
+"""The name of torch's candidate."""
 FILTERS_ONLY: Final = [False, True, False]
-"""Which gradients the operator is asked for: those of its input, its filters, its bias."""
+"""Which gradients the operator computes, for (input, filters, bias): those of the filters alone."""
 _aten: Final = torch.ops.aten
 
 
 def planned(args: Sequence[Any], result: Sequence[torch.Tensor | None]) -> Callable[[], Any] | None:
-    """What computes aten.convolution_backward(*args), which was `result`, by a kernel of ours.
+    """A function that computes aten.convolution_backward(*args) by a kernel of ours. torch's result was `result`.
 
-    None where there is no kernel for it, or torch's is as quick.
+    None if there is no kernel for it, or if torch is as quick.
     """
     dy, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = args
     tensors = (dy, x, weight)

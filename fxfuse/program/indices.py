@@ -1,8 +1,8 @@
-"""Integer expressions over loop variables: where in memory an element lies whose coordinates are known.
+"""Index expressions: integer expressions over loop variables, which say where in memory an element lies.
 
-An `Index` is a sum of atoms with coefficients and a constant; an atom is a variable, a quotient or a remainder of
-another index, or an integer read from a tensor. Sums are simplified as they are made, by the ranges of their atoms, so
-that a view of a view of a copy is again the sum that a person would write. Indices are equal if they are the same sum.
+An `Index` is a constant plus a sum of atoms with coefficients. An atom is a variable, a quotient or a remainder of
+another index, or an integer read from a tensor. Sums are simplified as they are made, by the ranges of their atoms. So
+a view of a view of a copy is again the sum that a person would write. Indices are equal if they are the same sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Quotient:
-    """of // by; of is not negative."""
+    """of // by, where `of` is not negative."""
 
     of: Index
     by: int
@@ -49,7 +49,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Remainder:
-    """of % by; of is not negative."""
+    """of % by, where `of` is not negative."""
 
     of: Index
     by: int
@@ -65,10 +65,10 @@ class Remainder:
 
 @dataclass(frozen=True)
 class Element:
-    """An integer in memory, one of 0 to size - 1; of negative ones, where `wraps`, size is added."""
+    """An integer that is read from memory: 0 to size - 1. If `wraps`, size is added to negative ones."""
 
     memory: Any
-    """Whose memory: anything with a name."""
+    """The memory that it is read from (a Slot): anything with a name."""
     at: Index
     dtype: Any
     size: int
@@ -100,7 +100,7 @@ class Index:
 
     @functools.cached_property
     def range(self) -> tuple[int, int]:
-        """The least and the greatest that it can be, if atoms were independent."""
+        """The least and the greatest value, as if the atoms were independent."""
         low = high = self.constant
         for atom, coefficient in self.terms:
             ends = [coefficient * end for end in atom.range]
@@ -130,7 +130,7 @@ class Index:
         if rest.range[1] < by:
             return whole
         unit, even, odd = rest._multiples(by)
-        if unit > 1:  # rest is unit * even + odd, and odd is less than a unit
+        if unit > 1:  # rest == unit * even + odd, with 0 <= odd < unit
             return whole + even // (by // unit)
         if not rest.terms:
             return whole + rest.constant // by
@@ -158,7 +158,7 @@ class Index:
         return _of(Remainder(odd, by))
 
     def _split(self, by: int) -> tuple[Index, Index]:
-        """whole and rest, such that this is by * whole + rest; rest is as small as it can be, but not negative."""
+        """(whole, rest), with self == by * whole + rest. The rest is as small as possible, but not negative."""
         terms = tuple((atom, coefficient) for atom, coefficient in self.terms if coefficient % by)
         least = -Index(terms).range[0]
         constant = least + (self.constant - least) % by
@@ -166,9 +166,9 @@ class Index:
         return Index(whole, (self.constant - constant) // by), Index(terms, constant)
 
     def _multiples(self, of: int) -> tuple[int, Index, Index]:
-        """unit, even and odd: this is unit * even + odd, odd is one of 0 to unit - 1, and unit divides `of`.
+        """(unit, even, odd), with self == unit * even + odd, 0 <= odd < unit, and `of` a multiple of unit.
 
-        The greatest unit that is found; 1, 0 and the index itself if there is none.
+        The unit is the greatest that is found. If none is found, (1, 0, self).
         """
         terms = sorted(self.terms, key=lambda term: abs(term[1]))
         for count in range(len(terms)):
@@ -180,13 +180,13 @@ class Index:
         return 1, Index(), self
 
     def replaced(self, change: Callable[[Atom], Index | None]) -> Index:
-        """The same of other atoms, wherever `change` says another for one; of others what they are made of is."""
+        """The index with each atom replaced by `change(atom)`. Where that is None, the atom's own index is replaced."""
         return self._rebuilt(change, lambda of: of.replaced(change))
 
     def with_sum(self, whole: Index, value: Index) -> Index:
-        """The same with another value for a sum, wherever a multiple of it is found, atoms included.
+        """The index with the sum `whole` replaced by `value`, wherever a multiple of it is found, inside atoms too.
 
-        With a variable of fewer values than the sum has, quotients and remainders become simpler.
+        If `value` is a variable with fewer values than the sum, quotients and remainders become simpler.
         """
         terms = dict(self.terms)
         shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in whole.terms}
@@ -196,7 +196,7 @@ class Index:
         return left + value * factor
 
     def _rebuilt(self, change: Callable[[Atom], Index | None], inner: Callable[[Index], Index]) -> Index:
-        """The same of the atoms that `change` says, and else of those made of what `inner` makes of their indices."""
+        """The index with each atom replaced by `change(atom)`. Where that is None, `inner` is applied to its index."""
         result = Index((), self.constant)
         for atom, coefficient in self.terms:
             new = change(atom)
@@ -214,11 +214,11 @@ class Index:
         return result
 
     def substituted(self, values: Mapping[str, Index]) -> Index:
-        """With other values for variables of these names."""
+        """The index with variables replaced by `values`, by name."""
         return self.replaced(lambda atom: values.get(atom.name) if isinstance(atom, Variable) else None)
 
     def atoms(self) -> Iterable[Atom]:
-        """All of them, also those that others are made of, which come first."""
+        """All atoms, nested ones included. Inner atoms come first."""
         for atom, _ in self.terms:
             match atom:
                 case Quotient(of, _) | Remainder(of, _):
@@ -240,7 +240,7 @@ def _of(atom: Atom) -> Index:
 
 
 def _sum(terms: dict[Atom, int], constant: int) -> Index:
-    """A quotient and the remainder that belongs to it are what they were made of: x // b * b + x % b is x."""
+    """The sum of these terms and a constant. A quotient is joined with its remainder: x // b * b + x % b is x."""
     for atom, coefficient in list(terms.items()):
         if not isinstance(atom, Remainder) or coefficient == 0:
             continue
@@ -254,12 +254,12 @@ def _sum(terms: dict[Atom, int], constant: int) -> Index:
 
 
 def variable(name: str, size: int) -> Index:
-    """A loop variable; of one that is always 0, the number."""
+    """A loop variable as an index; the number 0 if `size` is 1."""
     return Index() if size == 1 else _of(Variable(name, size))
 
 
 def element(memory: Any, at: Index, dtype: Any, size: int, wraps: bool) -> Index:
-    """An integer in memory (`Element`)."""
+    """An integer read from memory (`Element`), as an index."""
     return _of(Element(memory, at, dtype, size, wraps))
 
 

@@ -1,8 +1,8 @@
-"""Modules that a graph calls as they are, and what of them decides what they compute.
+"""Leaf modules: those of torch.nn that a graph calls, and a check that they still compute the same.
 
-A program does not call them: it has the operators that they ran while it was recorded, which are its own to merge and
-to launch. So every call asks whether each of them is what it was. Of their parameters and buffers, which are read anew,
-only whether there is one matters.
+A program does not call these modules. It has recorded the operators that they run, which can be merged. So every call
+checks that each module, and what is in it, is unchanged. Parameters and buffers are read anew at every call: for them
+only the presence counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Leaves:
-    """Modules of torch.nn, as they are now."""
+    """The state of modules of torch.nn when this object is made, to be compared with later.
+
+    `module in leaves` says whether everything that a module computes with can be compared.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         known = [module for module in dict.fromkeys(modules) if all(map(_is_known, module.modules()))]
@@ -46,7 +49,7 @@ class Leaves:
         return module in self._known
 
     def are_as_before(self) -> bool:
-        """Whether the same call of each computes the same."""
+        """Whether all modules are unchanged, so that equal calls compute the same."""
         try:
             return (
                 not any(self._hooks)
@@ -54,13 +57,13 @@ class Leaves:
                 and [len(members) for members in self._members] == self._counts
                 and self._read() == self._before
             )
-        except (KeyError, TypeError):  # an attribute is gone, or a list is none any more
+        except (KeyError, TypeError):  # an attribute is gone, or no longer a list
             return False
 
     def _read(self) -> tuple[list[Any], list[tuple[Any, ...]], list[bool], list[nn.Module | None]]:
         return (
             [members[name] for members, name in self._places],
-            [tuple(members[name]) for members, name in self._lists],  # which may be changed in place
+            [tuple(members[name]) for members, name in self._lists],  # lists may be changed in place
             [table[name] is None for table, name in self._tensors],
             [table[name] for table, name in self._children],
         )
@@ -71,7 +74,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether attributes that can be compared, tensors and modules of torch are all that it computes with."""
+    """Whether a module computes with nothing but comparable attributes, tensors and modules of torch."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not has_hooks(module)
@@ -80,6 +83,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
+    """Whether an attribute's value can be compared with a later one."""
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):  # an activation
         return (value.__module__ or "torch").split(".")[0] == "torch"
     if type(value) is list:

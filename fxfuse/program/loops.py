@@ -1,12 +1,13 @@
-"""What an operator computes, element by element: an expression of what lies where in memory.
+"""Loops: an operator as an expression for each element of its result.
 
-Pointwise operators, those that only move elements (copies, padding, concatenation, rolling, gathering), and sums and
-the like over rows, all are `Loops`: for every element of the result an expression of elements of other tensors, whose
-places are `Index`es of the element's coordinates, and of numbers that rows come to (`Reduced`). Views need no words,
-since places are counted from where a piece of memory begins. So one can be put into the other (`inlined`): whatever
-stands between two library calls becomes few kernels (merge.py). operators.py says what torch's operators are.
+Three kinds of operators are `Loops`: pointwise ones, those that only move elements (copies, padding, concatenation,
+rolling, gathering), and reductions of rows. Every element of the result is an expression of elements of other tensors
+(`Read`, at an `Index` of the result's coordinates) and of reductions of rows (`Reduced`). An index counts from the
+beginning of a piece of memory, so views need no representation of their own. Loops can be inlined into each other
+(`inlined`), so whatever lies between two library calls becomes few kernels (merge.py). operators.py has the loops of
+torch's operators.
 
-As in fused regions, kernels compute in float32 and round where eager's result is a cast, or lies in memory.
+As in fused regions, kernels compute in float32, and round where eager's result is a cast, or is stored to memory.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from fxfuse.program.indices import Atom, Index, Quotient, Remainder, Variable, d
 from fxfuse.program.values import Slot, Value
 
 MOVED: Final = (*OPERAND_DTYPES, torch.float64)
-"""Dtypes of which elements can be moved, whatever they mean."""
+"""Dtypes whose elements can be moved."""
 LARGEST: Final = 2**31
-"""Elements of a result, and indices, are less."""
+"""Bound on indices, and on the number of a result's elements: both are less."""
 
 
 @dataclass(frozen=True)
 class Inside:
-    """Whether 0 <= index < size."""
+    """A condition: 0 <= index < size."""
 
     index: Index
     size: int
@@ -46,32 +47,32 @@ class Inside:
 
 @dataclass(frozen=True)
 class Read:
-    """An element of a piece of memory."""
+    """An element read from a piece of memory."""
 
     slot: Slot
     dtype: torch.dtype
     index: Index
-    """In elements, from where the slot begins."""
+    """In elements, from the slot's beginning."""
     where: tuple[Inside, ...] = ()
-    """It is read only there; elsewhere nobody asks for it."""
+    """Conditions under which the element is used. Elsewhere it is not read."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """An index as a number."""
+    """An index used as a value."""
 
     index: Index
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a row comes to: the sum, or the greatest, of an expression for all values of a variable."""
+    """A reduction of a row: the sum or the maximum of an expression over all values of a variable."""
 
     op: str
     """"sum" or "max"."""
     over: Variable
     expression: Expr
-    """Of operands: the i-th is leaves[i]."""
+    """Its i-th operand is leaves[i]."""
     leaves: tuple[Leaf, ...]
 
 
@@ -79,7 +80,7 @@ Leaf: TypeAlias = Read | Inside | Position | Reduced
 
 
 def all_leaves(leaves: Iterable[Leaf]) -> Iterator[Leaf]:
-    """The leaves and those that they are made of, which come first."""
+    """All leaves, those of reductions included. These come before their reduction."""
     for leaf in leaves:
         if isinstance(leaf, Reduced):
             yield from all_leaves(leaf.leaves)
@@ -87,12 +88,12 @@ def all_leaves(leaves: Iterable[Leaf]) -> Iterator[Leaf]:
 
 
 def reductions_of(leaves: Iterable[Leaf]) -> list[Reduced]:
-    """What rows come to among them, each once and after those that it is made of."""
+    """All reductions among the leaves, each once, and after those that it contains."""
     return list(dict.fromkeys(leaf for leaf in all_leaves(leaves) if isinstance(leaf, Reduced)))
 
 
 def indices_of(leaves: Iterable[Leaf]) -> Iterator[Index]:
-    """All indices in them."""
+    """All indices in the leaves."""
     for leaf in all_leaves(leaves):
         if not isinstance(leaf, Reduced):
             yield leaf.index
@@ -101,7 +102,7 @@ def indices_of(leaves: Iterable[Leaf]) -> Iterator[Index]:
 
 
 def substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
-    """The leaf with other values for variables of these names."""
+    """The leaf with variables replaced by `values`, by name."""
     match leaf:
         case Inside(index, size):
             return Inside(index.substituted(values), size)
@@ -115,67 +116,70 @@ def substituted(leaf: Leaf, values: Mapping[str, Index]) -> Leaf:
 
 @dataclass(frozen=True)
 class Store:
-    """A result."""
+    """A result that is stored."""
 
     output: Value
     expression: Expr
-    """Of operands: the i-th is the loops' leaves[i]."""
+    """Its i-th operand is the loops' leaves[i]."""
 
 
 @dataclass(frozen=True)
 class Into:
-    """Where a result is put if it is a part of memory that is there: a cache's rows, say."""
+    """Where a result is stored if it is a part of an existing tensor: rows of a cache, for example."""
 
     target: Value
     """The tensor that is written into."""
     place: Index
-    """Of an element, of its coordinates: in elements from where the slot begins."""
+    """Where an element is stored, by its coordinates: in elements from the beginning of the target's slot."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """result[coordinates] = expression(leaves), for all coordinates of the output."""
+    """output[coordinates] = expression(leaves), for all coordinates of the output."""
 
     output: Value
-    """How the result lies: densely; with `into` only in the order in which it is computed."""
+    """The result, which is dense. With `into` it only gives the order in which elements are computed."""
     expression: Expr
-    """Of operands: the i-th is leaves[i]."""
+    """Its i-th operand is leaves[i]."""
     leaves: tuple[Leaf, ...]
     also: tuple[Store, ...] = ()
-    """Further results, whose elements lie as far from their first as those of the output from its."""
+    """Further results. Their elements have the same offsets from the first one as the output's."""
     into: Into | None = None
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """All results."""
+        """All results, the output first."""
         return (Store(self.output, self.expression), *self.also)
 
     @property
     def indices(self) -> Iterator[Index]:
-        """All, but for those of coordinates alone."""
+        """All indices that are read or written at, apart from the output's."""
         yield from indices_of(self.leaves)
         if self.into is not None:
             yield self.into.place
 
     @functools.cached_property
     def reads(self) -> list[Read]:
-        """Those of rows included."""
+        """All reads, those of reductions included."""
         return [leaf for leaf in all_leaves(self.leaves) if isinstance(leaf, Read)]
 
     @functools.cached_property
     def reductions(self) -> list[Reduced]:
-        """Each after those that it is made of."""
+        """All reductions, each after those that it contains."""
         return reductions_of(self.leaves)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Leaves and nodes of its expressions."""
+        """The number of leaves, and the number of nodes of all expressions."""
         expressions = [*(store.expression for store in self.stores), *(row.expression for row in self.reductions)]
         return len(set(all_leaves(self.leaves))), sum(len(list(postorder(one))) for one in expressions)
 
     @property
     def only_moves(self) -> bool:
-        """Whether each element is one of another tensor's, or a number; as float32, which kernels compute in anyhow."""
+        """Whether each element is an element of another tensor or a number; at most converted to float32.
+
+        Kernels compute in float32, so that conversion is free.
+        """
         if self.reductions:
             return False
         calls = [node for node in postorder(self.expression) if isinstance(node, Call)]
@@ -186,14 +190,14 @@ class Loops:
 
     @functools.cached_property
     def kinds(self) -> dict[Expr, str]:
-        """The C++ type of every value of the expressions but numbers that nobody computes with. Raises Inexact."""
+        """The C++ type of every node of the expressions. Raises Inexact."""
         kinds: dict[Expr, str] = {}
         for store in self.stores:
             kinds |= kinds_of(store.expression, self.leaves)
         return kinds
 
     def place(self) -> Index:
-        """Where an element of the result lies, of its coordinates."""
+        """Where an element of the output lies, by its coordinates."""
         return place_of(self.output, coordinates(self.output.shape))
 
 
@@ -203,17 +207,17 @@ def coordinates(shape: Sequence[int]) -> list[Index]:
 
 
 def place_of(value: Value, at: Sequence[Index]) -> Index:
-    """Where an element of a value lies, in elements from where its slot begins."""
+    """Where the element of a value at coordinates `at` lies, in elements from the beginning of its slot."""
     return dot(at, value.strides) + value.offset // value.dtype.itemsize
 
 
 def coordinates_in(part: Value, place: Index, size: int) -> tuple[list[Index], list[Inside]]:
-    """Which element of a part of memory lies at a place of it, where the conditions hold; elsewhere none does.
+    """The coordinates, in `part`, of the element that lies at `place`, and the conditions under which there is one.
 
-    Raises Unknown where a part's rows are not as long as each other in memory.
+    Raises Unknown where the rows of the part are not equally long in memory.
 
     Args:
-        size: of the memory, in elements.
+        size: the size of the memory, in elements.
     """
     own, where = [Index() for _ in part.shape], list[Inside]()
     begin = part.offset // part.dtype.itemsize
@@ -232,20 +236,21 @@ def coordinates_in(part: Value, place: Index, size: int) -> tuple[list[Index], l
 
 
 class Unknown(Exception):
-    """An operator, or an argument of it, that loops do not compute."""
+    """Loops do not support an operator, or an argument of it."""
 
 
 class Body:
-    """The leaves of an expression while it is made."""
+    """Builds an expression: it collects the leaves that the expression's operands refer to."""
 
     def __init__(self) -> None:
         self._leaves: dict[Leaf, int] = {}
 
     def leaf(self, leaf: Leaf) -> Expr:
+        """The operand for a leaf. Equal leaves are one operand."""
         return Operand(self._leaves.setdefault(leaf, len(self._leaves)))
 
     def read(self, value: Any, at: Sequence[Index], where: tuple[Inside, ...] = ()) -> Expr:
-        """value[at]; fewer dimensions, and those of size 1, broadcast."""
+        """value[at]. Missing dimensions, and those of size 1, broadcast. Raises Unknown."""
         if not isinstance(value, Value) or value.dtype not in MOVED or value.offset % value.dtype.itemsize:
             raise Unknown
         if value.slot.is_apart or len(value.shape) > len(at):
@@ -255,12 +260,13 @@ class Body:
         return self.leaf(Read(value.slot, value.dtype, place_of(value, own), where))
 
     def choose(self, where: Sequence[Inside], inside: Expr, outside: Expr) -> Expr:
+        """`inside` where all conditions hold, else `outside`."""
         for condition in where:
             inside = Call("where", (self.leaf(condition), inside, outside))
         return inside
 
     def reduce(self, op: str, over: Variable, made: Callable[[Body], Expr]) -> Expr:
-        """The sum, or the greatest, of an expression for all values of a variable."""
+        """The sum or the maximum, over all values of a variable, of the expression that `made` builds."""
         inner = Body()
         (expression,), leaves = inner.finished(made(inner))
         return self.leaf(Reduced(op, over, expression, leaves))
@@ -271,7 +277,7 @@ class Body:
         return Loops(output, expressions[0], leaves, tuple(Store(*other) for other in others), into)
 
     def finished(self, *expressions: Expr) -> tuple[list[Expr], tuple[Leaf, ...]]:
-        """Expressions and the leaves that they need."""
+        """The expressions and the leaves that they use, renumbered."""
         used = sorted({node.index for one in expressions for node in postorder(one) if isinstance(node, Operand)})
         leaves = list(self._leaves)
         operands = {old: Operand(new) for new, old in enumerate(used)}
@@ -279,11 +285,11 @@ class Body:
 
 
 Rule: TypeAlias = Callable[[Body, Mapping[str, Any], Value], Expr]
-"""What computes an operator's result: rule(body, arguments by name, the result's value). Raises Unknown."""
+"""Makes the expression of an operator's result: rule(body, arguments by name, the result's value). Raises Unknown."""
 
 
 def with_operands(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
-    """The expression of other operands, by number."""
+    """The expression with its operands replaced, by number."""
     return rewrite(expression, lambda node: operands[node.index] if isinstance(node, Operand) else node)
 
 
@@ -291,23 +297,27 @@ def with_operands(expression: Expr, operands: Mapping[int, Expr]) -> Expr:
 
 
 class Inexact(Exception):
-    """A kernel would compute in another type than torch does."""
+    """A kernel would compute in a different type than torch does."""
 
 
 INTEGER: Final = "int64_t"
 _OFINTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
                                  "logical_and", "logical_or", "logical_not"})  # fmt: skip
-"""Rows whose text is right for integers, too, as torch computes with them."""
+"""Rows of the op table whose C++ text also computes with integers as torch does."""
 
 
 def kind_of(dtype: torch.dtype) -> str:
+    """The C++ type in which kernels compute with values of a dtype."""
     if dtype in RESULT_DTYPES:
         return "float"
     return {torch.bool: "bool", torch.float64: "double"}.get(dtype, INTEGER)
 
 
 def kinds_of(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
-    """float32 stands for all that torch computes in that or in 16 bits, int64 for all integers."""
+    """The C++ type of every node of an expression. Raises Inexact.
+
+    float stands for all that torch computes in float32 or in 16 bits, int64_t for all integers.
+    """
     kinds: dict[Expr, str] = {}
     for node in postorder(expression):
         match node:
@@ -344,7 +354,7 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
     if ops.row(op).boolean:
         return "bool"
     if op in _OFINTEGERS and every <= {INTEGER, "bool"}:
-        if every == {"bool"} and op != "where":  # sums of truth values are none
+        if every == {"bool"} and op != "where":  # a sum of truth values is no truth value in C++
             raise Inexact
         return INTEGER if INTEGER in every else "bool"
     return "float"
@@ -354,11 +364,11 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
 
 
 def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = None) -> Loops:
-    """`loops`, which computes what it reads of some slots instead of reading it.
+    """`loops` with producers inlined: it computes what it would read of some slots.
 
     Args:
-        producers: what fills them; what is read of each has the dtype that it makes.
-        kept: the slot that is filled all the same, of which an element is read at the place of the output's
+        producers: the loops that fill these slots. Their dtypes must be those with which the slots are read.
+        kept: a producer's slot that must be stored all the same. `loops` must read it in the order of its own output
             (`reads_alike`).
     """
     body = Body()
@@ -373,7 +383,10 @@ def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = N
 
 
 def beside(one: Loops, two: Loops) -> Loops | None:
-    """Both as one, if their results lie alike and have rows alike, and neither computes what the other reads."""
+    """Both loops as one; None if they cannot be joined.
+
+    They can if their results have the same shape, strides and rows, and neither writes what the other reads.
+    """
     outputs = [store.output for store in (*one.stores, *two.stores)]
     lie_alike = all((each.shape, each.strides) == (one.output.shape, one.output.strides) for each in outputs)
     memory = {each.slot for each in outputs}
@@ -393,7 +406,7 @@ def beside(one: Loops, two: Loops) -> Loops | None:
 
 
 def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
-    """The same loops reading `same[slot]` in the place of a slot. Indices that lie in memory are not redirected."""
+    """The same loops, reading `same[slot]` in place of a slot. Indices that are read from memory are not redirected."""
 
     def changed(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Read):
@@ -408,8 +421,10 @@ def with_memory(loops: Loops, same: Mapping[Slot, Slot]) -> Loops:
 
 
 def reads_alike(loops: Loops, value: Value) -> bool:
-    """Whether they read of a value what lies as far from its first as the result from the output's: for the result, or
-    for its rows."""
+    """Whether loops read a value in the order of their output: at the same offset from the first element.
+
+    The read may be one of a reduction.
+    """
     return _read_alike(loops, value) in loops.reads
 
 
@@ -418,15 +433,17 @@ def _read_alike(loops: Loops, value: Value) -> Read:
 
 
 def times_read(loops: Loops, value: Value) -> float:
-    """How often they read an element of a value, on average; an estimate."""
+    """How often loops read each element of a value, on average. An estimate."""
     reads = [read for read in loops.reads if read.slot is value.slot]
     each = math.prod(loops.output.shape) / max(math.prod(value.shape), 1)
     return sum(each * _share_inside(read.where) for read in reads)
 
 
 def _share_inside(where: Iterable[Inside]) -> float:
-    """About what part of all places the conditions hold for. Independent ones multiply; of those that depend on a
-    common variable the least counts."""
+    """The estimated fraction of coordinates at which all conditions hold.
+
+    Independent conditions multiply. Of those that share a variable the smallest fraction counts.
+    """
     shares: dict[frozenset[Atom], float] = {}
     for one in where:
         low, high = one.index.range
@@ -444,8 +461,10 @@ def _place_alike(loops: Loops, value: Value) -> Index:
 
 
 def is_read_in_place(loops: Loops, value: Value) -> bool:
-    """Whether an element of a value is read by none but the threads of the result that lies at its place, or of the
-    result's row."""
+    """Whether the output may be stored in the memory of a value that the loops read.
+
+    Each element of the value must be read only by the threads of the result at the same offset, or of its row.
+    """
     rows = rows_of(loops) if loops.reductions else Rows((), ())
     if rows is None or rows.inner:
         return False
@@ -461,7 +480,7 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
 
 
 def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
-    """What stands for a leaf."""
+    """The expression for a leaf: that of the producer, if the leaf reads one's result."""
     if isinstance(leaf, Reduced):
         row = leaf
         return body.reduce(row.op, row.over, lambda inner: with_operands(
@@ -476,7 +495,7 @@ def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
 
 
 def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list[Leaf]:
-    """What a producer's element at a place is made of, if it is asked for there only."""
+    """The leaves of a producer's element at `place`, which is used only under the conditions `where`."""
     values = {f"c{dim}": index for dim, index in enumerate(coordinates_at(producer.output, place))}
     leaves = [substituted(inner, values) for inner in producer.leaves]
     return [
@@ -489,7 +508,7 @@ def _leaves_at(producer: Loops, place: Index, where: tuple[Inside, ...]) -> list
 
 @functools.lru_cache(maxsize=4096)
 def simplified_index(index: Index, where: tuple[Inside, ...]) -> Index:
-    """An index with fewer divisions, equal to this one where the conditions hold; this one if none is found."""
+    """An index with fewer divisions that is equal where the conditions hold; `index` itself if none is found."""
     divisions = _divisions_in([index])
     if not divisions:
         return index
@@ -500,8 +519,10 @@ def simplified_index(index: Index, where: tuple[Inside, ...]) -> Index:
 
 @functools.lru_cache(maxsize=4096)
 def _bounded(index: Index, where: tuple[Inside, ...]) -> tuple[Index, Mapping[str, Index]]:
-    """The index with a variable in the place of each sum that a condition bounds, and the sums by the variables' names.
-    Each variable has only the values that its condition allows."""
+    """The index with each sum that a condition bounds replaced by a variable, and the sums by the variables' names.
+
+    Each variable takes only the values that its condition allows.
+    """
     sums: dict[str, Index] = {}
     for number, one in enumerate(where):
         name = f"within{number}"
@@ -517,14 +538,14 @@ def forget_indices() -> None:
 
 
 def simplified(loops: Loops) -> Loops:
-    """The same loops with simpler indices, each right only under the conditions under which its value is used."""
+    """The same loops with simpler indices. An index need be right only under the conditions for using its value."""
     if not any(isinstance(leaf, Inside) or (isinstance(leaf, Read) and leaf.where) for leaf in loops.leaves):
         return loops
     expressions = [store.expression for store in loops.stores]
     order = list(dict.fromkeys(node for one in expressions for node in postorder(one)))
     holding: dict[Expr, frozenset[Inside]] = dict.fromkeys(expressions, frozenset())
     """By node, the conditions that hold wherever its value is used."""
-    for node in reversed(order):  # who uses a value comes first
+    for node in reversed(order):  # users before the values that they use
         if not isinstance(node, Call):
             continue
         for place, argument in enumerate(node.args):
@@ -554,7 +575,7 @@ def simplified(loops: Loops) -> Loops:
 
 
 def _simplified_leaf(body: Body, leaf: Leaf, holding: Iterable[Inside]) -> Expr:
-    """What stands for a leaf whose value is used only where these conditions hold."""
+    """The expression for a leaf whose value is used only where these conditions hold."""
     where = tuple(sorted(holding, key=_simplicity))
     match leaf:
         case Inside(index, size):
@@ -577,12 +598,12 @@ def _simplified_leaf(body: Body, leaf: Leaf, holding: Iterable[Inside]) -> Expr:
 
 
 def _simplicity(condition: Inside) -> tuple[int, int, str, int]:
-    """An order of all conditions, the simplest first."""
+    """A sort key for conditions: the simplest first."""
     return _divisions_in([condition.index]), len(condition.index.terms), condition.index.key, condition.size
 
 
 def divisions_of(leaves: Sequence[Leaf]) -> int:
-    """How many quotients and remainders their places need."""
+    """How many different quotients and remainders the indices of leaves contain."""
     return _divisions_in(indices_of(leaves))
 
 
@@ -594,11 +615,11 @@ def _divisions_in(indices: Iterable[Index]) -> int:
 
 
 def _places_in(producer: Loops, read: Read) -> list[Index]:
-    """Where what is read lies in a producer's result, in elements from its first.
+    """Indices of the element that is read in a producer's result, in elements from its first: one or two.
 
-    Of an element that is read under conditions there are two descriptions, of which the simpler is taken. If the
-    producer has rows it is the one that lies in the result everywhere: sums are computed where nobody asks for the
-    element, too.
+    If the element is read under conditions there may be two, of which the caller takes the simpler. If the producer has
+    reductions there is one, which lies inside the result whether or not the conditions hold: reductions are computed
+    even where the element is not used.
     """
     output = producer.output
     place = read.index - output.offset // output.dtype.itemsize
@@ -607,7 +628,7 @@ def _places_in(producer: Loops, read: Read) -> list[Index]:
 
 
 def _within(place: Index, where: Sequence[Inside]) -> Index:
-    """A place that is the same where the conditions hold; elsewhere, too, what they ask about counts as inside."""
+    """An index equal to `place` where the conditions hold. Elsewhere the conditions' indices are wrapped into range."""
     for condition in where:
         terms = dict(place.terms)
         shares = {divmod(terms.get(atom, 0), coefficient) for atom, coefficient in condition.index.terms}
@@ -620,7 +641,7 @@ def _within(place: Index, where: Sequence[Inside]) -> Index:
 
 
 def has_rows_read(loops: Loops, producer: Loops) -> bool:
-    """Whether every row of a producer that `loops` would compute is there, whatever its conditions."""
+    """Whether every row of a producer that `loops` would compute exists, even where conditions do not hold."""
     reads = [read for read in loops.reads if read.slot is producer.output.slot and read.where]
     ranges = [_places_in(producer, read)[0].range for read in reads]
     return all(low >= 0 and high < math.prod(producer.output.shape) for low, high in ranges)
@@ -629,16 +650,16 @@ def has_rows_read(loops: Loops, producer: Loops) -> bool:
 # ------------------------------------------------------------------------------------------------------ rows
 
 ROW: Final = "k"
-"""Variables of rows are k0, k1, …: each row's has a greater number than those of the rows that it is made of."""
+"""Prefix of the variables of reductions: k0, k1, … Each has a greater number than the reductions inside it."""
 
 
 def row_variable(height: int, size: int) -> Variable:
-    """For a row that is made of others, one within the other, so many times."""
+    """The variable of a reduction that contains `height` nested levels of reductions."""
     return Variable(f"{ROW}{height}", size)
 
 
 def height_of(over: Variable) -> int:
-    """The number that row_variable was given."""
+    """The number that `row_variable` was given."""
     return int(over.name.removeprefix(ROW))
 
 
@@ -647,7 +668,7 @@ def _height(leaves: Iterable[Leaf]) -> int:
 
 
 def _numbered(leaf: Leaf) -> Leaf:
-    """The leaf whose rows' variables have the least numbers that they may have, so that equal rows are equal."""
+    """The leaf with its reductions' variables renumbered by their heights, so that equal reductions compare equal."""
     if not isinstance(leaf, Reduced):
         return leaf
     inner = tuple(map(_numbered, leaf.leaves))
@@ -658,41 +679,47 @@ def _numbered(leaf: Leaf) -> Leaf:
 
 
 def _renamed(leaf: Leaf, by: int) -> Leaf:
-    """The leaf with greater numbers of its rows' variables: others are put into it."""
+    """The leaf with its reductions' variables renumbered by `by` more, to inline others into it."""
     if not isinstance(leaf, Reduced):
         return leaf
     over = row_variable(height_of(leaf.over) + by, leaf.over.size)
     values = {leaf.over.name: variable(over.name, over.size)}
-    own = (_renamed(substituted(inner, values), by) for inner in leaf.leaves)  # this row's before those of others
+    own = (_renamed(substituted(inner, values), by) for inner in leaf.leaves)  # this variable before inner ones
     return Reduced(leaf.op, over, leaf.expression, tuple(own))
 
 
 def memory_order(output: Value) -> list[int]:
-    """Dimensions of more than one element, those that lie farthest apart first."""
+    """Dimensions of more than one element, ordered by stride, the largest first."""
     order = sorted(range(len(output.shape)), key=lambda dim: -output.strides[dim])
     return [dim for dim in order if output.shape[dim] > 1]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the elements of a result are rows, each with sums of its own; dimensions in the order of memory."""
+    """The rows of a result, each with its own reductions. Its dimensions are divided into three groups.
+
+    Each group is in the order of memory.
+    """
 
     outer: tuple[int, ...]
+    """The dimensions over rows, or over groups of rows that are adjacent in memory."""
     along: tuple[int, ...]
-    """Inside of a row."""
+    """The dimensions inside a row."""
     inner: tuple[int, ...] = ()
-    """Rows that lie side by side; none where a row's own elements do."""
+    """The dimensions of rows that are adjacent in memory. None if a row's own elements are contiguous."""
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """How many elements the three have."""
+        """The numbers of elements of `outer`, `along` and `inner`."""
         outer, along, inner = (math.prod(shape[dim] for dim in dims) for dims in (self.outer, self.along, self.inner))
         return outer, along, inner
 
 
 def rows_of(loops: Loops) -> Rows | None:
-    """The rows of a result whose sums are of what lies side by side: along a row, or from row to row.
+    """The rows of a result: elements that share their reductions.
 
-    None if a row would have to be added up for each element of another.
+    Rows are adjacent in memory (`Rows.inner`) where reductions depend on the innermost dimensions. The exception is
+    rows of one element each whose reductions read contiguous memory. None if a row would have to be reduced for each
+    element of another row.
     """
     needed: set[str] = set()
     for row in loops.reductions:
@@ -716,7 +743,7 @@ def rows_of(loops: Loops) -> Rows | None:
 
 
 def _reads_beside(loops: Loops, rows: Rows) -> bool:
-    """Whether what is read for each sum lies side by side, along the row or from row to row."""
+    """Whether what each reduction reads is adjacent in memory, along the row or from row to row."""
     for row in loops.reductions:
         name, size = row.over.name, row.over.size
         if rows.inner:
@@ -732,7 +759,7 @@ def _reads_beside(loops: Loops, rows: Rows) -> bool:
 
 
 def work_of(loops: Loops, rows: Rows | None = None) -> int:
-    """How many elements are computed, those of rows included; infinitely many if that cannot be done row by row."""
+    """How many elements are computed, those of reductions included. LARGEST**2 if this cannot be done row by row."""
     elements = math.prod(loops.output.shape)
     if not loops.reductions:
         return elements
@@ -744,13 +771,16 @@ def work_of(loops: Loops, rows: Rows | None = None) -> int:
 
 
 def read_along_rows(loops: Loops) -> set[Read]:
-    """What they read one after the other, to add it up."""
+    """The reads that vary along a reduced row."""
     reads = ((row, leaf) for row in loops.reductions for leaf in row.leaves if isinstance(leaf, Read))
     return {leaf for row, leaf in reads if leaf.index.depends_on(row.over.name)}
 
 
 def rows_pay(loops: Loops) -> bool:
-    """Whether a kernel whose threads share rows keeps a GPU busy, by reading what lies side by side."""
+    """Whether a kernel whose threads share rows keeps a GPU busy, with reads that are adjacent in memory.
+
+    True for loops without reductions.
+    """
     rows = rows_of(loops)
     if not loops.reductions or rows is None:
         return not loops.reductions
@@ -762,21 +792,23 @@ def rows_pay(loops: Loops) -> bool:
 
 
 SECTOR: Final = 32
-"""Bytes that memory is read by."""
+"""Bytes of a sector, the unit in which a GPU reads memory."""
 BESIDE: Final = 8
-"""Rows that lie side by side, of which one block of threads has no less."""
+"""The least number of rows, adjacent in memory, that a thread block has."""
 FEW_ROWS: Final = 32
+"""Rows: fewer than this (times `BESIDE` where rows are adjacent) are too few threads for long rows."""
 LONG_ROW: Final = 4096
+"""Elements of a row: more than this is long."""
 SMALL: Final = 16
-"""What part of the elements of all rows a tensor has at most, that stays in caches whatever the order."""
+"""A tensor with at most 1 / SMALL of the elements of all rows stays in caches, whatever the order of its reads."""
 
 
 def coordinates_at(output: Value, place: Index) -> list[Index]:
-    """The coordinates of the element that lies there."""
+    """The coordinates of the output's element at `place`, in elements from its first."""
     at, is_first = [Index()] * len(output.shape), True
     for dim in memory_order(output):
         at[dim] = place // output.strides[dim]
-        if not is_first:  # what is read lies inside, so that the first needs no remainder
+        if not is_first:  # the place is inside the output, so the first dimension needs no remainder
             at[dim] = at[dim] % output.shape[dim]
         is_first = False
     return at

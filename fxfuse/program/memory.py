@@ -1,9 +1,9 @@
-"""Where results of kernels lie: in arenas, pieces of memory that are there while something lives in them.
+"""Memory planning: places results of kernels in arenas, by liveness, for the least peak of a call.
 
-Within an arena results that do not live at the same time share memory, and a result that is computed in the place of
-what it reads has that one's. An arena ends, and another begins later, where torch's own results would otherwise make a
-call need more memory at once: each arena is an allocation. Memory that a call lends (values.py) is an arena, too, from
-when nothing more is read of it on.
+An arena is one allocation, which exists while any of its results is alive. In an arena, results that are not alive at
+the same time share memory. A result that is computed in place has the memory of its operand. An arena ends, and another
+begins later, where it would otherwise raise the peak together with torch's own results. Lent memory (values.py) is an
+arena, too, after its last read.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from typing import Final
 from fxfuse.program.values import Call, Launch, Slot, values_in
 
 ALIGNMENT: Final = 512
-"""Bytes between results: as torch's allocator aligns them."""
+"""Bytes to which the offsets of results are aligned: as torch's allocator aligns them."""
 UNIT: Final = 16
-"""Bytes: a multiple of every dtype's, of which arenas have a number."""
+"""Bytes of which an arena's size is a multiple; itself a multiple of every dtype's size."""
 SMALL: Final = 1 << 20
-"""Bytes that are not worth a second arena."""
+"""Bytes. A peak below this is not worth a second arena."""
 MOST_CUTS: Final = 32
+"""How often arenas are cut at most, in search of the least peak."""
 NOT_WORTH_A_CUT: Final = 0.02
-"""Part of what is needed at once, against the allocation or two more that a cut costs."""
+"""The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
 
 
 @dataclass(eq=False)
 class Block:
-    """The memory of a result, or of several, each computed in place of the one before."""
+    """A range of memory for one result, or for several, each computed in place of the one before."""
 
     slots: list[Slot]
     first: int
+    """The number of the first step that uses it."""
     last: int
-    """The steps that use it first and last."""
+    """The number of the last step that uses it."""
     nbytes: int
     offset: int = 0
+    """In bytes, in its arena."""
 
     @staticmethod
     def of(slot: Slot) -> Block:
@@ -47,32 +50,33 @@ class Block:
 
 @dataclass(eq=False)
 class Arena:
-    """What is allocated before the first step that uses it, and let go of after the last."""
+    """A piece of memory that is allocated before the first step that uses it, and freed after the last."""
 
     blocks: list[Block]
     begin: int
+    """The first moment (`_moments`) at which it exists."""
     end: int
-    """The moments that it is there at first and last."""
+    """The last moment at which it exists."""
     size: int = 0
-    """In bytes, a multiple of every dtype's."""
+    """In bytes: a multiple of every dtype's size."""
     name: str = ""
     index: int = -1
-    """In the table of addresses."""
+    """Its position in the table of addresses."""
     typed: set[str] = field(default_factory=set)
-    """Dtypes as which Python sees it."""
+    """The dtypes for which the program has a variable with the arena as a tensor of that dtype."""
     lender: Slot | None = None
-    """Whose memory it is, if it is no allocation."""
+    """The lent slot whose memory it is; None if the arena is allocated."""
 
     @staticmethod
     def of(blocks: list[Block], moments: Sequence[int]) -> Arena:
-        """The least for these blocks, which are placed in it."""
+        """The smallest arena for these blocks, which are placed in it."""
         arena = Arena(blocks, min(moments[b.first] for b in blocks), max(moments[b.last] for b in blocks))
         arena.place()
         return arena
 
     @property
     def last(self) -> int:
-        """The last step that uses it."""
+        """The number of the last step that uses it."""
         return max(block.last for block in self.blocks)
 
     def place(self) -> None:
@@ -82,10 +86,10 @@ class Arena:
 def arenas_of(
     steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({})
 ) -> list[Arena]:
-    """Arenas for these results, whose offsets are set.
+    """Arenas for the results `slots`, whose offsets are set.
 
     Args:
-        lent: given memory that results may take after its last use, and how many bytes.
+        lent: given memory that results may take after its last use, and its sizes in bytes.
     """
     lent = {slot: nbytes // UNIT * UNIT for slot, nbytes in lent.items()}
     blocks, moments = blocks_of(steps, slots, lent), _moments(steps)
@@ -98,7 +102,7 @@ def arenas_of(
     enough = max(SMALL, min(peaks) * (1 + NOT_WORTH_A_CUT))
     arenas = ways[next(number for number, peak in enumerate(peaks) if peak <= enough)]
     for arena in arenas:
-        arena.place()  # again: its blocks lie as the last cut has them
+        arena.place()  # again: a later cut, which is not used, may have moved its blocks
     arenas = [*_joined(arenas, others), *borrowed]
     for number, arena in enumerate(arenas):
         arena.name = f"arena{number}"
@@ -111,7 +115,10 @@ def arenas_of(
 def _borrowed(
     blocks: Iterable[Block], lent: Mapping[Slot, int], moments: Sequence[int]
 ) -> tuple[list[Arena], list[Block]]:
-    """Arenas in memory that is lent, the largest results first, each in the least that has room; and what has none."""
+    """Places blocks in lent memory: the largest first, each in the smallest that has room.
+
+    Returns the arenas that have such blocks, and the blocks that found no room.
+    """
     left: list[Block] = []
     arenas: list[Arena] = []
     for block in blocks:
@@ -137,10 +144,9 @@ def _borrowed(
 def releases(
     steps: Sequence[Launch | Call], arenas: Iterable[Arena], lent: Mapping[Slot, int]
 ) -> dict[int, list[Slot]]:
-    """By step, the memory that is lent and that nobody needs any more, if it is to be let go of before that step.
+    """By step: the lent memory that is dead by then and is to be freed before that step.
 
-    That takes time, and ends a list of launches: it is done where more memory would be there at once than at the moment
-    when most is needed.
+    Freeing takes time and ends a list of launches. So dead memory is freed only where keeping it would raise the peak.
     """
     everywhere = range(len(steps))
     total = _allocated_by_torch(steps, everywhere)
@@ -169,13 +175,16 @@ def releases(
 
 
 def _meet(one: Block, other: Block) -> bool:
-    """Whether they live at the same time."""
+    """Whether two blocks are alive at the same time."""
     return one.first <= other.last and other.first <= one.last
 
 
 def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int]) -> list[Arena] | None:
-    """The same with one arena divided, the largest where most is needed at once: a part ends before that moment, a part
-    begins after it, and what lives then has an arena of its own. None if all that there is lives then."""
+    """The same arenas, but one is cut into up to three: the largest that can be cut, at the moment of the peak.
+
+    One part ends before that moment, one holds the blocks that are alive at it, and one begins after it. None if all
+    blocks of the arenas that exist at that moment are alive at it.
+    """
     total = _at_once(arenas, others)
     moment = max(range(len(total)), key=total.__getitem__, default=-1)
     there = [arena for arena in arenas if arena.begin <= moment <= arena.end]
@@ -190,7 +199,7 @@ def _cut(arenas: Sequence[Arena], others: Sequence[int], moments: Sequence[int])
 
 
 def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
-    """Fewer: each has what lies in those that begin after its end, too, as long as no more is needed at once."""
+    """Fewer arenas: those that begin after another's end are joined with it, unless this raises the peak."""
     left, joined = list(arenas), []
     total = _at_once(left, others)
     peak = max([SMALL, *total])
@@ -211,7 +220,7 @@ def _joined(arenas: Sequence[Arena], others: Sequence[int]) -> list[Arena]:
 
 
 def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
-    """By moment, the bytes of all memory that there is."""
+    """By moment: the bytes of all arenas and of `others` together."""
     total = list(others)
     for arena in arenas:
         for moment in range(arena.begin, arena.end + 1):
@@ -220,7 +229,7 @@ def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
 
 
 def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int]) -> list[Block]:
-    """A block for each slot, or one for several where a kernel may overwrite the last use of what it reads."""
+    """A block for each slot. Slots share one where a kernel reads a slot for the last time and may write in place."""
     blocks = {slot: Block.of(slot) for slot in slots}
     blocks.update((slot, Block([slot], 0, slot.last, nbytes)) for slot, nbytes in lent.items())
     for number, step in enumerate(steps):
@@ -236,10 +245,10 @@ def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mappi
 
 
 def place(blocks: Sequence[Block]) -> int:
-    """Gives each block an offset, such that none overlaps another that lives at the same time.
+    """Gives each block an offset, such that no blocks overlap that are alive at the same time.
 
-    In some orders, each at the lowest offset that is free, of which the best counts: within some per cent of the least
-    in practice. Returns how many bytes they take, a multiple of every dtype's.
+    Two orders are tried: in each, every block gets the lowest free offset. The better one is used; in practice it is
+    within some per cent of the least. Returns the size in bytes, a multiple of every dtype's size.
     """
     largest_first = sorted(blocks, key=lambda block: (-block.nbytes, block.first))
     last_first = sorted(blocks, key=lambda block: (-block.last, -block.nbytes))
@@ -251,10 +260,10 @@ def place(blocks: Sequence[Block]) -> int:
 
 
 def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
-    """How many bytes blocks take, and their offsets, if they are placed in that order."""
+    """The size in bytes and the offsets of blocks that are placed in that order."""
     offsets: dict[Block, int] = {}
     living: dict[int, list[Block]] = {}
-    """By step, the blocks that are placed."""
+    """By step: the placed blocks that are alive."""
     size = 0
     for block in order:
         steps = range(block.first, block.last + 1)
@@ -267,7 +276,7 @@ def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
 
 
 def _free(block: Block, others: Iterable[tuple[int, Block]]) -> int:
-    """The lowest offset for a block beside others, at theirs, that live at the same time."""
+    """The lowest free offset for a block, given the (offset, block) of all others alive at the same time."""
     offset = 0
     for begin, other in sorted(others, key=operator.itemgetter(0)):
         if offset + block.nbytes <= begin:
@@ -277,13 +286,13 @@ def _free(block: Block, others: Iterable[tuple[int, Block]]) -> int:
 
 
 def _moments(steps: Sequence[Launch | Call]) -> list[int]:
-    """By step, when it runs: kernels that follow each other are launched together."""
+    """By step: the moment at which it runs. Consecutive kernels are launched together, so they share a moment."""
     new = (not (isinstance(a, Launch) and isinstance(b, Launch)) for a, b in itertools.pairwise(steps))
     return list(itertools.accumulate(new, initial=0))[: len(steps)]
 
 
 def _groups(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]]:
-    """Groups of which none lives while another does."""
+    """Groups of blocks whose lifetimes do not overlap: no group is alive at a moment when another is."""
     groups: list[list[Block]] = []
     until = -1
     for block in sorted(blocks, key=lambda block: block.first):
@@ -295,7 +304,7 @@ def _groups(blocks: Sequence[Block], moments: Sequence[int]) -> list[list[Block]
 
 
 def _allocated_by_torch(steps: Sequence[Launch | Call], moments: Sequence[int]) -> list[int]:
-    """By moment, the bytes of what torch has made, or the caller gets."""
+    """By moment: the bytes of results that torch allocated, or that the caller gets."""
     sizes: dict[Slot, int] = {}
     for step in steps:
         if isinstance(step, Launch):
@@ -310,7 +319,7 @@ def _allocated_by_torch(steps: Sequence[Launch | Call], moments: Sequence[int]) 
 
 
 def _changes(sizes: Mapping[Slot, int], moments: Sequence[int]) -> list[int]:
-    """By moment, how many bytes more there are than in the one before."""
+    """By moment: how many bytes more are allocated than at the moment before."""
     changes = [0] * (moments[-1] + 2 if moments else 1)
     for slot, nbytes in sizes.items():
         changes[moments[slot.first]] += nbytes

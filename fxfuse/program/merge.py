@@ -1,8 +1,8 @@
-"""Which results of a program's steps never lie in memory: loops put into each other, and kernels for what is left.
+"""Merging: inlines the loops of a program's steps into each other, and makes kernels of those that remain.
 
-Steps between two library calls that loops compute (loops.py) are merged: a result that only loops read is computed
-where it is read, if that costs nothing: it is read once, or moved only. What is left are kernels of ours in the list of
-launches, so that Python calls less of torch, too.
+A result that only loops (loops.py) read is computed where it is read and never stored, if that costs nothing: it is
+read about once, or only moved. The remaining loops become kernels of ours in the list of launches, so that Python also
+makes fewer calls of torch.
 """
 
 from __future__ import annotations
@@ -49,35 +49,37 @@ from fxfuse.program.values import Call, Launch, Slot, Value, functions_of, read_
 logger = logging.getLogger("fxfuse")
 
 MOST_LEAVES: Final = 32
+"""Leaves of one kernel's loops."""
 MOST_NODES: Final = 256
-"""Of one kernel's expressions."""
+"""Nodes of one kernel's expressions."""
 MOST_RESULTS: Final = 4
-"""Of one kernel, whose threads have registers for all of them."""
+"""Results of one kernel. Its threads have registers for all of them."""
 MOST_READS_OF_A_ROW: Final = 4
-"""Elements of a row with a sum that one element of a result may need: they are computed for each, the sum is not."""
+"""Elements of a producer's row that one element of a reader may need. They are recomputed for each element of the
+reader; the row's reduction is not."""
 MOST_TIMES: Final = 3
-"""How often the elements of a result may be read, in the mean, that is computed where it is read, if that moves no more
-bytes than to put it into memory does; on a CPU once, which has no instructions to spare while it waits for memory."""
+"""How often, on average, the elements of an inlined result may be read on a GPU, if inlining moves no more bytes than
+storing the result. On a CPU once: it has no instructions to spare while it waits for memory."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
-"""What a launch computes that has several results: what a large GPU writes in the time of a launch."""
+"""Bytes of results that one launch of several kernels computes: what a large GPU writes in the time of a launch."""
 COUNT_BYTES: Final = 8
-"""Of the number of problems, with which the params of a launch that may have several begin."""
+"""Bytes of the number of problems, with which the params of a launch begin that may have several."""
 MOST_ADDRESSES: Final = 40
-"""Of such a launch, so few that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
+"""Addresses of such a launch, so that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
 SMALL_SHARE: Final = 4
-"""What part of the largest value of a program other values are at most, that may live longer than they need to."""
+"""Values may live longer than needed if they have at most 1 / SMALL_SHARE of the bytes of a program's largest value."""
 
 
 class NoKernel(FxfuseError):
-    """Loops that nothing else computes have no kernel."""
+    """There is no kernel for loops that torch cannot compute."""
 
 
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
-    """The steps of a program with kernels in the place of what loops compute.
+    """The steps of a program after merging: kernels in place of the steps that loops compute.
 
-    Where a package does not have one of them, torch computes what it was for, and the rest is merged anew.
+    If a package lacks one of these kernels, torch computes its steps, and the others are merged anew.
 
-    Raises ToolchainError, BuildError, NoKernel; nothing has changed then but the loops of steps.
+    Raises ToolchainError, BuildError, NoKernel. Then nothing has changed but the loops of steps.
     """
     while True:
         try:
@@ -91,7 +93,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 
 
 class _Missing(Exception):
-    """A package does not have a kernel that these steps, by their numbers, were to be computed by."""
+    """A package lacks a kernel; `numbers` are the steps that it would compute."""
 
     def __init__(self, error: MissingKernelError, numbers: set[int]) -> None:
         super().__init__(str(error))
@@ -105,7 +107,7 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     found: dict[int, LoopsKernel] = {}
     for number, loops in plan.computed.items():
         if not on_gpu and loops == steps[number].loops:
-            continue  # nothing was put into it: torch's kernel is as good on a CPU
+            continue  # nothing was inlined: on a CPU torch's kernel is as good
         kernel = generator.kernel(loops)
         if kernel is not None:
             found[number] = kernel
@@ -129,7 +131,7 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
             slot = store.output.slot
             if plan.made.get(slot) is store.output and plan.begins(
                 number, slot
-            ):  # not what torch begins, as it does now
+            ):  # memory that torch writes first stays torch's
                 _give_memory(store.output)
     for number, (converting, output) in plan.widened.items():
         product = steps[number]
@@ -158,9 +160,9 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
 
 
 def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
-    """The steps with products that one launch may have (cuda/kernel.py), none of which needs another, as one.
+    """The steps, where independent products that can share a launch are one launch (`events.Launch.together`).
 
-    Queries, keys and values of a token are such: a launch of all waits once until memory is at speed.
+    A token's queries, keys and values are such products: one launch waits only once until memory is at full speed.
     """
     result: list[Launch | Call] = []
     for step in steps:
@@ -178,7 +180,7 @@ def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
 
 
 def joined_labels(labels: Sequence[str]) -> str:
-    """What several steps are as one launch: the nodes of all, and what computed each alone."""
+    """The label of several steps as one launch: the nodes of all, and what computes them."""
     pairs = [label.partition(": ") for label in labels]
     nodes = dict.fromkeys(name for names, _, _ in pairs for name in names.split(", "))
     kinds = dict.fromkeys(what for _, _, what in pairs)
@@ -186,8 +188,11 @@ def joined_labels(labels: Sequence[str]) -> str:
 
 
 def _launch_to_join(before: Sequence[Launch | Call], step: Launch) -> Launch | None:
-    """The launch of the same kernel that a step may be a part of: all between, too, neither needs nor changes what the
-    step does, and is no call of torch's, which frees memory."""
+    """The earlier launch of the same kernel that a step may join; None if there is none.
+
+    That launch and all steps after it must be independent of `step`. A call of torch in between forbids it: memory is
+    freed there.
+    """
     touched = set(slots_of(step))
     for other in reversed(before):
         if isinstance(other, Call) and other.is_view:
@@ -201,17 +206,17 @@ def _launch_to_join(before: Sequence[Launch | Call], step: Launch) -> Launch | N
 
 
 def _count_of(step: Launch) -> int:
-    """How many problems a launch that may have several has."""
+    """The number of problems of a launch that may have several."""
     return int.from_bytes(step.event.params[:COUNT_BYTES], "little")
 
 
 def runs_on_gpu(device: torch.device) -> bool:
-    """Whether kernels are CUDA kernels."""
+    """Whether a device's kernels are CUDA kernels."""
     return device.type == "cuda"
 
 
 def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
-    """Makes a step use `same[slot]` in the place of a slot, which holds the same."""
+    """Makes a step use `same[slot]`, which holds the same data, in place of a slot."""
     if isinstance(step, Launch):
         step.references = [(same.get(slot, slot), offset) for slot, offset in step.references]
         step.in_place = [(same.get(read, read), written) for read, written in step.in_place]
@@ -221,16 +226,17 @@ def _redirect(step: Launch | Call, same: Mapping[Slot, Slot]) -> None:
 
 
 def _together(found: Mapping[int, LoopsKernel], plan: _Plan, steps: Sequence[Launch | Call]) -> dict[int, list[int]]:
-    """By the first of them, the steps that one launch computes.
+    """Groups of steps that share a launch, by the first step of each.
 
-    Those that read nothing but what is given (weights that are standardised, or brought into another order), wherever
-    they are: they are computed before they are needed, so as many of one form as a launch is worth, and their memory
-    does not count beside the program's. Of others those that follow each other, between two calls of torch: of one
-    form, or small ones of several.
+    There are two kinds of groups:
+
+    - Steps that read only given memory (weights that are standardised, or permuted), wherever they are. They are
+      computed earlier than needed. So a group has one form, and is small beside the program's largest value.
+    - Steps that follow each other, between two calls of torch: of one form, or small ones of several forms.
     """
     groups: dict[int, _Group] = {}
     latest: dict[tuple[str, bool], int] = {}
-    """By form, and whether they read what is given alone, the first of those that more may join."""
+    """By form, and whether only given memory is read: the first step of the group that others may join."""
     room = min(MOST_BYTES_TOGETHER, _small_beside(steps))
     of_any_form = ""
     for number, kernel in found.items():
@@ -256,14 +262,15 @@ def _together(found: Mapping[int, LoopsKernel], plan: _Plan, steps: Sequence[Lau
 
 @dataclasses.dataclass
 class _Group:
-    """Steps that one launch computes, and how many bytes they make."""
+    """Steps that share a launch."""
 
     numbers: list[int]
     nbytes: int
+    """Bytes of their results."""
 
 
 def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
-    """Pairs of memory that a launch reads, and memory of a result that may lie there; of what it computes together."""
+    """Pairs (slot that a launch reads, slot of a result that may share its memory), for loops that share a launch."""
     pairs = []
     for loops in together:
         if loops.into is not None:
@@ -282,26 +289,26 @@ def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
 
 
 def _small_beside(steps: Sequence[Launch | Call]) -> int:
-    """Bytes that may live longer than they need to: they do not count beside a program's largest value."""
+    """Bytes that may live longer than needed: they are small beside a program's largest value."""
     return max(map(_largest, steps), default=0) // SMALL_SHARE
 
 
 def _largest(step: Launch | Call) -> int:
-    """Bytes of the largest of its results."""
+    """Bytes of a step's largest result."""
     if isinstance(step, Launch):
         return max((slot.nbytes for slot in step.writes), default=0)
     return max((_span(value)[1] for value in values_in(step.result)), default=0)
 
 
 def _give_memory(output: Value) -> None:
-    """Makes what torch allocated for a result a piece of the program's own memory."""
+    """Turns memory that torch allocated for a result into memory that the program allocates."""
     slot = output.slot
     slot.kind, slot.shape, slot.strides = "memory", output.shape, output.strides
     slot.nbytes = math.prod(output.shape) * output.dtype.itemsize
 
 
 class _Plan:
-    """What becomes of the steps that loops compute."""
+    """What becomes of each step that loops compute: a kernel, a part of other kernels, or nothing."""
 
     def __init__(
         self, steps: Sequence[Launch | Call], output: Any, suits: Callable[[Loops], bool] | None = None,
@@ -309,28 +316,28 @@ class _Plan:
     ) -> None:  # fmt: skip
         """
         Args:
-            suits: which loops kernels compute; all if None.
-            widening: functions of torch's that take the dtype of their result.
+            suits: whether a kernel may compute some loops; None if kernels may compute all.
+            widening: products of torch's that take the dtype of their result.
         """
         self._suits = suits
         if suits is not None:
             for step in steps:
                 loops = step.loops
-                # what needs several sums of a row (softmax, LayerNorm) torch's CPU kernels do in one go
+                # several reductions of a row (softmax, LayerNorm): torch's CPU kernels are vectorised, too
                 if loops and (_overwrites_part(step) or len(loops.reductions) > 1 or not suits(loops)):
                     step.loops = None
         self.computed: dict[int, Loops] = {}
-        """By number of step, in their order: what a kernel computes, with all that was put into it."""
+        """By step number, in order: the loops that a kernel computes, with everything that was inlined."""
         self.absent: set[int] = set()
-        """Steps that nothing is left of."""
+        """Steps that are left out: other steps compute them, or nothing needs them."""
         self._parts: dict[int, list[int]] = {}
-        """By number of step: those that were put into it."""
+        """By step number: the steps that were inlined into it."""
         self.made: dict[Slot, Value] = {}
-        """Memory of torch's that begins with what a kernel computes: with which value."""
+        """Memory that torch allocated and that a kernel writes first: the value that the kernel writes."""
         self.same: dict[Slot, Slot] = {}
-        """For memory that is not allocated, the other memory that holds the same."""
+        """For memory that is not allocated: the other memory that holds the same."""
         self._left: set[int] = set()
-        """Steps that overwrite a part of memory, which torch does alone: all of it lies there."""
+        """Steps that overwrite a part of memory and are left to torch, because the whole is in memory."""
         self._steps = steps
         self._leaving = {value.slot for value in values_in(output)}
         self._writers: dict[Slot, list[int]] = {}
@@ -349,19 +356,19 @@ class _Plan:
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
         self.widened: dict[int, tuple[int, Value]] = {}
-        """Products that torch puts into memory as float32: by number of step, the step that converted it and its
-        result."""
+        """Products that torch writes as float32 directly. By step number: the step that converted the product, and the
+        value that this step made."""
         self._widen_products(widening)
         for number, loops in self.computed.items():
             if loops.into is None and self.begins(number, loops.output.slot):
                 self.made[loops.output.slot] = loops.output
 
     def label(self, numbers: Sequence[int]) -> str:
-        """What some steps that one launch computes are, with all that was put into them."""
+        """The label of steps that share a launch, with everything that was inlined into them."""
         return joined_labels([self._steps[number].label for number in sorted(self.all_of(numbers))])
 
     def all_of(self, numbers: Sequence[int]) -> set[int]:
-        """Some steps, with all that were put into them."""
+        """These steps, and all that were inlined into them."""
         found, left = set(numbers), list(numbers)
         while left:
             new = set(self._parts.get(left.pop(), ())) - found
@@ -370,7 +377,7 @@ class _Plan:
         return found
 
     def needs_nothing(self, number: int) -> bool:
-        """Whether what a step makes could be made at the program's beginning."""
+        """Whether a step could run at the program's beginning: it reads only given memory that nothing writes."""
         loops = self.computed[number]
         return (
             self.begins(number, loops.output.slot)
@@ -381,24 +388,25 @@ class _Plan:
         )
 
     def may_join(self, number: int, others: Sequence[int]) -> bool:
-        """Whether a step may be computed where the first of others is, and together with them."""
+        """Whether a step may be computed together with earlier steps, at the place of the first."""
         assert others[-1] < number, "kernels are asked for in their order"
         loops = self.computed[number]
         reads, writes = _sources(loops), {store.output.slot for store in loops.stores}
         return not any(self._is_torchs(one) or self._conflict(one, reads, writes) for one in range(others[0], number))
 
     def _is_torchs(self, number: int) -> bool:
-        """Whether torch computes a step: memory that it frees there is needed by others."""
+        """Whether torch computes a step. Kernels are not moved across it: others need the memory that it frees."""
         return isinstance(self._steps[number], Call) and self._stays(number)
 
     def _stays(self, number: int) -> bool:
-        """Whether a step computes by itself what it does, and reads what it does."""
+        """Whether a step stays as it was recorded: it is neither a view, nor computed by a kernel of loops, nor left
+        out."""
         step = self._steps[number]
         is_view = isinstance(step, Call) and step.is_view
         return not is_view and number not in self.computed and number not in self.absent
 
     def _conflict(self, number: int, reads: set[Slot], writes: set[Slot]) -> bool:
-        """Whether a step may not change places with one that reads and writes these."""
+        """Whether a step must not change places with one that reads `reads` and writes `writes`."""
         if number in self.absent:
             return False
         loops = self.computed.get(number)
@@ -407,14 +415,15 @@ class _Plan:
         return bool(written & (reads | writes)) or bool(self.touched(number) & writes)
 
     def _merge(self) -> None:
+        """Inlines results into their readers, in the order of the steps."""
         latest: dict[Slot, int] = {}
-        """The steps whose results lie there now, and may be computed where they are read."""
+        """By slot: the step that wrote it last, if its result may be inlined."""
         waiting: dict[int, int] = {}
-        """By number of such a step: how many others still read its result."""
+        """By number of such a step: how many readers still need its result in memory."""
         since: dict[int, dict[Slot, int]] = {}
-        """By number of step: what it reads, and the first of the steps that it stands for that does."""
+        """By step number: the slots that it reads, and for each the first step, itself or inlined, that reads it."""
         gone: dict[int, set[int]] = {}
-        """The same: those in place among them, which overwrite nothing if it is computed where its result is read."""
+        """By step number: the in-place steps, itself or inlined, that overwrite nothing if the step is inlined."""
         parts = self._parts
         for number, step in enumerate(self._steps):
             loops = step.loops
@@ -439,7 +448,7 @@ class _Plan:
                         own = dict.fromkeys(_sources(alone), producer)
                         in_place = {producer} if alone.output.slot in own else set()
                         whole = self._with(loops, alone, number, own, in_place)
-                        if whole is not None:  # its parts lie in memory, instead of what is made of them
+                        if whole is not None:  # the producer's parts are stored instead of the producer's result
                             self.computed[producer], since[producer], gone[producer] = alone, own, in_place
                             for part in parts[producer]:
                                 waiting[part] += 1
@@ -464,11 +473,11 @@ class _Plan:
                 self.absent.add(number)
         for number, loops in list(self.computed.items()):
             step = self._steps[number]
-            if isinstance(step, Launch) and loops is step.loops:  # nothing was put into it: its kernel was chosen
+            if isinstance(step, Launch) and loops is step.loops:  # nothing was inlined: its own kernel was chosen
                 del self.computed[number]
 
     def _is_wider(self, number: int, parts: Sequence[int]) -> bool:
-        """Whether what a step makes takes more memory than what was put into it, and one step alone reads it."""
+        """Whether a step's result is larger in memory than the results inlined into it, and has a single reader."""
         nbytes = sum(_span(self.computed[part].output)[1] for part in parts)
         own = self.computed[number].output
         return 0 < nbytes < _span(own)[1] and len(self._readers_of(number)) == 1
@@ -476,7 +485,7 @@ class _Plan:
     # ---- several results
 
     def _store_on_the_way(self) -> None:
-        """Lets the first reader of a result compute it, and put it into memory for the others."""
+        """Lets the first reader of a result compute it, and store it for the other readers (`Loops.also`)."""
         touched = [self.touched(number) for number in range(len(self._steps))]
         for number in reversed(range(len(self._steps))):  # a reader may be computed by its own reader
             producer = self._loops_of(number)
@@ -500,15 +509,17 @@ class _Plan:
             touched[number], touched[reader] = set(), self.touched(reader)
 
     def _goes_into(self, number: int, other: int, slots: Sequence[Slot]) -> None:
-        """Notes that a step computes what another one did, and writes these slots in its place."""
+        """Notes that step `number` now computes step `other`, and writes these slots in its place."""
         self._parts.setdefault(number, []).append(other)
         self.absent.add(other)
         for slot in slots:
             self._writers[slot] = sorted(number if writer == other else writer for writer in self._writers[slot])
 
     def _add_up_together(self) -> None:
-        """Lets one kernel go over rows of the same tensors for several results: sums of gradients, and of gradients by
-        what they are of. Memory is read once then."""
+        """Lets one kernel reduce rows of the same tensors for several results, so that memory is read once.
+
+        For example the sum of gradients, and the sum of their products with the normalised input.
+        """
         for number in sorted(self.computed):
             if number not in self.computed or not self.computed[number].reductions:
                 continue
@@ -529,23 +540,23 @@ class _Plan:
                 self._goes_into(number, other, [store.output.slot for store in two.stores])
 
     def _is_worth_it(self, whole: Loops, one: Loops, two: Loops) -> bool:
-        """Whether a kernel computes two loops, as one, better than two do."""
+        """Whether one kernel for `whole` is better than two for `one` and `two`."""
         fits = _fits(whole) and len(whole.stores) <= MOST_RESULTS
         reads = read_along_rows(one), read_along_rows(two)
         return fits and 2 * len(reads[0] & reads[1]) >= min(map(len, reads)) > 0 and rows_pay(whole)
 
     def begins(self, number: int, slot: Slot) -> bool:
-        """Whether memory of torch's begins with what a step puts there."""
+        """Whether a slot is memory that torch allocated, and a step is the first to write into it."""
         return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
 
     def _loops_of(self, number: int) -> Loops | None:
-        """What a step computes, with what was put into it."""
+        """The loops of a step, with everything that was inlined; None if it has none."""
         if number in self.absent:
             return None
         return self.computed.get(number) or (self._steps[number].loops if self._is_loops(number) else None)
 
     def touched(self, number: int) -> set[Slot]:
-        """Memory that a step reads or writes, as it is at last."""
+        """Memory that a step reads or writes after merging."""
         if number in self.absent:
             return set()
         loops = self.computed.get(number)
@@ -554,23 +565,24 @@ class _Plan:
         return _sources(loops) | {store.output.slot for store in loops.stores}
 
     def _with_store(self, loops: Loops, producer: Loops, reader: int, number: int, is_needed: bool) -> Loops | None:
-        """`loops`, which computes what `producer` does, and stores it if it is needed; None as `_with` has it."""
+        """`loops` with `producer` inlined, and its result stored if it is needed; None where `_with` returns None, or
+        where that would not pay."""
         value, slot = producer.output, producer.output.slot
         if any(store.output.slot is slot for store in loops.stores) or len(loops.stores) == MOST_RESULTS:
             return None
         is_alike = math.prod(loops.output.shape) == math.prod(value.shape) and reads_alike(loops, value)
         if not is_alike and (is_needed or not producer.reductions or not self._is_whole(number)):
-            return None  # a row's sum is computed once, however many elements need it
+            return None  # only a reduction is computed once for all elements that read it
         reads = [read for read in loops.reads if read.slot is slot]
         if any(read.where for read in reads) and not (producer.reductions and len(reads) <= MOST_READS_OF_A_ROW):
             return None
         if slot in _sources(producer) and not is_read_in_place(loops, value):
-            return None  # what it overwrites would be read after that
+            return None  # the memory that the producer overwrites would be read after that
         since = dict.fromkeys(_sources(producer), number)
         return self._with(loops, producer, reader, since, kept=slot if is_needed else None)
 
     def _drop_unread(self) -> None:
-        """Results that no step reads any more."""
+        """Leaves out steps whose results no step reads any more."""
         needed = set(self._leaving)
         for number in reversed(range(len(self._steps))):
             loops = self.computed.get(number)
@@ -584,10 +596,13 @@ class _Plan:
                 needed |= _read(self._steps[number])
 
     def _drop_repeated(self) -> None:
-        """Results that lie somewhere else, too: copies as it lies of what nobody changes afterwards, and what another
-        kernel computes of memory that nobody writes into in between."""
+        """Leaves out steps whose results exist elsewhere in memory.
+
+        These are copies, in the same layout, of memory that nothing changes afterwards; and results that an earlier
+        kernel computed too, from memory that nothing has written into in between.
+        """
         first: dict[Any, int] = {}
-        room = _small_beside(self._steps)  # the other result lives longer then
+        room = _small_beside(self._steps)  # the earlier result then lives longer
         of_indices = {one.memory for loops in self.computed.values() for one in _elements(loops)}
         for number, loops in list(self.computed.items()):
             self.computed[number] = loops = with_memory(loops, self.same)
@@ -613,7 +628,7 @@ class _Plan:
             self._drop_for(number, slot)
 
     def _drop_for(self, number: int, slot: Slot) -> None:
-        """Leaves out a step, whose result lies in a slot, too."""
+        """Leaves out a step whose result is also in `slot`."""
         self.same[self.computed.pop(number).output.slot] = slot
         self.absent.add(number)
 
@@ -641,13 +656,13 @@ class _Plan:
                 self.absent.add(number)
 
     def _may_be_absent(self, number: int) -> bool:
-        """Whether what a step writes may be computed where it is read, until the next step overwrites it."""
+        """Whether a step's result, until it is overwritten, may be computed where it is read."""
         loops = self.computed[number]
         slot, following = loops.output.slot, self._overwritten_by(number)
         readers = self._readers_of(number)
         return (
             slot.kind != "given"
-            and (slot not in _sources(loops) or len(readers) == 1)  # others would need what it overwrites, too
+            and (slot not in _sources(loops) or len(readers) == 1)  # in place: several would need what it overwrites
             and self._is_whole(number)
             and (slot not in self._leaving if following is None else self._is_whole(following))
             and all(map(self._is_loops, readers))
@@ -655,19 +670,20 @@ class _Plan:
         )
 
     def _overwritten_by(self, number: int) -> int | None:
+        """The next step that writes into the memory of a step's result."""
         loops = self._steps[number].loops
         assert loops is not None
         return next((writer for writer in self._writers[loops.output.slot] if writer > number), None)
 
     def _readers_of(self, number: int) -> list[int]:
-        """The steps that read what this one writes, the one that overwrites it among them."""
+        """The steps that read a step's result, up to and including the one that overwrites it."""
         loops, following = self._steps[number].loops, self._overwritten_by(number)
         assert loops is not None
         last = len(self._steps) if following is None else following
         return [reader for reader in self._readers.get(loops.output.slot, ()) if number < reader <= last]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether loops fill all of the memory that they write into."""
+        """Whether a step's loops fill all of the memory that they write into."""
         if not self._is_loops(number):
             return False
         loops = self._steps[number].loops
@@ -676,7 +692,7 @@ class _Plan:
         return loops.into is None and _span(loops.output) == _made_by(first, loops.output.slot)
 
     def _is_loops(self, number: int) -> bool:
-        """Whether loops compute all of a step that anybody reads."""
+        """Whether loops compute all results of a step that are read."""
         step = self._steps[number]
         if step.loops is None or number in self._left:
             return False
@@ -685,7 +701,10 @@ class _Plan:
         return not any(slot in self._leaving or slot in self._readers for slot in others)
 
     def _is_read_once(self, producer: Loops, readers: Sequence[int]) -> bool:
-        """Whether one place reads it, or few elements are read again; of a row, which then is in caches, all may be."""
+        """Whether a result's elements are read about once on average, as `MOST_TIMES` has it.
+
+        A single reader with reductions may read all of them again: its row is in caches then.
+        """
         value = producer.output
         loops = [loops for loops in (self._steps[number].loops for number in readers) if loops is not None]
         if len(loops) == 1 and (loops[0].reductions or sum(read.slot is value.slot for read in loops[0].reads) == 1):
@@ -700,19 +719,19 @@ class _Plan:
         self, loops: Loops, producer: Loops, number: int, since: Mapping[Slot, int], gone: Set[int] = frozenset(),
         kept: Slot | None = None,
     ) -> Loops | None:  # fmt: skip
-        """`loops` with one producer put into it; None where that would not pay, or not be the same.
+        """`loops` of step `number` with one producer inlined; None where that would not pay, or change the result.
 
         Args:
-            since: the steps from which on what the producer reads must not be overwritten until `number`.
+            since: by slot that the producer reads, the step after which it must not be overwritten until `number`.
             gone: steps that overwrite nothing then.
-            kept: the producer's memory, if it is filled all the same.
+            kept: the producer's slot, if its result is stored all the same.
         """
         slot = producer.output.slot
         if any(read.dtype != producer.output.dtype for read in loops.reads if read.slot is slot):
             return None
         reduces = bool(loops.reductions or producer.reductions)
         if not (reduces or producer.only_moves) and times_read(loops, producer.output) > 2:
-            return None  # computed again for each of many
+            return None  # it would be computed again for each of many readers
         if producer.reductions and not has_rows_read(loops, producer):
             return None
         for source in _sources(producer):
@@ -730,11 +749,11 @@ class _Plan:
         if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
             return None
         if len(whole.reductions) > len(loops.reductions) + len(producer.reductions):
-            return None  # another row's than its own
+            return None  # rows other than the result's own would be reduced, too
         if self._suits is not None and not self._suits(whole):
             return None
         if any(isinstance(atom, Element) for atom in _questions(whole)):
-            return None  # an index may be read only where it is one
+            return None  # a condition must not depend on an index that may itself not exist there
         try:
             kinds = [whole.kinds[store.expression] for store in whole.stores]
             before = [loops.kinds[store.expression] for store in loops.stores]
@@ -745,13 +764,13 @@ class _Plan:
 
 
 def _fits(loops: Loops) -> bool:
-    """Whether one kernel may have so much to do."""
+    """Whether loops are within the limits of one kernel."""
     leaves, nodes = loops.size
     return leaves <= MOST_LEAVES and nodes <= MOST_NODES and len(_sources(loops)) <= MAX_TENSORS
 
 
 def _copied_as_it_lies(loops: Loops) -> Slot | None:
-    """The memory of the program's own of which a result is a copy, each element where it lies there."""
+    """The memory, of the program's own, of which a result is a copy in the same layout; None if it is no such copy."""
     if not isinstance(loops.expression, Operand) or loops.output.offset:
         return None
     (read,) = loops.leaves
@@ -762,13 +781,13 @@ def _copied_as_it_lies(loops: Loops) -> Slot | None:
 
 
 def products_that_widen(device: torch.device) -> tuple[Any, ...]:
-    """Torch's products that take the dtype of their result: on GPUs, since 2.8."""
+    """torch's products that take the dtype of their result: on GPUs, since torch 2.8."""
     products = [name for name in ("mm", "bmm") if hasattr(getattr(torch.ops.aten, name), "dtype")]
     return tuple(getattr(torch._C._VariableFunctions, name) for name in products) if device.type == "cuda" else ()
 
 
 def _widened_as_it_lies(loops: Loops) -> Slot | None:
-    """The memory that holds a result in 16 bits, each element where it lies as float32."""
+    """The memory of 16-bit values of which a result is the float32 conversion, in the same layout; otherwise None."""
     output = loops.output
     if output.dtype != torch.float32 or output.offset or output.slot.kind != "made" or loops.also or loops.into:
         return None
@@ -783,25 +802,24 @@ def _widened_as_it_lies(loops: Loops) -> Slot | None:
 
 
 def _is_loops_only(step: Launch | Call) -> TypeGuard[Call]:
-    """Whether torch cannot compute it."""
+    """Whether torch cannot compute a step: it has loops, but no function to call."""
     return isinstance(step, Call) and step.target is None
 
 
 def _overwrites_part(step: Launch | Call) -> bool:
-    """Whether a step's loops compute more than it does, what it leaves as it is included."""
+    """Whether a step overwrites a part of memory, and its loops compute the whole, unchanged elements included."""
     if isinstance(step, Launch) or step.loops is None:
         return False
     return step.loops.into is None and step.loops.output not in values_in(step.result)
 
 
 def _span(value: Value) -> tuple[int, int]:
-    """Where in its slot a value begins and how long it is, in bytes."""
+    """A value's offset in its slot, and its size, in bytes."""
     return value.offset, math.prod(value.shape) * value.dtype.itemsize
 
 
 def _made_by(step: Launch | Call, slot: Slot) -> tuple[int, int] | None:
-    """Where what a step first puts into a piece of memory begins and how long it is, in bytes; None if it is several
-    values."""
+    """The offset and size, in bytes, of the value that a step writes into a slot; None if it writes several values."""
     if step.loops is not None and step.loops.output.slot is slot:
         return _span(step.loops.output)
     if isinstance(step, Launch):
@@ -811,19 +829,19 @@ def _made_by(step: Launch | Call, slot: Slot) -> tuple[int, int] | None:
 
 
 def _questions(loops: Loops) -> list[Any]:
-    """What conditions depend on."""
+    """The atoms that conditions depend on."""
     conditions = [leaf for leaf in all_leaves(loops.leaves) if isinstance(leaf, Inside)]
     conditions += [one for read in loops.reads for one in read.where]
     return [atom for one in conditions for atom in one.index.atoms()]
 
 
 def _sources(loops: Loops) -> set[Slot]:
-    """The memory that they read, indices included."""
+    """The memory that loops read, that of indices included."""
     return {read.slot for read in loops.reads} | {element.memory for element in _elements(loops)}
 
 
 def _bytes_read(loops: Loops) -> int:
-    """How many bytes they read of memory, if caches keep what is read again."""
+    """The bytes that loops read from memory, if caches serve repeated reads."""
     elements = math.prod(loops.output.shape)
     by_slot: dict[Slot, int] = {}
     for read in loops.reads:
@@ -833,13 +851,13 @@ def _bytes_read(loops: Loops) -> int:
 
 
 def _elements(loops: Loops) -> list[Element]:
-    """The indices that they read."""
+    """The indices that loops read from memory."""
     atoms = (atom for index in loops.indices for atom in index.atoms())
     return [atom for atom in atoms if isinstance(atom, Element)]
 
 
 def _read(step: Launch | Call) -> set[Slot]:
-    """Memory that a step needs, as loops if it is one of those; of a kernel's also copies that it was given."""
+    """Memory that a step reads: its loops, if it has them. A kernel also reads copies that were made for it."""
     if step.loops is None:
         return read_by(step)
     return _sources(step.loops) | (read_by(step) - {step.loops.output.slot} if isinstance(step, Launch) else set())

@@ -1,4 +1,4 @@
-"""Which of torch's operators run meanwhile, and what calls one of them again."""
+"""Observes torch's operators while they run (`Operators`), and finds the functions that call them again."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _ALLOCATING: Final = (
     _aten.empty_strided.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )  # fmt: skip
+"""Operators that make a tensor without contents."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One of torch's operators that ran."""
+    """A call of one of torch's operators that was observed."""
 
     overload: Any
     args: Any
     kwargs: Mapping[str, Any]
     result: Any
     launches: int
-    """How many kernels of ours were launched before."""
+    """How many kernels of ours had been launched before it."""
 
     @property
     def is_pure(self) -> bool:
-        """Whether nobody could tell if it had not run, but for its result."""
+        """Whether its result is its only effect: it overwrites nothing and draws no random numbers."""
         return not (self.overwrites or self.draws)
 
     @property
@@ -48,7 +49,7 @@ class Operation:
 
     @property
     def _updates_statistics(self) -> bool:
-        """Whether it normalises and writes running statistics, of which the schemas of such operators say nothing."""
+        """Whether it is a normalisation that updates running statistics. Their schemas do not mark this as mutation."""
         given = _by_name(self.overload, self.args, self.kwargs)
         trains = any(given.get(name) for name in ("training", "train", "use_input_stats"))
         return trains and given.get("running_mean") is not None
@@ -56,13 +57,13 @@ class Operation:
     @property
     def is_view(self) -> bool:
         schema = self.overload._schema
-        if self.overload is _aten._unsafe_view.default:  # for autograd only it is none
+        if self.overload is _aten._unsafe_view.default:  # its schema has no alias, for autograd's sake
             return True
         return not schema.is_mutable and any(item.alias_info is not None for item in schema.returns)
 
     @property
     def allocates(self) -> bool:
-        """Whether it makes a tensor without contents."""
+        """Whether it makes a tensor without contents (`_ALLOCATING`)."""
         return self.overload in _ALLOCATING
 
 
@@ -73,42 +74,45 @@ def draws(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def _by_name(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by name, those that have their default too."""
+    """An operator's arguments by name, defaults included."""
     arguments = overload._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return {**defaults, **{one.name: given for one, given in zip(arguments, args, strict=False)}, **kwargs}
 
 
 class Operators(TorchDispatchMode):
-    """Which of torch's operators run, and whether what they compute has a shape that depends on tensors' values."""
+    """A dispatch mode that lists torch's operators as they run. It also notes whether a shape depends on values."""
 
     def __init__(self, seen: events.Events | None = None) -> None:
-        """`seen`: where kernels of ours are noted meanwhile."""
+        """
+        Args:
+            seen: where the launches of our kernels are noted at the same time.
+        """
         super().__init__()
         self.operations: list[Operation] = []
         self.launches: list[events.Launch] = [] if seen is None else seen.launches
         self.depends_on_values = False
         self.strides_before: dict[int, tuple[int, ...]] = {}
-        """By identity of a tensor, strides that it had before some of dimensions of size 1 were set."""
+        """By a tensor's identity: its strides before those of dimensions of size 1 were changed in place."""
 
     @property
     def computing(self) -> int:
-        """How many of them do more than look at memory in another way."""
+        """How many operators compute: they neither make a view nor just allocate."""
         return sum(not operation.is_view and not operation.allocates for operation in self.operations)
 
     @property
     def draws(self) -> bool:
-        """As of one operation."""
+        """Whether any operator draws random numbers."""
         return any(operation.draws for operation in self.operations)
 
     @property
     def is_pure(self) -> bool:
-        """As of one operation."""
+        """Whether all operators are pure (`Operation.is_pure`)."""
         return all(operation.is_pure for operation in self.operations)
 
     @property
     def overwrites(self) -> bool:
-        """As of one operation; perhaps only what it has made itself."""
+        """Whether any operator writes into an argument, which may be the result of an earlier one."""
         return any(operation.overwrites for operation in self.operations)
 
     def __torch_dispatch__(
@@ -123,21 +127,21 @@ class Operators(TorchDispatchMode):
         if before is None or places(args[0]) != before[0]:
             kept = result
             if _takes_options(func) and isinstance(result, torch.Tensor) and result.is_inference():
-                kept = result.detach()  # whoever else holds what torch.zeros returns makes it fail in torch 2.3
+                kept = result.detach()  # torch 2.3's torch.zeros fails if anything else holds its result
             self.operations.append(Operation(func, args, kwargs or {}, kept, len(self.launches)))
-        else:  # torch's pooling to 1 x 1
+        else:  # only strides of dimensions of size 1 have changed: torch's pooling to 1 x 1
             self.strides_before.setdefault(id(args[0]), before[1])
         return result
 
 
 @functools.cache
 def _takes_options(overload: Any) -> bool:
-    """Whether it makes a tensor of a dtype, on a device and in a layout that it is told."""
+    """Whether an operator is a factory: it takes `dtype`, `layout`, `device` and `pin_memory`."""
     return {"dtype", "layout", "device", "pin_memory"} <= {argument.name for argument in overload._schema.arguments}
 
 
 def places(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which element of its memory each element is: strides of dimensions of size 1 say nothing."""
+    """What determines where a tensor's elements lie: shape, strides and offset. Dimensions of size 1 have no stride."""
     steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     return tensor.shape, steps, tensor.storage_offset()
 
@@ -148,19 +152,20 @@ def _has_masks(indices: Any) -> bool:
 
 
 def function_of(overload: Any) -> Any:
-    """What calls an operator with the same arguments: torch's own function or method, if there is one: it is quicker.
+    """A function that calls an operator with the same arguments.
 
-    Their parsers know the names and orders of the operator's schema, of which they are generated.
+    It is torch's own function or method if there is one, which is quicker, or the operator itself. Arguments have the
+    same names and order: the parsers of torch's functions are generated from the operators' schemas.
     """
     name = overload._schema.name.split("::")[-1]
     if overload.namespace != "aten" or overload._overloadname.endswith("out"):
         return overload
     if any(str(argument.type) == "List[Optional[Tensor]]" for argument in overload._schema.arguments):
-        return overload  # where there is no index the parsers want tensors, too
+        return overload  # torch's parsers do not take None in a list of indices
     if any(argument.name == "reduction" for argument in overload._schema.arguments):
-        return overload  # the default of which is another one for the parsers of losses
+        return overload  # torch's parsers of losses have another default for `reduction`
     for home in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor):
         found = getattr(home, name, None)
-        if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # and none in Python
+        if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):  # in C, not in Python
             return found
     return overload

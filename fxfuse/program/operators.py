@@ -1,4 +1,8 @@
-"""What torch's operators compute, as loops (loops.py): pointwise ones, those that move elements, and reductions."""
+"""torch's operators as loops (loops.py): pointwise ones, those that move elements, and reductions.
+
+A rule makes the expression of an operator's result from its arguments (`_RULES`). Pointwise operators have their row in
+the op table (ops.py).
+"""
 
 from __future__ import annotations
 
@@ -43,13 +47,13 @@ _CASTS: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloa
 
 
 def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
-    """What the operator computes; None if loops do not.
+    """The loops that compute an operator; None if loops cannot.
 
     Args:
-        args, kwargs: its arguments, tensors as values, but for numbers that torch made tensors of.
+        args, kwargs: its arguments. Tensors are values, apart from numbers that torch has made tensors of.
         result: the value of its result, which may be that of an argument that it overwrites.
     """
-    if isinstance(result, tuple) and result:  # merge.py sees to it that nobody reads the others
+    if isinstance(result, tuple) and result:  # merge.py makes sure that the other results are not read
         result = result[0]
     if not isinstance(result, Value) or math.prod(result.shape) == 0:
         return None
@@ -62,7 +66,7 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def _arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Those without names, where tensors that torch made of numbers are numbers again, and all by name."""
+    """The positional arguments, and all arguments by name. Tensors that torch made of numbers are numbers again."""
     args = [arg.item() if isinstance(arg, torch.Tensor) else arg for arg in args]
     names = [argument.name for argument in overload._schema.arguments]
     return args, {**dict(zip(names, args, strict=False)), **kwargs}
@@ -71,7 +75,7 @@ def _arguments(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _loops_of_whole(
     overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any], result: Value
 ) -> Loops | None:
-    """All of a result that fills its memory."""
+    """Loops for a result that fills its memory."""
     body = Body()
     try:
         rule = _RULES.get(overload.overloadpacket)
@@ -83,7 +87,7 @@ def _loops_of_whole(
 
 
 def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops | None:
-    """All of the memory of which torch overwrites a part: each element is the part's new one, or what it was."""
+    """Loops over the whole memory of which torch overwrites a part: each element is the new one, or unchanged."""
     slot, body = result.slot, Body()
     whole = Value(slot, 0, slot.shape, slot.strides, slot.dtype, slot.name)
     if overload.overloadpacket not in (_aten.copy_, _aten.fill_) or slot.dtype != result.dtype or not _is_whole(whole):
@@ -104,7 +108,7 @@ def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops |
 
 
 def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
-    """What an operator puts into a part of a tensor, the rest of which stays as it is; None if that is no loops."""
+    """Loops that write only a part of a tensor, as an operator does (`Loops.into`); None if loops cannot."""
     rule = _PARTS.get(overload.overloadpacket)
     if rule is None or not isinstance(result, Value):
         return None
@@ -112,7 +116,7 @@ def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     if result.slot.is_apart or result.offset % result.dtype.itemsize:
         return None
     if is_overlapping(result.shape, result.strides) or torch.are_deterministic_algorithms_enabled():
-        return None  # places that are named several times: the last one counts then
+        return None  # where an index is repeated, deterministic torch lets the last one win
     try:
         shape, order, own, value = rule(given, result)
         if math.prod(shape) == 0:
@@ -124,12 +128,12 @@ def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     except (Unknown, KeyError):
         return None
     if any(read.slot is result.slot for read in loops.reads) or place_of(result, own).range[1] >= LARGEST:
-        return None  # it would read what others have overwritten
+        return None  # it would read elements that other threads have overwritten
     return loops if _is_possible(loops) else None
 
 
 def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor without gaps whose dimensions lie in that order, the first farthest apart."""
+    """The strides of a dense tensor whose dimensions are in this order in memory, the one of largest stride first."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim], step = step, step * shape[dim]
@@ -137,7 +141,8 @@ def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...
 
 
 _Part: TypeAlias = tuple[tuple[int, ...], Sequence[int], list[Index], Any]
-"""The shape of what is put somewhere, its dimensions as they lie there, each element's place, and what it is."""
+"""A part of a tensor that is written: its shape, its dimensions in the order of memory, the coordinates of each element
+in the tensor, and the new elements."""
 
 
 def _copied_part(given: Mapping[str, Any], result: Value) -> _Part:
@@ -173,7 +178,7 @@ def _indexed_part(given: Mapping[str, Any], result: Value) -> _Part:
 
 
 def loops_of_chain(problem: Problem, x: Value, operands: Sequence[Value], result: Value) -> Loops | None:
-    """What a fused region without an anchor computes; None if loops do not."""
+    """The loops of a chain; None if loops cannot compute it."""
     try:
         expression, _ = settle(problem, problem.x.empty())
     except UnsupportedError:
@@ -182,7 +187,7 @@ def loops_of_chain(problem: Problem, x: Value, operands: Sequence[Value], result
 
 
 def loops_of_pass(expression: Expr, acc: Value, operands: Sequence[Value], result: Value) -> Loops | None:
-    """The same of an epilogue, after a library has computed `acc`, perhaps in the result's memory."""
+    """The loops of an epilogue after a library has computed `acc`, perhaps in the result's memory; None as above."""
     alike = dataclasses.replace(acc, shape=result.shape, strides=result.strides)
     return _loops_of_epilogue(expression, lambda body, at: body.read(alike, at), operands, result)
 
@@ -190,14 +195,19 @@ def loops_of_pass(expression: Expr, acc: Value, operands: Sequence[Value], resul
 def loops_of_layer_norm(
     expression: Expr, given: Mapping[str, Any], operands: Sequence[Value], result: Value
 ) -> Loops | None:
-    """The same of an epilogue and LayerNorm, by the arguments of aten's native_layer_norm."""
+    """The loops of LayerNorm and an epilogue; None as above.
+
+    Args:
+        given: the arguments of aten's native_layer_norm, by name.
+    """
     return _loops_of_epilogue(expression, lambda body, _: LAYER_NORM(body, given, result), operands, result)
 
 
 def _loops_of_epilogue(
     expression: Expr, acc: Callable[[Body, Sequence[Index]], Expr], operands: Sequence[Value], result: Value
 ) -> Loops | None:
-    last = len(operands)  # acc is one more, which a chain may read like any other
+    """The loops of an epilogue; `acc` makes the expression of acc at given coordinates."""
+    last = len(operands)  # acc gets the next number: a chain may read it like an operand
     try:
         whole = rewrite(expression, lambda node: Operand(last) if isinstance(node, Acc) else node)
         along_channels = channel_operands(whole)
@@ -216,22 +226,22 @@ def _loops_of_epilogue(
 
 
 def _is_possible(loops: Loops) -> bool:
-    """Whether a kernel computes it as torch does."""
+    """Whether a kernel can compute these loops as torch does."""
     output, place = loops.output, loops.place()
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
-        return False  # it would read what it has overwritten
+        return False  # it would read elements that it has overwritten
     largest = max([math.prod(output.shape), *(read.index.range[1] for read in loops.reads)])
     return largest < LARGEST and _is_computed(loops) and rows_pay(loops)
 
 
 def _is_whole(value: Value) -> bool:
-    """Whether a result fills its memory, so that elements can be counted as they lie."""
+    """Whether a result fills its memory, so that loops can go over it in the order of memory."""
     in_own_memory = value.slot.kind != "given" and not value.slot.is_apart
     return in_own_memory and value.offset % value.dtype.itemsize == 0 and is_dense(value.shape, value.strides)
 
 
 def _is_computed(loops: Loops) -> bool:
-    """Whether a kernel computes it in the type that torch has, or a better one; narrower integers are moved only."""
+    """Whether a kernel computes in torch's type, or a more exact one. Integers narrower than int64 are only moved."""
     try:
         kind, output = loops.kinds[loops.expression], loops.output.dtype
     except Inexact:
@@ -240,6 +250,7 @@ def _is_computed(loops: Loops) -> bool:
 
 
 def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Value) -> Expr:
+    """The expression of a pointwise operator, from its row of the op table. Raises Unknown."""
     spelling = ops.find_function(overload)
     schema = overload._schema
     if spelling is None or overload._overloadname.endswith("out") or len(schema.returns) != 1:
@@ -260,7 +271,7 @@ def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _of_integers(node: Expr) -> Expr:
-    """The same of integers, by rows whose text is right for them."""
+    """The same node for integers, by rows of the op table whose C++ text is right for integers."""
     match node:
         case Call("minimum" | "clamp_max", (a, b)):
             return Call("where", (Call("lt", (a, b)), a, b))
@@ -276,6 +287,7 @@ def _of_integers(node: Expr) -> Expr:
 
 
 def _cast(body: Body, value: Any, at: Sequence[Index], dtype: torch.dtype) -> Expr:
+    """value[at] converted to a dtype. Raises Unknown."""
     made = body.read(value, at)
     kind = kind_of(value.dtype)
     if value.dtype == dtype or (kind == INTEGER and dtype == torch.int64):
@@ -307,7 +319,7 @@ def _range(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _of_truths(row: str) -> Rule:
-    """What torch computes bit by bit, of truth values."""
+    """The rule of a bitwise operator on truth values."""
 
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         values = [given[name] for name in ("self", "other") if name in given]
@@ -320,19 +332,21 @@ def _of_truths(row: str) -> Rule:
 
 
 def _number(value: Any, dtype: torch.dtype) -> Const:
-    """A number that torch turns into one of that dtype."""
+    """A number as torch converts it to a dtype. Raises Unknown."""
     kind = kind_of(dtype)
     if not isinstance(value, bool | int | float) or (kind == INTEGER and not float(value).is_integer()):
         raise Unknown
-    if kind == "double" and math.isfinite(value) and value != int(value):  # a literal is a float
+    if kind == "double" and math.isfinite(value) and value != int(value):  # literals in kernels are floats
         raise Unknown
     return Const({"bool": bool, INTEGER: int}.get(kind, float)(value))
 
 
 def _fill(name: str | None, number: float = 0) -> Rule:
+    """The rule of an operator that fills its result with a number: the argument `name`, or `number` if that is None."""
+
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         if given.get("self") is result:
-            raise Unknown  # in place: what it overwrites may be read elsewhere
+            raise Unknown  # in place: the overwritten values may be read elsewhere
         return _number(number if name is None else given[name], result.dtype)
 
     return rule
@@ -349,7 +363,7 @@ def _stack(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _beside(body: Body, tensors: Sequence[Value], dim: int, result: Value, stacked: int | None) -> Expr:
-    """Tensors one after the other along a dimension; those that are stacked have none there."""
+    """Concatenates tensors along a dimension. With `stacked` (1) the tensors themselves do not have this dimension."""
     at, begin, parts = coordinates(result.shape), 0, []
     for tensor in tensors:
         if tensor.dtype != result.dtype:
@@ -401,7 +415,7 @@ def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _chosen(index: Any, at: Sequence[Index], size: int, wraps: bool) -> Index:
-    """The integer in an index tensor."""
+    """The integer in an index tensor at `at`, as an index into a dimension of this size. Raises Unknown."""
     if not isinstance(index, Value) or index.dtype not in _INDICES or index.offset % index.dtype.itemsize:
         raise Unknown
     if index.slot.is_apart:
@@ -433,7 +447,7 @@ def _gather(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, indices, at = given["self"], given["indices"], coordinates(result.shape)
     dims = [dim for dim, index in enumerate(indices) if index is not None]
-    if not dims or dims != list(range(dims[0], dims[-1] + 1)):  # apart, what they choose comes first
+    if not dims or dims != list(range(dims[0], dims[-1] + 1)):  # not adjacent: their result's dimensions come first
         raise Unknown
     if not all(isinstance(indices[dim], Value) for dim in dims):
         raise Unknown
@@ -444,7 +458,7 @@ def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """The same where a mask is true, wherever that is: torch counts such places, and waits for the count."""
+    """Writes one value wherever a mask is true. torch would count such elements, and wait for the count."""
     x, value, at = given["self"], given["values"], coordinates(result.shape)
     mask, *others = given["indices"]
     if others or not isinstance(mask, Value) or mask.dtype != torch.bool or given.get("accumulate"):
@@ -454,7 +468,7 @@ def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         if len(value.shape) > len(own) and value.shape[0] == 1:
             value = dataclasses.replace(value, shape=value.shape[1:], strides=value.strides[1:])
         if len(value.shape) > len(own) or value.dtype != result.dtype:
-            raise Unknown  # another value for each place
+            raise Unknown  # a different value for each element
         put = body.read(value, own)
     else:
         put = _number(value, result.dtype)
@@ -462,7 +476,7 @@ def _index_put(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _triangle(row: str) -> Rule:
-    """What lies on one side of a diagonal; zeros elsewhere."""
+    """The rule of tril and triu: elements on one side of a diagonal, and zeros elsewhere."""
 
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         at = coordinates(result.shape)
@@ -505,7 +519,7 @@ def _nearest(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _bilinear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """Between the two rows and columns that an element lies between; positions are fractions of integers, exactly."""
+    """Bilinear interpolation between the nearest two rows and columns. Positions are exact fractions of integers."""
     x, at = given["self"] if "self" in given else given["input"], coordinates(result.shape)
     if not isinstance(x, Value) or kind_of(x.dtype) != "float":
         raise Unknown
@@ -516,12 +530,12 @@ def _bilinear(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         size, length = x.shape[dim], result.shape[dim]
         if scale is not None and scale * size != length and not given["align_corners"]:
             raise Unknown
-        place, by = (at[dim] * 2 + 1) * size - length, 2 * length  # pixels' middles meet
+        place, by = (at[dim] * 2 + 1) * size - length, 2 * length  # the centres of pixels are aligned
         if given["align_corners"]:
             place, by = at[dim] * (size - 1), max(1, length - 1)
         before, share = place // by, body.leaf(Position(place % by))
         share = Call("mul", (share, Call("reciprocal", (body.leaf(Position(Index() + by)),))))
-        both = [Inside(before, size), Inside(before + 1, size)]  # beyond the border there is one
+        both = [Inside(before, size), Inside(before + 1, size)]  # at the border only one of them exists
         share = body.choose(both[1:], body.choose(both[:1], share, Const(1.0)), Const(0.0))
         ways.append([(both[0], Call("sub", (Const(1.0), share))), (both[1], share)])
     parts: list[Expr] = []
@@ -550,7 +564,14 @@ def _window(
     body: Body, x: Any, result: Value, sides: Sequence[int], steps: Sequence[int], around: Sequence[int],
     apart: Sequence[int], outside: float,
 ) -> list[tuple[tuple[Inside, ...], Expr]]:  # fmt: skip
-    """The elements of a window of x, and where they are any: elsewhere they count as `outside`."""
+    """The elements of a window of x, each with the conditions under which it exists. Elsewhere it is `outside`.
+
+    Args:
+        sides: the window's sizes.
+        steps: its strides.
+        around: the padding.
+        apart: the dilation.
+    """
     if not isinstance(x, Value) or kind_of(x.dtype) != "float" or math.prod(sides) > LARGEST_WINDOW:
         raise Unknown
     rank, at = len(sides), coordinates(result.shape)
@@ -565,8 +586,10 @@ def _window(
 
 
 def _unfold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """The windows of images as columns: channels, rows and columns of the window along one dimension, windows along the
-    other (torch's im2col)."""
+    """torch's im2col: the windows of images as columns.
+
+    One dimension is over channels, rows and columns of a window, the other over windows.
+    """
     x, (height, width) = given["self"], given["kernel_size"]
     *batch, row, window = coordinates(result.shape)
     across = _windows_along(x.shape[-1], width, given, 1)
@@ -580,8 +603,10 @@ def _unfold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _fold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """The sums of all windows' elements that lie on a pixel (torch's col2im): of those that do, since each `stride`
-    pixels a window begins."""
+    """torch's col2im: each pixel is the sum of the elements, of all windows, that lie on it.
+
+    A window begins every `stride` pixels, so only ceil(side / stride) windows per dimension lie on a pixel.
+    """
     x, sides, steps = given["self"], given["kernel_size"], given["stride"]
     counts = [-(-side // step) for side, step in zip(sides, steps, strict=True)]
     if kind_of(x.dtype) != "float" or tuple(given["dilation"]) != (1, 1) or math.prod(counts) > LARGEST_WINDOW:
@@ -601,13 +626,13 @@ def _fold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _windows_along(size: int, side: int, given: Mapping[str, Any], dim: int) -> int:
-    """How many windows there are in a dimension of an image."""
+    """The number of windows along a dimension of an image."""
     reach = given["dilation"][dim] * (side - 1) + 1
     return int((size + 2 * given["padding"][dim] - reach) // given["stride"][dim] + 1)
 
 
 def _numbers(given: Mapping[str, Any], name: str, rank: int, default: Sequence[int]) -> Sequence[int]:
-    """An argument that says a number for each dimension of images, or one for all."""
+    """An argument with a number for each dimension of images. A single number counts for all."""
     numbers = tuple(given.get(name) or default)
     return numbers * rank if len(numbers) < rank else numbers
 
@@ -647,7 +672,7 @@ def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _windows_at(
     of_windows: Any, at: Sequence[Index], sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
 ) -> list[tuple[list[Index], tuple[Inside, ...]]]:
-    """The windows that a pixel lies in: their places among all windows, and where there is such a window."""
+    """The windows that a pixel lies in: the coordinates of each window, and the conditions under which it exists."""
     rank, along = len(sides), []
     for one, side, step, pad, size in zip(at[-rank:], sides, steps, around, of_windows.shape[-rank:], strict=True):
         last, offset = (one + pad) // step, (one + pad) % step
@@ -662,12 +687,12 @@ def _windows_at(
 
 
 def _needed(*conditions: Inside) -> tuple[Inside, ...]:
-    """Those that may fail."""
+    """The conditions that may fail."""
     return tuple(one for one in conditions if one.index.range[0] < 0 or one.index.range[1] >= one.size)
 
 
 def _max_pool_backward(rank: int) -> Rule:
-    """Of each window the gradient goes to the pixel whose number its index is."""
+    """The rule of max-pooling's gradient: that of each window goes to the pixel whose number is the window's index."""
 
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         gradient, indices = given["grad_output"], given["indices"]
@@ -687,7 +712,7 @@ def _max_pool_backward(rank: int) -> Rule:
 
 
 def _avg_pool_backward(rank: int) -> Rule:
-    """Where every window counts the same number of pixels."""
+    """The rule of average pooling's gradient, if every window counts the same number of pixels."""
 
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         gradient, count = given["grad_output"], given.get("divisor_override")
@@ -719,14 +744,14 @@ def _adaptive_avg_pool_backward(body: Body, given: Mapping[str, Any], result: Va
 def _end_within(
     windows: Value, image: Value, sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
 ) -> bool:
-    """Whether no window ends beyond what is around an image: of those torch counts less."""
+    """Whether no window ends beyond an image's padding. torch divides the sums of such windows by fewer elements."""
     rank = len(sides)
     sizes = zip(windows.shape[-rank:], steps, sides, image.shape[-rank:], around, strict=True)
     return all((count - 1) * step + side <= size + 2 * pad for count, step, side, size, pad in sizes)
 
 
 def _product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """Of matrices with few terms in each sum: positions by frequencies, tables of relative positions."""
+    """A small matrix product with few terms in each sum: positions by frequencies, tables of relative positions."""
     a, b, at = given["self"], given["mat2"], coordinates(result.shape)
     if not isinstance(a, Value) or not isinstance(b, Value) or a.dtype not in RESULT_DTYPES:
         raise Unknown
@@ -742,13 +767,15 @@ def _product(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _joined(row: str, parts: Sequence[Expr]) -> Expr:
+    """All parts, joined by a binary row of the op table."""
     return functools.reduce(lambda total, part: Call(row, (total, part)), parts)
 
 
 LARGEST_WINDOW: Final = 16
-"""Elements of a window that a thread adds up; what they lie in is read from caches all but once."""
+"""The most elements of a window that a thread adds up. All but the first read of an element come from caches."""
 SMALL_PRODUCT: Final = 2**22
-"""Terms of all sums of a product: a library's kernel that is not a microsecond's work is as quick."""
+"""The most terms of all sums of a product. For more, a library's kernel takes more than a microsecond, and is as quick.
+"""
 
 
 _aten = torch.ops.aten
@@ -807,7 +834,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.pixel_unshuffle: _pixel_unshuffle,
     **REDUCTIONS,
 }
-"""Operators that are not pointwise; all others are looked for in the table of those that are."""
+"""Rules of operators that are not pointwise. All others are looked up in the op table."""
 
 _PARTS: Final[Mapping[Any, Callable[[Mapping[str, Any], Value], _Part]]] = {
     _aten.copy_: _copied_part,
@@ -815,4 +842,4 @@ _PARTS: Final[Mapping[Any, Callable[[Mapping[str, Any], Value], _Part]]] = {
     _aten.index_copy_: _copied_rows,
     _aten.index_put_: _indexed_part,
 }
-"""Operators that put something into a part of a tensor."""
+"""Operators that write into a part of an existing tensor, and what they write."""

@@ -1,4 +1,4 @@
-"""A kernel of ours in the place of an operator of torch's, where it was measured to be quicker."""
+"""Replaces one operator of torch's by a kernel of ours, where the kernel was measured to be quicker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("fxfuse")
 
 
 def may_compute(expected: torch.Tensor) -> bool:
-    """Whether a result like this may be a kernel's."""
+    """Whether a kernel of ours may compute a result of this dtype on this device."""
     if not expected.is_cuda or expected.dtype not in RESULT_DTYPES:
         return False
     return gpu.capability(expected.device) >= MINIMUM_CAPABILITY
@@ -33,12 +33,14 @@ def quickest(
     problem: Problem, kernels: Sequence[Kernel], library: tune.Candidate, expected: torch.Tensor, count: int,
     tensors: Sequence[torch.Tensor],
 ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
-    """What makes `expected` of tensors by the quickest kernel. None if that is torch's, or none could be made.
+    """A function that computes `expected` from `tensors` by the quickest kernel.
+
+    None if torch is the quickest, or if no kernel could be made.
 
     Args:
-        problem: what is measured once, of tensors alike (`problem_of`).
+        problem: the key under which the choice is measured and remembered (`problem_of`).
         library: torch's candidate.
-        count: of the tensors, how many the kernels read.
+        count: how many of the tensors the kernels read: the first ones.
     """
     capability = gpu.capability(expected.device)
     try:
@@ -51,7 +53,7 @@ def quickest(
 
 
 def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[str, object], ...]) -> Problem:
-    """Tensors like these, and what else decides the result."""
+    """The problem for tensors like these; `options` are what else decides the result."""
     first, *others = (TensorMeta.of(tensor, tensor.device, math.gcd(16, tensor.data_ptr())) for tensor in tensors)
     return Problem(kind, options, "acc", first, None, None, tuple(others))
 

@@ -1,4 +1,8 @@
-"""Runs a graph node by node, and notes how it could be run again."""
+"""Records a call: runs a graph node by node, and notes the steps that would compute the same again.
+
+What comes in is a graph and the values of its inputs. What leaves is the graph's result, and `Recorder.steps`: kernel
+launches and calls of torch, of the values in values.py.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +59,14 @@ from fxfuse.program.values import (
 logger = logging.getLogger("fxfuse")
 
 KINDS: Final[dict[Any, str]] = {functional.function(kind): kind for kind in ANCHORS}
-"""The fused operators."""
+"""The fused operators, and the kind of region that each runs."""
 NOT_YET: Final = "a region has no plan yet"
 
 # -------------------------------------------------------------------------------------------- what may be recorded
 
 _LIBRARIES: Final = ("torch", "torchvision", "operator", "_operator", "builtins", "math", "fxfuse")
 _SWITCHES: Final = ("autocast", "set_grad", "_enter", "_exit", "inference_mode", "checkpoint", "no_grad", "hook")
-"""Parts of the names of functions that change how others run."""
+"""Parts of the names of functions that change how other functions run."""
 _PLAIN: Final = (
     bool | int | float | complex | str | bytes | None | slice | range | torch.dtype | torch.device | torch.layout
     | torch.memory_format | torch.finfo | torch.iinfo | type
@@ -77,12 +81,12 @@ _METHODS_REFUSED: Final = frozenset(
 
 
 def is_variable(node: fx.Node) -> bool:
-    """Whether it stands for further arguments, however many (*args, **kwargs)."""
+    """Whether a placeholder is variadic (*args, **kwargs)."""
     return node.op == "placeholder" and str(node.target).startswith("*")
 
 
 def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
-    """Raises Refused if a node is of a kind of which nobody can say what else it does than compute.
+    """Raises Refused if a node may do more than compute: it cannot be recorded.
 
     Args:
         with_gradients: whether the graph will run as it is, so that gradients may be switched off in it.
@@ -108,7 +112,7 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
             depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
             if isinstance(target, type) and issubclass(target, dict) and dataclasses.is_dataclass(target):
                 continue  # transformers' results: they hold what they are given
-            if name in _AUTOCAST:  # what runs within is taken apart, or not recorded
+            if name in _AUTOCAST:  # nodes under autocast are recorded as single operators, or refused
                 continue
             if with_gradients and name == "_set_grad_enabled":
                 continue
@@ -122,22 +126,22 @@ _aten: Final = torch.ops.aten
 
 
 _USES_GELU: Final = 7
-"""Which argument of torch's operator for a layer of an encoder says that."""
+"""The position of `use_gelu` among the arguments of torch's operator for an encoder layer."""
 _INDEXED: Final = (_aten.index, _aten.index_put, _aten.index_put_)
-"""Operators whose second argument lists indices, which may lie on a CPU."""
+"""Operators whose second argument is a list of index tensors, which may lie on a CPU."""
 _FILLED: Final = {
     getattr(_aten, f"{prefix}{name}{suffix}"): number
     for name, number in (("zeros", 0), ("ones", 1), ("full", None), ("empty", None))
     for prefix, suffix in (("new_", ""), ("", "_like"))
 } | {_aten.new_empty_strided: None}
-"""Operators that read nothing of a tensor but its shape and dtype, and the number that fills their result: None if an
-argument says it, or if nothing does."""
+"""Operators that read only the shape and dtype of a tensor, and the number that fills their result. None if an argument
+gives the number, or if nothing fills the result."""
 
 
 def full_strided(
     shape: Sequence[int], strides: Sequence[int], number: complex, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor of one number."""
+    """A new tensor filled with `number`."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(number)
 
 
@@ -145,7 +149,7 @@ def full_strided(
 
 
 class Recorder:
-    """Runs a graph node by node, and notes how it could be run again."""
+    """Runs a graph node by node, and notes the steps that would compute the same again."""
 
     def __init__(
         self, root: nn.Module, graph: fx.Graph, leaves: Leaves, given: Mapping[fx.Node, Any],
@@ -153,36 +157,36 @@ class Recorder:
     ) -> None:  # fmt: skip
         """
         Args:
-            leaves: of which every call asks whether they are what they were.
-            given: what placeholders and attributes are.
-            tensors: those that every call looks up, in that order: `given` ones, and parameters of modules.
-            by_parts: whether modules with attention run without torch's operators for all of them, so that what
-                stands between their products can be merged.
+            leaves: the modules that may be recorded as their operators. Every call checks that they are unchanged.
+            given: the values of placeholders and attributes.
+            tensors: the tensors of a call, in the program's order: those in `given`, and parameters of modules.
+            by_parts: whether modules with attention run without torch's single operator for the whole module, so that
+                the operators between their products can be merged.
         """
         self.reason: str | None = None
         self.steps: list[Launch | Call] = []
         self._noted: dict[fx.Node, Any] = {}
-        """What stands for nodes' results."""
+        """The symbolic results of nodes: values in the place of tensors."""
         self._tensors = tensors
         self.output: Any = None
         self.given_count = len(tensors)
         self.ties: list[tuple[int, int]] = []
-        """Positions of those that are the same tensor."""
+        """Pairs of positions at which a call has the same tensor."""
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
         self._by_parts = by_parts
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
-        """By storage; of arguments that share one the first."""
+        """The owner of each storage. Where arguments share a storage it is the first of them."""
         self._numbers: dict[int, int] = {}
-        """Of given tensors, by identity."""
+        """The positions of given tensors, by identity."""
         self._autocast_then = self._autocast()
         self._alive: dict[int, int] = {}
         self._count = 0
         self.distances: list[tuple[int, int, int]] = []
-        """Of arguments in one memory, how many bytes the second lies behind the first."""
+        """For arguments that share a storage: (first, second, bytes from the first's address to the second's)."""
         attributes = {id(given[node]) for node in graph.nodes if node.op == "get_attr" and node in given}
         self._lasting: set[str] = set()
-        """Names of the given slots that parameters and buffers begin; Dynamo gives them as arguments, with a mark."""
+        """Names of the given slots of parameters and buffers. Dynamo passes these as arguments, with a mark."""
         self.given_names: dict[str, int] = {}
         for number, tensor in enumerate(tensors):
             if id(tensor) in self._numbers:
@@ -200,10 +204,10 @@ class Recorder:
                 self.distances.append((owner.slot.index, number, address(tensor) - owner.begin))
 
     def lent(self, marks: bytes) -> dict[Slot, int]:
-        """Given memory that results may take after its last use, and how many bytes from where its slot begins.
+        """Lent memory: the slots that results may be placed in after their last use, and their sizes in bytes.
 
         Args:
-            marks: by tensor, whether its memory is lent (Lent).
+            marks: for each tensor, whether its memory is lent (Lent).
         """
         found: dict[Slot, int] = {}
         for tensor, mark in zip(self._tensors, marks, strict=False):
@@ -214,7 +218,7 @@ class Recorder:
         return found
 
     def run(self) -> Any:
-        """The graph's result. Afterwards `reason` says why there is no program, or is None."""
+        """Runs the graph and returns its result. Afterwards `reason` is None, or says why there is no program."""
         env: dict[fx.Node, Any] = {}
         known = self._noted
         last: dict[fx.Node, fx.Node] = {}
@@ -242,7 +246,7 @@ class Recorder:
                     found = note(known)
                     known.update(found)
                     self._retain([made[node] for node in found])
-                except Refused as refused:  # what ran has run: the rest runs as it comes
+                except Refused as refused:  # the remaining nodes run without being recorded
                     self.reason = str(refused)
                 except Exception as error:
                     self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -254,7 +258,7 @@ class Recorder:
         raise AssertionError("a graph ends with its output")
 
     def described(self) -> dict[str, Any]:
-        """What the graph's nodes are like, by name: tensors as TensorMeta, and numbers; nothing of others."""
+        """The results of the graph's nodes, by name: tensors as TensorMeta, and numbers. Others are left out."""
         found: dict[str, Any] = {}
         for node, value in self._noted.items():
             given = self._given.get(node)
@@ -268,7 +272,7 @@ class Recorder:
         return found
 
     def is_lasting(self, slot: Slot) -> bool:
-        """Whether what lies there is the model's, or was made of numbers alone: no argument of a call's."""
+        """Whether a slot belongs to the model, or was computed from numbers alone. It depends on no call's argument."""
         return slot.constant is not None or slot.name in self._lasting
 
     def _give(self, value: Any) -> Any:
@@ -284,7 +288,7 @@ class Recorder:
         )  # fmt: skip
 
     def _place_of(self, address: int) -> tuple[Slot, int] | None:
-        """The slot in which an address lies, and how far from its beginning."""
+        """The slot in which an address lies, and the offset in it in bytes."""
         found = next((owner for owner in self._owners.values() if owner.low <= address < owner.high), None)
         return None if found is None else (found.slot, address - found.begin)
 
@@ -295,7 +299,7 @@ class Recorder:
                 self._alive[key] = self._alive.get(key, 0) + 1
 
     def _forget(self, dead: Any) -> None:
-        """Memory whose last value is gone: what comes to lie there is another's."""
+        """Drops the owners of memory whose last value is dead: torch may reuse the address for something else."""
         if self.reason is not None:
             return
         for tensor in pytree.tree_leaves(dead):
@@ -306,7 +310,7 @@ class Recorder:
                     del self._owners[key]
 
     def _slot(self, kind: str, name: str, tensor: torch.Tensor, made_of: Iterable[Value] | None = None) -> Slot:
-        """Memory that a tensor begins, which was made of what those values hold."""
+        """A slot that begins with `tensor`, which was computed from the values `made_of`."""
         is_constant = made_of is not None and all(value.slot.constant is not None for value in made_of)
         constant = tensor if is_constant else None
         return Slot(
@@ -315,7 +319,7 @@ class Recorder:
         )  # fmt: skip
 
     def _autocast(self) -> torch.dtype | None:
-        """What torch.autocast does to operators now."""
+        """The dtype that torch.autocast uses now; None if it is off."""
         return None if self._device is None else functional.current_autocast(self._device.type)
 
     def _name(self) -> str:
@@ -323,7 +327,7 @@ class Recorder:
         return f"v{self._count}"
 
     def _ran(self, node: fx.Node, env: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Any], Note]:
-        """What a node's call returns, and what notes it."""
+        """Runs a node. Returns its result, and the function that notes it in the program."""
         args, kwargs = _filled((node.args, node.kwargs), env)
         is_fused = node.op == "call_function" and node.target in KINDS
         if is_fused and self._autocast() == self._autocast_then:
@@ -362,7 +366,7 @@ class Recorder:
                 with contextlib.suppress(_Unknown):
                     values = values_in(symbols)
                     return {node: self._taken_apart(kernel, launched.memory, given, values, result, str(node))}
-            may_change = module is not None and module not in self._leaves  # what it does in another call
+            may_change = module is not None and module not in self._leaves  # another call may compute something else
             if seen.computing and not may_change:
                 with contextlib.suppress(_Unknown):
                     return {node: self._taken_apart(seen, (), given, values_in(symbols), result, str(node))}
@@ -376,7 +380,7 @@ class Recorder:
     def _by_own_kernel(
         self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[torch.Tensor], result: Any
     ) -> Callable[[], Any] | None:
-        """What computes a node's result by a kernel of ours; None if torch's operator is as quick."""
+        """A function that computes a node's result by a kernel of ours; None if there is none that is quicker."""
         if not self._by_parts or self._autocast() is not None or self.reason is not None:
             return None
         if node.target is F.scaled_dot_product_attention:
@@ -386,7 +390,7 @@ class Recorder:
         return None
 
     def _repeated(self, node: fx.Node, given: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
-        """Of one of the tensors that a node is given, what it repeats the heads of, if that is an argument's memory."""
+        """The tensor whose heads an argument of a node repeats, if it lies in given memory; otherwise None."""
         symbols = fx.node.map_arg((node.args, node.kwargs), self._noted.__getitem__)
         values = dict(zip(map(id, given), values_in(symbols), strict=True))
         source = attention.repeated(values[id(tensor)], self.steps)
@@ -397,14 +401,14 @@ class Recorder:
         return first.detach().as_strided(source.shape, source.strides, begin)
 
     def _asked(self, node: fx.Node, target: Any, symbols: Any, result: Any) -> Number | None:
-        """A step that makes a number of tensors' values, asks about such a number, or raises by it."""
+        """Adds a step that reads a number from tensors' values, tests such a number, or raises if a test fails."""
         answer = None if result is None else Number(self._name())
         is_method = node.op == "call_method"
         self.steps.append(Call(target, symbols[0], symbols[1], answer, False, False, is_method, str(node)))
         return answer
 
     def _ran_together(self, nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Any], Note]:
-        """The same of several nodes of which only the last results are tensors with memory of their own (vmap's)."""
+        """As `_ran`, for the nodes of a vmap together: only its final results are tensors with memory of their own."""
         inner, made = frozenset(nodes), dict(env)
         needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inner)
         results = [node for node in nodes if not node.users.keys() <= inner]
@@ -437,7 +441,10 @@ class Recorder:
     def _called(
         self, target: Any, is_method: bool, real: Any, symbols: Any, result: Any, seen: Operators, label: str
     ) -> Any:
-        """A step of the call, and its result's values; none where it is made of sizes alone."""
+        """Adds a step that calls `target`, and returns the values of its result.
+
+        There is no step where the result holds no tensor and depends on sizes alone, or is the arguments themselves.
+        """
         is_view = not seen.computing
         leaves = pytree.tree_leaves(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -458,7 +465,11 @@ class Recorder:
         return call.result
 
     def _result_of(self, call: Call, result: Any, given: Mapping[int, Value]) -> Any:
-        """The values of a call's result; `given` are those of its arguments, by the tensors' identity."""
+        """The values of a call's result.
+
+        Args:
+            given: the values of its arguments, by the tensors' identity.
+        """
 
         def value(tensor: torch.Tensor) -> Value:
             if id(tensor) in given:
@@ -467,7 +478,7 @@ class Recorder:
                 raise Refused(f"a {type(tensor).__name__} that is not plain is made")
             key, name = tensor.untyped_storage()._cdata, self._name()
             if key not in self._owners:
-                call.is_view = False  # of memory that nobody else knows of
+                call.is_view = False  # its memory is new, so it is no view of anything known
                 self._owners[key] = Owner.of(self._slot("made", name, tensor, given.values()), tensor)
                 return self._value(tensor, name)
             return self._value(tensor, name, call)
@@ -475,7 +486,7 @@ class Recorder:
         return pytree.tree_map_only(torch.Tensor, value, result)
 
     def _ran_fused(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[dict[fx.Node, Any], Note]:
-        """The same of a fused operator: its kernels, if they are all that its plan takes."""
+        """As `_ran`, for a fused operator. It is recorded as its kernels, if its plan runs nothing else."""
         kind = KINDS[node.target]
         x, weight, bias, operands, epilogue, *values = args
         options = tuple(map(functional._hashable, values))
@@ -496,7 +507,7 @@ class Recorder:
                 raise Refused("what a region is depends on tensors' values")
             label = f"{node}: {plan.kernel or 'torch'}"
             value = None
-            if not reads_number:  # else a kernel's arguments hold it
+            if not reads_number:  # else the number would be fixed in the kernel's recorded arguments
                 with contextlib.suppress(_Unknown):
                     value = self._taken_apart(
                         operators, seen.memory, tensors_in(real), values_in(inputs), result, label
@@ -515,7 +526,7 @@ class Recorder:
     def _loops_of(
         self, plan: Plan, kind: str, problem: Callable[[], Problem], inputs: Sequence[Any], result: Value
     ) -> Loops | None:
-        """What a plan's launch, the last step, computes."""
+        """The loops that compute the same as a plan's launch, which is the last step; None if there are none."""
         x, weight, bias, operands = inputs
         if kind == "pointwise":
             return loops_of_chain(problem(), x, operands, result)
@@ -538,9 +549,10 @@ class Recorder:
         self, seen: Operators, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
         values: Sequence[Value], result: Any, label: str,
     ) -> Any:  # fmt: skip
-        """Steps for each operator and kernel that made `result`, and its values.
+        """Adds a step for each operator and kernel that made `result`, and returns the values of `result`.
 
-        Raises _Unknown, and adds no step, if one reads what nobody knows of, or if a tensor gets another shape.
+        Raises _Unknown, and adds no step, if one of them reads memory without a known owner, or if a tensor gets
+        another shape in place.
         """
         if any(torch.Tag.inplace_view in operation.overload.tags for operation in seen.operations):
             raise _Unknown
@@ -563,7 +575,7 @@ class Recorder:
                     steps += self._operations(operation, known, label)
             steps += [self._launched(launch, label) for launch in seen.launches[done:]]
             for tensor in tensors_in(result):
-                if id(tensor) in seen.strides_before:  # what a step makes is viewed in another way
+                if id(tensor) in seen.strides_before:  # the step's result has these strides, the tensor is a view of it
                     self._known(tensor, known).strides = seen.strides_before[id(tensor)]
                     known[id(tensor)] = self._value(tensor, self._name())
             value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
@@ -571,7 +583,7 @@ class Recorder:
             self._owners = owners
             raise
         written = {owner.slot for key, owner in self._owners.items() if key not in owners}
-        written.update(made.slot for made in values_in(value))  # perhaps in the place of what it was made of
+        written.update(made.slot for made in values_in(value))  # a plan may overwrite its input in place
         for step in steps:
             if isinstance(step, Launch):  # plans write nowhere else
                 step.writes = written.intersection(slot for slot, _ in step.references)
@@ -581,7 +593,7 @@ class Recorder:
         return value
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one that torch made of a number in Python's hand, without saying so (x[index] = 0)."""
+        """Whether torch itself made this tensor of a Python number, without an operator for it (x[index] = 0)."""
         is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
         return is_one and tensor.untyped_storage()._cdata not in self._owners
 
@@ -593,7 +605,10 @@ class Recorder:
         self._owners.setdefault(tensor.untyped_storage()._cdata, Owner.of(slot, tensor))
 
     def _known(self, tensor: torch.Tensor, known: dict[int, Any]) -> Any:
-        """The value that a tensor is, by what it is or by where it lies; a number's is itself."""
+        """The value of a tensor, found by its identity or by its memory. A number's tensor stands for itself.
+
+        Raises _Unknown if its memory has no known owner.
+        """
         if id(tensor) in known:
             return known[id(tensor)]
         owner = self._owners.get(tensor.untyped_storage()._cdata)
@@ -602,7 +617,7 @@ class Recorder:
         return known.setdefault(id(tensor), self._value(tensor, self._name()))
 
     def _operations(self, operation: Operation, known: dict[int, Any], label: str) -> list[Launch | Call]:
-        """The call of one of torch's operators that computes, behind what torch would do in it without a word."""
+        """Steps for one of torch's operators: the call, after the copies that torch would make inside it."""
         moved, operation = self._indices_moved(operation, known, label)
         operation = self._number_filled_in(operation, known)
         call = self._operation(operation, known, label)
@@ -622,8 +637,10 @@ class Recorder:
         return [copy, dataclasses.replace(call, args=(*call.args[:place], there, *call.args[place + 1 :]))]
 
     def _indices_moved(self, operation: Operation, known: dict[int, Any], label: str) -> tuple[list[Call], Operation]:
-        """The operation with indices that are made of numbers on the CPU brought to the device: torch copies them there
-        at every call, and waits for that; constants.py keeps the copies."""
+        """Copies of constant indices from the CPU to the device, and the operation that reads the copies.
+
+        torch would copy them at every call, and wait for that. constants.py keeps the copies.
+        """
         if operation.overload.overloadpacket not in _INDEXED:
             return [], operation
         target, indices, *others = operation.args
@@ -641,7 +658,10 @@ class Recorder:
         return calls, dataclasses.replace(operation, args=(target, there, *others))
 
     def _number_filled_in(self, operation: Operation, known: dict[int, Any]) -> Operation:
-        """In the place of a number that torch would bring from the CPU, and wait, a tensor that is filled with it."""
+        """The operation, but a copy of a constant number from the CPU becomes a fill on the device.
+
+        torch would copy the number at every call, and wait for that.
+        """
         if operation.overload is not _aten._to_copy.default:
             return operation
         (number,), result = operation.args, operation.result
@@ -655,7 +675,7 @@ class Recorder:
         )
 
     def _operation(self, operation: Operation, known: dict[int, Any], label: str) -> Call:
-        """The call of one of torch's operators that computes."""
+        """The step for one of torch's operators that computes."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda tensor: self._known(tensor, known), (tuple(operation.args), dict(operation.kwargs))
         )
@@ -692,7 +712,7 @@ class Recorder:
         )
 
     def _launched(self, launch: events.Launch, label: str) -> Launch:
-        """A step for a kernel, with every address as a place in somebody's memory."""
+        """The step for a kernel launch, with every address as a slot and an offset. Raises _Unknown."""
         if functions_of(launch) is None:
             raise _Unknown
         references: list[tuple[Slot, int]] = []
@@ -705,7 +725,10 @@ class Recorder:
 
 
 def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:
-    """What makes the same without the tensor that it is to be like, which need not be there: function and arguments."""
+    """A function and arguments that make the result of `zeros_like` and the like without the tensor given to them.
+
+    So that tensor need not be in memory. None for all other operators.
+    """
     packet, result = operation.overload.overloadpacket, operation.result
     if packet not in _FILLED or operation.overload._overloadname.endswith("out"):
         return None
@@ -721,8 +744,10 @@ def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:
 
 
 def _weight_for_channels_last(operation: Operation) -> int | None:
-    """Which argument is the weight, of a convolution or for the gradient of its image, that torch copies for cuDNN so
-    that it lies as the image does."""
+    """The position of a weight that torch would copy into the image's layout (channels_last) for cuDNN; None if none.
+
+    The operation is a convolution, or a gradient of one that includes the image's.
+    """
     if operation.overload is _aten.convolution.default and not operation.kwargs:
         place, (image, weight, *options) = 1, operation.args
     elif operation.overload is _aten.convolution_backward.default and operation.args[-1][0]:
@@ -743,7 +768,7 @@ def _weight_for_channels_last(operation: Operation) -> int | None:
 
 
 def _runs_in_cudnn(*arguments: Any) -> bool:
-    """Whether torch gives a convolution of these arguments to cuDNN."""
+    """Whether torch would run a convolution of these arguments by cuDNN."""
     internals: Any = torch._C
     if gpu.standing_in() is not None:  # torch would ask the CPU
         return True
@@ -751,12 +776,13 @@ def _runs_in_cudnn(*arguments: Any) -> bool:
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """How it lies in its memory."""
+    """A tensor's shape, strides and offset in its storage; None if the tensor is not plain."""
     return (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_plain(tensor) else None
 
 
 Note: TypeAlias = Callable[[dict[fx.Node, Any]], dict[fx.Node, Any]]
-"""note(known): what stands for nodes' results, of what stands for others'. Raises Refused."""
+"""note(known) adds a node's steps, and returns the symbolic results of nodes. `known` are those of earlier nodes.
+Raises Refused."""
 
 
 def _not_yet(_: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -764,22 +790,22 @@ def _not_yet(_: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 
 def _filled(item: Any, env: Mapping[fx.Node, Any]) -> Any:
-    """Arguments of a node, with what nodes made."""
+    """Arguments of a node, with the results of other nodes filled in."""
     return as_plain(fx.node.map_arg(item, env.__getitem__))
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
-    """What a node's call returns."""
+    """Calls what a node calls, and returns the result."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     if target is torch.tensor and _is_number(args, kwargs):
-        return torch.full((), *args, **kwargs)  # the other brings it from the CPU, and waits until it is there
+        return torch.full((), *args, **kwargs)  # torch.tensor would copy it from the CPU, and wait for that
     return target(*args, **kwargs)
 
 
 def _is_number(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the tensor of these arguments is one number, that needs no rounding to an integer."""
+    """Whether torch.tensor(*args, **kwargs) holds a single number, which is not rounded to an integer."""
     if len(args) != 1 or type(args[0]) not in (bool, int, float) or not kwargs.keys() <= {"dtype", "device"}:
         return False
     dtype = kwargs.get("dtype")
@@ -787,8 +813,11 @@ def _is_number(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
-    """Whether torch may compute a module by an operator of its own for all of it, with nothing in it to merge, and by
-    its parts it is the same: the operator for a layer computes gelu by tanh."""
+    """Whether torch may compute a module by a single operator, and its parts would compute the same.
+
+    Nothing inside a single operator could be merged. The operator for an encoder layer computes gelu by tanh, so with
+    gelu the parts are not the same.
+    """
     kinds, parts = nn.MultiheadAttention | nn.TransformerEncoderLayer, list(module.modules())
     has_one = any(isinstance(part, kinds) for part in parts) and not any(part.training for part in parts)
     return has_one and not any(
@@ -798,13 +827,13 @@ def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
 
 
 def _by_its_parts(call: Callable[[], Any]) -> Any:
-    """call(), in which modules do not take their fast path: they do not where somebody watches torch's functions."""
+    """call(), in which modules do not take their fast path: none does while a torch function mode is active."""
     with BaseTorchFunctionMode():
         return call()
 
 
 def _lying_as(expected: Any, made: Any) -> Any:
-    """What was made, with the strides of what was expected."""
+    """The tensors `made`, copied where their strides are not those of `expected`."""
 
     def lying(want: Any, have: Any) -> Any:
         if not isinstance(have, torch.Tensor) or places(have)[:2] == places(want)[:2]:
@@ -815,7 +844,10 @@ def _lying_as(expected: Any, made: Any) -> Any:
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes one by one; those from the begin of a vmap to its end together, whose tensors are none to look at."""
+    """The nodes one by one, but those of a vmap, from its begin to its end, together.
+
+    Between these, the values are no tensors that could be inspected.
+    """
     group: list[fx.Node] = []
     depth = 0
     for node in graph.nodes:
@@ -829,4 +861,4 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 class _Unknown(Exception):
-    """Memory of which nobody knows whose it is."""
+    """Memory has no known owner, so what uses it cannot be recorded step by step."""

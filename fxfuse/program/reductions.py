@@ -1,6 +1,7 @@
-"""Rules for operators that add up rows or look for their greatest: softmax, means, sums, norms and normalisations.
+"""Rules for operators that reduce rows, by sum or maximum: softmax, means, sums, norms and normalisations.
 
-As torch does, in float32. Deviations are added up in a second pass, so that nothing cancels.
+Reductions are in float32, as torch's are. Squared deviations are summed in a second pass over the row, so that nothing
+cancels.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from fxfuse.program.loops import Body, Position, Rule, Unknown, coordinates, row
 from fxfuse.program.values import Value
 
 LONGEST: Final = 2**15
-"""Elements of a row, which one block of threads adds up."""
+"""The most elements of a row. One thread block reduces a row."""
 
 Place = Callable[[Index], list[Index]]
-"""The coordinates in a tensor of the element of a row that a variable says."""
+"""place(index): the coordinates, in a tensor, of the element of a row with this index."""
 
 
 class _Row:
-    """A row of a tensor for each element of a result."""
+    """The row of a tensor that belongs to an element of a result."""
 
     def __init__(self, x: Any, size: int, place: Place) -> None:
         if not isinstance(x, Value) or x.dtype not in RESULT_DTYPES or not 1 < size <= LONGEST:
@@ -37,7 +38,12 @@ class _Row:
         return body.read(self._x, self._place(at))
 
     def reduced(self, body: Body, op: str, made: Callable[[Body, Expr], Expr], height: int = 0) -> Expr:
-        """Of what `made` makes of each element; `height`: how many such numbers, one within the other, that takes."""
+        """The reduction of `made(body, element)` over all elements of the row.
+
+        Args:
+            op: "sum" or "max".
+            height: how many levels of reductions are nested inside `made`.
+        """
         over = row_variable(height, self.size)
         return body.reduce(op, over, lambda inner: made(inner, self.element(inner, variable(over.name, over.size))))
 
@@ -51,7 +57,7 @@ class _Row:
         return self.reduced(body, "sum", lambda _, x: Call("mul", (x, x)))
 
     def deviations(self, body: Body) -> Expr:
-        """The sum of the squares of what is left without the mean."""
+        """The sum of the squared deviations from the mean."""
 
         def square(inner: Body, x: Expr) -> Expr:
             left = Call("sub", (x, self.mean(inner)))
@@ -65,8 +71,10 @@ class _Row:
 
 
 def _over(body: Body, total: Expr, count: int) -> Expr:
-    """As torch has it on a GPU, by one division for all rows of a thread. The count is an argument of the kernel, which
-    rows of other lengths share."""
+    """total / count, as total * (1 / count): as torch does on a GPU, with one division for all rows of a thread.
+
+    The count is an argument of the kernel, so rows of different lengths share the kernel.
+    """
     return Call("mul", (total, Call("reciprocal", (body.leaf(Position(Index() + count)),))))
 
 
@@ -75,7 +83,7 @@ def _inverse_root(x: Expr, eps: float) -> Expr:
 
 
 def _row_along(x: Any, dims: Any, at: Sequence[Index]) -> _Row:
-    """The row of x along `dims` (None: all), where the other coordinates are `at`."""
+    """The row of x along `dims` (None: all dimensions), at the coordinates `at` in the others."""
     if not isinstance(x, Value) or not x.shape:
         raise Unknown
     rank = len(x.shape)
@@ -93,7 +101,7 @@ def _row_along(x: Any, dims: Any, at: Sequence[Index]) -> _Row:
 
 
 def _kept(x: Any, given: Mapping[str, Any], result: Value) -> list[Index]:
-    """Coordinates in x of what a reduction's result has left, with zeros along what is gone."""
+    """The coordinates in x for an element of a reduction's result: zeros along the reduced dimensions."""
     if not isinstance(x, Value) or given.get("dtype") not in (None, result.dtype):
         raise Unknown
     at = coordinates(result.shape)
@@ -106,6 +114,8 @@ def _kept(x: Any, given: Mapping[str, Any], result: Value) -> list[Index]:
 
 
 def _reduction(made: Callable[[_Row, Body, Mapping[str, Any]], Expr]) -> Rule:
+    """The rule of an operator that reduces along its argument `dim`; `made(row, body, given)` is the result."""
+
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
         row = _row_along(given["self"], given.get("dim"), _kept(given["self"], given, result))
         return made(row, body, given)
@@ -134,7 +144,7 @@ def _softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _safe_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """Zeros, where all of a row is minus infinity."""
+    """Softmax, but zeros where a whole row is minus infinity."""
     row = _row_along(given["self"], given["dim"], coordinates(result.shape))
     is_masked = Call("eq", (row.greatest(body), Const(-math.inf)))
     return Call("where", (is_masked, Const(0.0), _softmax(body, given, result)))
@@ -146,7 +156,7 @@ def _log_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _exponents(body: Body, given: Mapping[str, Any], result: Value) -> tuple[Expr, Expr]:
-    """An element without the greatest of its row, and the sum of the exponentials of all."""
+    """An element minus the maximum of its row, and the row's sum of the exponentials of that."""
     at = coordinates(result.shape)
     row = _row_along(given["self"], given["dim"], at)
     total = row.reduced(
@@ -156,7 +166,7 @@ def _exponents(body: Body, given: Mapping[str, Any], result: Value) -> tuple[Exp
 
 
 def _affine(body: Body, made: Expr, given: Mapping[str, Any], at: Sequence[Index]) -> Expr:
-    """With weight and bias, if there are any, at their coordinates."""
+    """`made`, scaled by the weight and shifted by the bias, if they are given. `at`: their coordinates."""
     for name, row in (("weight", "mul"), ("bias", "add")):
         if given.get(name) is not None:
             made = Call(row, (made, body.read(given[name], at)))
@@ -173,7 +183,7 @@ def _rms_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, at, rank = given["input"], coordinates(result.shape), len(given["normalized_shape"])
     row = _row_along(x, [-1 - dim for dim in range(rank)], at)
     eps = given.get("eps")
-    if eps is None:  # the fused operator's default is that of the type it computes in, not of x
+    if eps is None:  # the fused operator's default is the epsilon of the type that it computes in, not of x's
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     made = Call("mul", (body.read(x, at), _inverse_root(_over(body, row.squares(body), row.size), eps)))
     return _affine(body, made, given, at[len(at) - rank :])
@@ -197,7 +207,10 @@ def _group_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _batch_norm(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """With statistics that are known, or with a batch's own, which nobody keeps: how weights are standardised."""
+    """Batch normalisation with given statistics, or with the batch's own where no running statistics are kept.
+
+    The latter is how weights are standardised.
+    """
     x, at = given["input"], coordinates(result.shape)
     trains = given.get("training", given.get("train", "running_mean" not in given))
     mean, variance = given.get("running_mean"), given.get("running_var")

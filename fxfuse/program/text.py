@@ -1,7 +1,8 @@
-"""The text of loops' kernels, for whatever device: what an element's leaves are, and where in memory.
+"""The C++ text of loops' kernels, for both devices: it computes an element's leaves, and where they are in memory.
 
-Statements that are the same for a run of elements stand before the loop over them, others in it. On a GPU a thread has
-a run of a few (cuda/loops.py). On a CPU a row is a run, of whose loop the compiler makes vectors (cpu/loops.py).
+A *run* is a sequence of elements that one thread computes, and `lane` counts its elements. Statements with the same
+value for a whole run stand before the loop over the run, others inside it. On a GPU a thread has a run of a few
+elements (cuda/loops.py). On a CPU a run is a row, whose loop the compiler vectorises (cpu/loops.py).
 """
 
 from __future__ import annotations
@@ -31,64 +32,70 @@ from fxfuse.program.values import Slot, Value
 
 ACCESS: Final = 16  # bytes that one instruction of a GPU reads or writes
 MAX_TENSORS: Final = 40
-"""That one kernel reads: so many fit in its arguments."""
+"""The most tensors that one kernel reads: so many fit in its arguments."""
 _Place: TypeAlias = tuple[Slot, torch.dtype, Index]
-"""Of an element."""
+"""Where an element is in memory."""
 RUN, LANE = "run", "lane"
 ROW = "row"
 
 
 @dataclass(frozen=True)
 class LoopsKernel:
-    """Loops as text to compile and arguments of a launch."""
+    """A kernel of loops: the text to compile, and the arguments of a launch."""
 
     form: str
-    """The text of its body."""
+    """The text of its body. Kernels of one form share their compiled code."""
     params: bytes
+    """The sizes and other numbers that a launch passes to it."""
     results: tuple[tuple[Slot, int], ...]
-    """Where its results begin, in the order of the addresses: slots and bytes from there."""
+    """Where its results begin, in the order of addresses: each a slot, and the offset in it in bytes."""
     tensors: tuple[Slot, ...]
-    """What it reads, in the order of the addresses that follow the results'."""
+    """The memory that it reads, in the order of addresses, which follow those of results."""
 
     @property
     def addresses(self) -> list[tuple[Slot, int]]:
-        """Of a launch."""
+        """The addresses of a launch: each a slot, and the offset in it in bytes."""
         return [*self.results, *((slot, 0) for slot in self.tensors)]
 
     @property
     def argument_bytes(self) -> int:
-        """At most: a divisor is three words, and each part has a spare."""
+        """An upper bound on the bytes of its arguments: a divisor is three words, and each part has a spare entry."""
         return 16 * (len(self.params) // 4) + 8 * (len(self.addresses) + 4)
 
 
 @dataclass
 class Held:
-    """What a thread reads once of a row that several loops go over: short rows fit into its registers."""
+    """What a thread keeps in registers of a short row that several loops go over: it is read from memory once."""
 
     lanes: int
-    """Threads of a row."""
+    """The number of threads that share a row."""
     turns: int
-    """Of a loop over the row, known to the compiler."""
+    """The number of runs of the row that a thread has: a constant in the text."""
     vector: int
+    """The number of elements of a run."""
     names: dict[Read, str]
-    """The variables that hold what was read, also as it is read for a result that is longer than the row."""
+    """The variable that holds a read. Reads for a result that is longer than the row are included."""
     variables: dict[str, str]
-    """And their types."""
+    """The types of these variables."""
     within: Inside
-    """Whether an element of the result is one of the row."""
+    """The condition that an element of the result is an element of the row."""
     filled: set[str] = field(default_factory=set)
+    """The variables that a loop has filled already."""
 
     def turns_over(self, runs: int) -> int:
-        """How often a thread has one of so many runs, or one beyond them."""
+        """The number of turns of a thread in a loop over so many runs. In the last turn its run may not exist."""
         return -(-runs // self.lanes)
 
     def turn(self, runs: int) -> str:
-        """Of what is held, in a loop over so many runs: nobody asks for an element that is beyond the row."""
+        """The text of the index into held variables, in a loop over so many runs.
+
+        It is in range even for turns beyond the row, whose elements are not used.
+        """
         return "turn" if self.turns_over(runs) == self.turns else f"turn < {self.turns} ? turn : {self.turns - 1}"
 
 
 def digits_of(index: Index, dims: Sequence[int], output: Value) -> dict[str, Index]:
-    """The coordinates of an element, of its number among those of the dimensions."""
+    """The coordinates of an element along `dims`, from its number among the elements of these dimensions."""
     values = {}
     for dim in reversed(dims):
         values[f"c{dim}"], index = index % output.shape[dim], index // output.shape[dim]
@@ -99,9 +106,10 @@ def digits_of(index: Index, dims: Sequence[int], output: Value) -> dict[str, Ind
 
 
 def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
-    """Sizes in the order of the result's memory, and the leaves by variables d0, d1, … of these; where it is put, too.
+    """The result's sizes in the order of memory, the leaves by the coordinates d0, d1, … of these, and `into.place`.
 
-    Neighbours become one dimension where no place needs the two digits.
+    Adjacent dimensions become one, unless this adds quotients or remainders to indices. The place is None without
+    `into`.
     """
     output = loops.output
     order = memory_order(output)
@@ -123,7 +131,7 @@ def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
 
 
 def by_runs(condition: Inside, size: int) -> Inside:
-    """The same question of whole runs of so many elements, where those of one cannot differ."""
+    """The condition by runs of `size` elements, if it cannot differ between the elements of a run; else `condition`."""
     rest = condition.index - variable(LANE, size)
     steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
     if rest.depends_on(LANE) or any(step % size for step in steps):
@@ -136,38 +144,39 @@ def by_runs(condition: Inside, size: int) -> Inside:
 
 @dataclass(frozen=True)
 class _Window:
-    """Elements of memory that a run reads at once."""
+    """Adjacent elements of memory that are read at once, for all elements of a run."""
 
     begin: Index
-    """In elements from where the slot begins."""
+    """In elements from the slot's beginning."""
     length: int
+    """The number of elements."""
     chosen: Sequence[int]
-    """By element of the run: which of them it takes."""
+    """For each element of the run: the number of the element of the window that it takes."""
     elements: int
-    """Of the run, as bits, those that take any; the others have zero."""
+    """A bit mask of the elements of the run that take one. The others are zero."""
 
 
 class Text:
-    """Statements before the loop over a run's elements, and within it; what they take from the arguments."""
+    """Collects the statements before and inside the loop over a run's elements, and the arguments that they use."""
 
     def __init__(self, types: Mapping[torch.dtype, str], by_element: bool = False) -> None:
         """
         Args:
-            types: C++ types of dtypes.
-            by_element: whether a run is a loop of any length over elements, which the compiler makes vectors of; else
-                it is a few, of which some are read at once.
+            types: the C++ types of dtypes.
+            by_element: whether a run is a loop of any length, which the compiler vectorises. Otherwise it is a few
+                elements, which are read at once where possible.
         """
         self._types, self._by_element = types, by_element
         self.numbers: list[int] = []
         self.divisors: list[int] = []
         self.tensors: list[Slot] = []
         self.rows: dict[Reduced, str] = {}
-        """Variables with what rows come to."""
+        """The variables that hold reductions."""
         self._count = 0
         self.begin(1)
 
     def begin(self, vector: int, held: Held | None = None, runs: int = 0) -> None:
-        """Begins another loop, over so many runs of so many elements."""
+        """Begins another loop: over `runs` runs of `vector` elements."""
         self.held = held
         self._turn = "" if held is None else held.turn(runs)
         self.before: list[str] = []
@@ -178,13 +187,20 @@ class Text:
         self._read: dict[_Place, str] = {}
 
     def coordinates(self, sizes: Sequence[int]) -> None:
-        """Takes the coordinates of a run from its number, `rest`. `sizes`: in runs, none of a single element."""
+        """Writes statements that take the coordinates of a run from its number, the variable `rest`.
+
+        Args:
+            sizes: the sizes of dimensions, the last in runs; empty for a single element.
+        """
         names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), RUN] if sizes else []
         self._take(list(zip(names, sizes, strict=True)))
 
     def coordinates_across(self, sizes: Sequence[int], dim: int, count: int) -> str:
-        """The same where runs are numbered in another order: first so many of the last dimension, a divisor of its
-        size, of these then all that `dim` has. The run's number in memory."""
+        """The same for runs that are numbered in another order. Returns the text of the run's number in memory order.
+
+        The number counts fastest over `count` runs of the last dimension (a divisor of its size), then over dimension
+        `dim`, then over the others.
+        """
         names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), "high"]
         sized = [*zip(names, [*sizes[:-1], sizes[-1] // count], strict=True)]
         self._take([*sized[:dim], *sized[dim + 1 :], sized[dim], ("low", count)])
@@ -197,15 +213,14 @@ class Text:
         return place
 
     def _take(self, sized: Sequence[tuple[str, int]]) -> None:
-        """Variables, the one that counts fastest last."""
+        """Writes statements that take variables from `rest`. Given are names and sizes, the fastest last."""
         sized = [(name, size) for name, size in sized if size > 1]
         for number, (name, size) in reversed(list(enumerate(sized))):
             value = f"{self._divisor(size)}.take(rest)" if number else "rest"
             self.before.append(f"const unsigned {name} = {value};")
 
     def leaves(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What an expression takes for its leaves. What several of them read of one place, each under conditions of its
-        own, is read once."""
+        """The texts of leaves. Leaves that read one element, each under its own conditions, share one read."""
         for leaf in leaves:
             if isinstance(leaf, Read) and not any(map(self._varies, leaf.where)):
                 self._ways.setdefault((leaf.slot, leaf.dtype, leaf.index), []).append(leaf.where)
@@ -238,7 +253,7 @@ class Text:
         return self._read[place]
 
     def _element(self, leaf: Read, ways: Sequence[tuple[Inside, ...]]) -> str:
-        """What is read, if the conditions of one of the ways hold."""
+        """The text of an element, which is read if all conditions of one of the `ways` hold."""
         condition, kind, name = self._if(ways), self._types[leaf.dtype], self._name("r")
         source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
         lines: list[str] = []
@@ -261,7 +276,7 @@ class Text:
         return f"as_number({name})"
 
     def _if(self, ways: Sequence[Sequence[Inside]]) -> str:
-        """Where all conditions of one of the ways hold."""
+        """An `if` for: all conditions of one of the `ways` hold. Empty if that is always so."""
         texts = [dict.fromkeys(one for one in map(self._inside, where) if one != "true") for where in ways]
         least = [one for one in texts if not any(other.keys() < one.keys() for other in texts)]
         each = list(dict.fromkeys(" && ".join(sorted(one)) for one in least))
@@ -270,10 +285,10 @@ class Text:
         return f"if ({each[0]}) " if len(each) == 1 else f"if ({' || '.join(f'({one})' for one in each)}) "
 
     def _window(self, leaf: Read) -> _Window | None:
-        """Where all that the elements of a run read lies close together, each at a distance that is the same in every
-        run (pairs that change places, every other element), and can be read at once; None if it does not.
+        """A window for a leaf whose elements, in a run, are close together in memory; None if there is none.
 
-        What is read beside lies in the same aligned piece of memory as an element that is asked for.
+        Their distances must be the same in every run (pairs that change places, every other element). The window may
+        contain elements that are not used. They are in the same aligned piece of memory as one that is used.
         """
         if self._by_element or self._vector == 1 or not leaf.index.depends_on(LANE):
             return None
@@ -297,7 +312,7 @@ class Text:
         return None
 
     def _chosen(self, leaf: Read, window: _Window, ways: Sequence[tuple[Inside, ...]]) -> str:
-        """What an element of a run reads of a window, which is read before."""
+        """The text of a run's element, taken from a window. The window is read before the loop."""
         condition = self._if([[one for one in where if not self._varies(one)] for where in ways])
         kind, name, lines = self._types[leaf.dtype], self._name("r"), list[str]()
         access = min(ACCESS, window.length * leaf.dtype.itemsize)
@@ -312,7 +327,7 @@ class Text:
         return f"(is_one_of({window.elements:#x}u, lane) ? {element} : as_number({kind}{{}}))"
 
     def _lanes(self, condition: Inside) -> int | None:
-        """The elements of a run for which a condition holds, as bits, if it is the same in every run."""
+        """A bit mask of the elements of a run for which a condition holds; None if it differs between runs."""
         if self._by_element or self._vector == 1 or not condition.index.depends_on(LANE):
             return None
         found = 0
@@ -325,11 +340,11 @@ class Text:
         return found
 
     def place(self, index: Index) -> str:
-        """A place that is the same for all elements of a run."""
+        """The text of an index that is the same for all elements of a run."""
         return self._index(index, self.before)
 
     def place_of_one(self, index: Index) -> str:
-        """A place that each element of a run has for itself."""
+        """The text of an index that differs between the elements of a run."""
         return self._index(index, self.within)
 
     def _position(self, leaf: Position) -> str:
@@ -339,11 +354,11 @@ class Text:
         return name
 
     def _varies(self, condition: Inside) -> bool:
-        """Whether elements of one run differ in it."""
+        """Whether a condition may differ between elements of one run."""
         return self._by_runs(condition).index.depends_on(LANE)
 
     def _by_runs(self, condition: Inside) -> Inside:
-        """Of runs of this loop."""
+        """The condition by runs of this loop, where possible (`by_runs`)."""
         return by_runs(condition, self._vector)
 
     def _inside(self, condition: Inside) -> str:
@@ -359,14 +374,14 @@ class Text:
             return self._names[condition]
         lines = self.within if condition.index.depends_on(LANE) else self.before
         place, name = self._index(condition.index, lines), self._name("b")
-        # known to the compiler of turns beyond the row
+        # tells the compiler that turns beyond the row are outside
         turn = f"turn < {self.held.turns} && " if is_of_row and self.held is not None else ""
         lines.append(f"const bool {name} = {turn}{place} < {self.number(condition.size)};")
         self._names[condition] = name
         return name
 
     def _index(self, index: Index, lines: list[str]) -> str:
-        """The text of a place, after the statements that it needs."""
+        """The text of an index. Statements that it needs are added to `lines`."""
         parts = []
         for atom, coefficient in index.terms:
             name = self._atom(atom, lines)
@@ -381,7 +396,7 @@ class Text:
         if atom in self._names:
             return self._names[atom]
         is_free = not any(isinstance(one, Element) or one == _lane(self._vector) for one in _within(atom))
-        lines = self.before if is_free else lines  # arithmetic may be done where nobody needs it, reading may not
+        lines = self.before if is_free else lines  # unneeded arithmetic is harmless, an unneeded read is not
         match atom:
             case Quotient(of, by):
                 value = f"{self._divisor(by)}.divide({self._index(of, lines)})"
@@ -422,5 +437,5 @@ def _lane(vector: int) -> Variable:
 
 
 def _within(atom: Atom) -> list[Atom]:
-    """The atom and those that it is made of."""
+    """The atom and all atoms nested in it."""
     return list(Index(((atom, 1),)).atoms())

@@ -1,4 +1,4 @@
-"""What a program is made of while it is recorded: memory, the tensors in it, kernels and calls."""
+"""The parts of a program while it is recorded: pieces of memory, tensors in them, kernel launches, calls of torch."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ if TYPE_CHECKING:
 
 
 class Refused(Exception):
-    """A graph or a call that no program can be recorded of; the text says why."""
+    """A graph or a call cannot be recorded as a program; the text says why."""
 
 
 class Lent(bytes):
-    """An argument of a graph that says of the tensors of the call, one byte each, in whose memory results may lie once
-    nothing more is read of them: nobody else has it, and nobody asks for it after the call (Guard.alone)."""
+    """An argument of a graph: for each tensor of the call one byte, which says whether its memory is lent.
+
+    In lent memory the program may place results after its last read. Such memory has no other owner, and nobody reads
+    it after the call (`Guard.alone`).
+    """
 
 
 @dataclass(eq=False)
 class Slot:
-    """A piece of memory: of an argument or parameter, of a result of torch's, or one that kernels' results take."""
+    """A piece of memory: an argument's or parameter's, that of a result of torch's, or one for results of kernels."""
 
     kind: str
-    """"given", "made" by torch, or "memory"."""
+    """"given" (an argument or parameter), "made" (allocated by torch), "memory" (for results of kernels: allocated by
+    the program), or "constant" (filled while the call was recorded)."""
     name: str
-    """The variable with the tensor that it begins with."""
+    """The variable, in the program's code, that holds the tensor at the slot's beginning."""
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
     nbytes: int = 0
     alignment: int = 16
-    """Largest power of two, up to 16, that divides its address; in every call the same."""
+    """The largest power of two, up to 16, that divides its address; the same in every call."""
     escapes: bool = False
-    """Whether it lives on after the call."""
+    """Whether it outlives the call."""
     index: int = -1
-    """In the table of addresses, its arena's if it lies in one; -1 if no kernel knows it."""
+    """Its position in the table of addresses: its arena's, if it lies in one. -1 if no kernel uses it."""
     offset: int = 0
-    """In its arena."""
+    """In bytes, in its arena."""
     is_apart: bool = False
-    """Whether it lies on a CPU beside a program for a GPU: only torch reads it."""
+    """Whether it lies on a CPU while the program is for a GPU. Then only torch reads it."""
     constant: torch.Tensor | None = None
-    """What it begins with, if it was made of nothing but numbers and other such memory (constants.py)."""
+    """The tensor at its beginning, if it was computed from nothing but numbers and other constants (constants.py)."""
     first: int = -1
+    """The number of the first step that uses it."""
     last: int = -1
-    """The steps that use it first and last."""
+    """The number of the last step that uses it."""
 
     def touch(self, step: int) -> None:
         self.first = step if self.first < 0 else self.first
@@ -61,40 +66,41 @@ class Slot:
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph."""
+    """A tensor of the graph: a view of a slot."""
 
     slot: Slot
     offset: int
-    """In bytes from where the slot begins."""
+    """In bytes from the slot's beginning."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     name: str
     wanted: bool = False
-    """Whether Python needs it as a tensor."""
+    """Whether Python needs a tensor object for it."""
     leaves: bool = False
-    """Whether the caller gets it: a view is then to be one in torch's eyes, too."""
+    """Whether the caller gets it. Then a view must be a view for autograd, too."""
     viewed_by: Call | None = None
-    """The call that makes it of another tensor without computing."""
+    """The call that makes it as a view of another tensor."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """What Python learns of a tensor's values at every call, and only asks questions about."""
+    """A number that Python reads from a tensor's values at every call, and only tests."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose a storage is, while it is recorded."""
+    """The slot that a storage belongs to, while a call is recorded."""
 
     slot: Slot
     begin: int
     """Address of the slot's first tensor."""
     low: int
+    """The address at which the storage begins."""
     high: int
-    """Addresses of the storage."""
+    """The address behind the storage."""
 
     @staticmethod
     def of(slot: Slot, tensor: torch.Tensor) -> Owner:
@@ -107,7 +113,7 @@ class Owner:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device on which they lie, but for some on a CPU; None if there are several."""
+    """The device of all tensors, where some may lie on a CPU beside it; None if there are several others, or none."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         devices.discard(torch.device("cpu"))
@@ -115,39 +121,44 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 ALIGNMENT: Final = 16
-"""Bytes that kernels read at a time at most: an address that is a multiple of it is as good as any."""
+"""The most bytes that a kernel reads at once. No kernel gains from an address with a larger alignment."""
 
 
 def alignment(tensor: torch.Tensor) -> int:
-    """The largest power of two, up to `ALIGNMENT`, that divides its address."""
+    """The largest power of two, up to `ALIGNMENT`, that divides a tensor's address."""
     return math.gcd(ALIGNMENT, tensor.data_ptr())
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor begins, also one without elements, of which torch says 0."""
+    """The address of a tensor's first element. Also for a tensor without elements, whose `data_ptr` is 0."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclass(eq=False)
 class Launch:
+    """A step that launches a kernel of ours."""
+
     event: events.Launch
     references: list[tuple[Slot, int]]
+    """The addresses that the kernel gets: each a slot, and the offset in it in bytes."""
     writes: Set[Slot] = frozenset()
-    """Of these what it may write into."""
+    """The slots among the references that it may write into."""
     loops: Loops | None = None
-    """What it computes, if kernels of loops can, too."""
+    """What it computes, if kernels of loops could compute it, too."""
     in_place: Sequence[tuple[Slot, Slot]] = ()
-    """Pairs of memory that it reads and memory that it writes, of which the second may lie where the first does."""
+    """Pairs (slot that it reads, slot that it writes) that may share memory."""
     targets: Sequence[Value] = ()
-    """Tensors that it overwrites a part of."""
+    """Existing tensors of which it overwrites a part."""
     label: str = ""
     """As `Call.label`."""
 
 
 @dataclass(eq=False)
 class Call:
+    """A step that calls torch from Python."""
+
     target: Any
-    """A function, the name of a method, or a module; None if there is none, and `loops` must have a kernel."""
+    """A function, the name of a method, or a module. None if torch cannot compute it: `loops` must have a kernel."""
     args: Any
     kwargs: Any
     result: Any
@@ -155,38 +166,38 @@ class Call:
     is_pure: bool
     is_method: bool = False
     label: str = ""
-    """What it is, for who reads the program: "nodes of the graph: what computes them"."""
+    """A description for readers of the program: "nodes of the graph: what computes them"."""
     loops: Loops | None = None
-    """What it computes, if kernels of ours can."""
+    """What it computes, if kernels of loops can compute it."""
     draws: bool = False
     """Whether it draws random numbers."""
     alone: Loops | None = None
-    """If `loops` compute all of the memory of which it overwrites a part: loops that put only that part there."""
+    """Where the call overwrites a part of memory and `loops` compute the whole: loops that write that part alone."""
     overwrites: bool = True
-    """Whether it may write into its arguments if it is not pure."""
+    """Whether the call may write into its arguments. Counts only where it is not pure."""
 
     @property
     def name(self) -> str:
-        """Of what is called."""
+        """The name of what is called."""
         if isinstance(self.target, nn.Module):
             return type(self.target).__name__
         return str(getattr(self.target, "__name__", self.target)).removesuffix(".default")
 
     def values(self) -> list[Value]:
-        """Those that it gets and makes."""
+        """Its arguments and results."""
         return values_in((self.args, self.kwargs, self.result))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A launch or a call of a program, for who watches it run."""
+    """A description of a launch or a call, for those who watch a program run."""
 
     is_launch: bool
-    """Whether it is a kernel of ours; else a call of torch."""
+    """Whether it launches a kernel of ours; otherwise it calls torch."""
     nodes: tuple[str, ...]
-    """Names of the graph's nodes that it computes, alone or with others."""
+    """Names of the graph's nodes that it computes, alone or together with other steps."""
     what: str
-    """The kernel or the operator."""
+    """The name of the kernel or the operator."""
 
     @staticmethod
     def of(step: Launch | Call) -> Step:
@@ -199,7 +210,7 @@ _T = TypeVar("_T")
 
 
 def _found_in(tree: Any, kind: type[_T]) -> list[_T]:
-    """What is of one kind in tuples, lists, dictionaries and slices, in their order."""
+    """All instances of `kind` in nested tuples, lists, dictionaries and slices, in their order."""
     found: list[_T] = []
 
     def visit(item: Any) -> None:
@@ -224,12 +235,12 @@ def values_in(tree: Any) -> list[Value]:
 
 
 def numbers_in(tree: Any) -> list[Number]:
-    """The numbers that only a call knows, in the same."""
+    """The numbers in the same, which are known at a call only."""
     return _found_in(tree, Number)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors that they are while it is recorded, in the same order."""
+    """The tensors in the arguments or the result of a recorded call, in the same order as `values_in`."""
     return _found_in(tree, torch.Tensor)
 
 
@@ -238,7 +249,7 @@ LISTS: Final = (list, fx.immutable_collections.immutable_list)
 
 
 def as_plain(item: Any) -> Any:
-    """fx's own lists and dictionaries as those that the code of a graph makes."""
+    """fx's immutable lists and dictionaries converted to plain ones, such as the code of a graph makes."""
     if type(item) in DICTS:
         return {key: as_plain(part) for key, part in item.items()}
     if type(item) in LISTS:
@@ -247,7 +258,7 @@ def as_plain(item: Any) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are those in memory, where its strides say."""
+    """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no subclass."""
     strided = type(tensor) in PLAIN and tensor.layout is torch.strided
     return strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
 
@@ -256,14 +267,14 @@ PLAIN: Final = frozenset((torch.Tensor, nn.Parameter, StandIn))
 
 
 def slots_of(step: Launch | Call) -> list[Slot]:
-    """All memory that a step has to do with."""
+    """All memory that a step reads or writes."""
     if isinstance(step, Launch):
         return [slot for slot, _ in step.references]
     return [value.slot for value in step.values()]
 
 
 def read_by(step: Launch | Call) -> set[Slot]:
-    """Memory that a step needs; views are made where they are needed."""
+    """Memory that a step reads. A view reads none: views are made where they are needed."""
     if isinstance(step, Launch):
         return {slot for slot, _ in step.references}
     if step.is_view:
@@ -272,7 +283,7 @@ def read_by(step: Launch | Call) -> set[Slot]:
 
 
 def written_by(step: Launch | Call) -> set[Slot]:
-    """Memory that it may write into."""
+    """Memory that a step may write into."""
     if isinstance(step, Launch):
         return set(step.writes)
     if step.is_view or isinstance(step.result, Number):
@@ -285,13 +296,13 @@ def written_by(step: Launch | Call) -> set[Slot]:
 
 
 def functions_of(event: events.Launch) -> tuple[int, int] | None:
-    """The addresses of a kernel's two functions (binding.h); None if it is no compiled one."""
+    """The addresses of a kernel's two functions (binding.h); None if the kernel is not a compiled one."""
     found: tuple[int, int] | None = getattr(getattr(event.function, "__self__", None), "functions", None)
     return found
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+    """Bytes from the beginning of a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

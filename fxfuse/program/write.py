@@ -1,4 +1,7 @@
-"""The text of a program, of what was recorded, and where its results lie in memory."""
+"""Writes a program: from recorded and merged steps to the text of a Python function, with its results in arenas.
+
+Kernel launches are packed into arrays, which `launch` in the text works off (executor.h). Calls of torch become lines.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from fxfuse.program.values import (
 )
 
 MOST_TAKEN: Final = 8
-"""Pieces of memory that are allocated before the launches that need them. A forward that keeps hundreds of results
-would else let the GPU wait until all are there: an allocation takes about as long as a launch."""
+"""The most allocations before one list of launches. An allocation takes about as long as a launch. So without this
+limit the GPU would wait for all the allocations of a forward that keeps hundreds of results."""
 
 
 def _strided(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -60,17 +63,17 @@ def _counting() -> Callable[[Sequence[torch.Tensor]], None]:
 
 
 count_up: Final = _counting()
-"""Counts the versions of tensors up, by which torch knows that they have changed."""
+"""Increments the version counters of tensors, by which autograd sees that they were changed in place."""
 
 
 def release(tensors: Sequence[torch.Tensor]) -> None:
-    """Gives the memory of tensors back to torch's allocator."""
+    """Frees the memory of tensors: gives it back to torch's allocator."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
 
 def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
-    """Says of each value whether Python needs it as a tensor, and drops views and results that nobody needs."""
+    """Marks the values that Python needs as tensors (`Value.wanted`). Returns the steps without unneeded ones."""
     for value in values_in(output):
         value.wanted = value.leaves = value.slot.escapes = True
     kept: list[Launch | Call] = []
@@ -81,11 +84,11 @@ def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | C
         else:
             made = values_in(step.result)
             if step.is_pure and not any(value.wanted or value.slot in read for value in made):
-                continue  # fx graphs keep what only questions about shapes used
+                continue  # fx graphs contain nodes that only served questions about shapes
             if step.is_view:
                 wanted = [value for value in values_in(step.result) if value.viewed_by is step and value.wanted]
                 if all(_is_reinterpreted(value) for value in wanted):
-                    continue  # made of the memory itself where it is needed, or by nobody
+                    continue  # each view is made from its memory where it is needed, if it is needed at all
             for value in values_in((step.args, step.kwargs)):
                 value.wanted = True
                 read.add(value.slot)
@@ -94,17 +97,17 @@ def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | C
 
 
 def _is_reinterpreted(value: Value) -> bool:
-    """Whether it can be made of the memory that it lies in, without the calls that led to it."""
+    """Whether a view can be made directly from its memory, without the calls that made it when it was recorded."""
     kind, dtype = value.slot.kind, value.slot.dtype
     return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
 
 
 _PRODUCTS: Final = frozenset(getattr(torch._C._VariableFunctions, name) for name in ("mm", "addmm", "bmm", "baddbmm"))
-"""Of torch's, which compute the same into memory that is there (`out=`)."""
+"""torch's matrix products, which can write into existing memory (`out=`)."""
 
 
 def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
-    """Lets torch's products be written where results of kernels lie: memory that one needs the next one has."""
+    """Lets torch's products write into arenas (`out=`), so that memory is reused from one to the next."""
     for step in steps:
         if not isinstance(step, Call) or not any(step.target is product for product in _PRODUCTS):
             continue
@@ -118,7 +121,7 @@ def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
 
 
 class Writer:
-    """The text of a program, and what its names mean."""
+    """Writes a program: its text, the objects that its names refer to, and its list of launches."""
 
     def __init__(
         self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device,
@@ -126,8 +129,8 @@ class Writer:
     ) -> None:  # fmt: skip
         """
         Args:
-            kept: memory that was filled while the call was recorded.
-            lent: given memory, and how many bytes of it, that results may take after its last use.
+            kept: memory that was filled while the call was recorded (constants.py).
+            lent: given memory that results may take after its last use, and its sizes in bytes.
         """
         self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
@@ -141,7 +144,7 @@ class Writer:
         self._constants = 0
         self._pending: list[Launch] = []
         self._waiting: set[Slot | Arena] = set()
-        """What is to be allocated before those."""
+        """The memory that must be allocated before the pending launches."""
         self._marks: dict[int, list[Launch | Call]] = {}
         self._written: set[Value] = set()
         self._variables: set[str] = set()
@@ -153,7 +156,7 @@ class Writer:
         self._assign_slots(kept, lent)
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
-        """The text, and which of its lines are calls, or the call for some launches."""
+        """The program's text; and the steps of each line, by line number, that makes launches or calls torch."""
 
     # ---- memory
 
@@ -172,7 +175,7 @@ class Writer:
         self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
         self._releases = releases(self.steps, self.arenas, lent)
         self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
-        """Whether memory that is lent holds something else afterwards, or is gone."""
+        """Whether a call overwrites or frees lent memory."""
         indices = itertools.count(self._given)
         for arena in self.arenas:
             arena.index = next(indices) if arena.lender is None else arena.lender.index
@@ -183,17 +186,17 @@ class Writer:
         for slot in table:
             slot.index = next(indices)
         self.table_size = next(indices)
-        """Addresses: those of the given tensors, the arenas', and of what torch makes, the caller gets, or is kept."""
+        """Addresses: of given tensors, arenas, torch's results, results that the caller gets, and constants."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
-        """What is kept and kernels read, by its place in the table."""
+        """The constants that kernels read, by their positions in the table."""
 
     def _uses(self, output: Any) -> dict[str, int]:
-        """The last step at which each variable must be there."""
+        """The last step that needs each variable, by name."""
         last: dict[str, int] = {}
         for number, step in enumerate(self.steps):
             if isinstance(step, Call):
                 for value in step.values():
-                    last[value.name] = last[value.slot.name] = number  # a view is made of what its memory begins with
+                    last[value.name] = last[value.slot.name] = number  # a view is made from its slot's first tensor
         for step in self.steps:
             for slot in slots_of(step) if isinstance(step, Launch) else ():
                 if slot.kind == "made":
@@ -245,7 +248,7 @@ class Writer:
         return code, {before + line: tuple(map(Step.of, steps)) for line, steps in self._marks.items()}
 
     def _flush(self, number: int) -> None:
-        """One call for the launches that are waiting; memory that outlives the program is taken before."""
+        """Writes one call for all pending launches, after the allocations that they need."""
         if not self._pending:
             return
         first = len(self.launches) // 4
@@ -265,25 +268,25 @@ class Writer:
         self._drop(number)
 
     def _release(self, slots: Sequence[Slot]) -> None:
-        """Gives memory back that was lent."""
+        """Writes a line that frees lent memory."""
         self.names["release"] = release
         self._read.update(slot.index for slot in slots)
         self._line(f"release(({', '.join(slot.name for slot in slots)},))")
 
     def _name_of_given(self, value: Value) -> str:
-        """The tensor of a call, or the first one in that memory, that a value is or is a view of."""
+        """The variable of the given tensor that a value is, or of the first given tensor in its memory."""
         name = value.name if value.name in self._given_names else value.slot.name
         self._read.add(self._given_names[name])
         return name
 
     def _to_be_taken(self, slot: Slot) -> Slot | Arena | None:
-        """What is to be allocated before a slot is used; None if it is there."""
+        """The arena or slot that must be allocated before a slot is used; None if it exists already."""
         owner = self._arena_of.get(slot, slot)
         is_there = slot.kind != "memory" or owner in self._taken
         return None if is_there or (isinstance(owner, Arena) and owner.lender is not None) else owner
 
     def _take(self, slot: Slot) -> None:
-        """Takes an arena, or memory for what outlives the program, before it is used first."""
+        """Writes the allocation that a slot needs, if it is used for the first time: its arena's, or its own."""
         owner = self._to_be_taken(slot)
         if owner is None:
             return
@@ -297,7 +300,7 @@ class Writer:
             self._line(f"t[{owner.index}] = {owner.name}.data_ptr()")
 
     def _typed(self, arena: Arena, dtype: torch.dtype) -> str:
-        """The variable with an arena as elements of a dtype."""
+        """The variable that holds an arena as a tensor of a dtype."""
         text = self._dtype(dtype)
         name = f"{arena.name}_{text}"
         if text not in arena.typed:
@@ -323,7 +326,7 @@ class Writer:
         )
         for slot, offset in step.references:
             self.references.append(slot.index)
-            self.references.append((offset + slot.offset) & (2**64 - 1))  # of what lies in an arena
+            self.references.append((offset + slot.offset) & (2**64 - 1))  # slot.offset: in its arena
 
     def _dtype(self, dtype: torch.dtype) -> str:
         name = str(dtype).removeprefix("torch.")
@@ -331,7 +334,7 @@ class Writer:
         return name
 
     def _drop(self, number: int) -> None:
-        """Lets go of what nobody needs after step `number`."""
+        """Deletes the variables that nothing needs after step `number`."""
         dead = sorted(name for name in self._variables if self._last_use.get(name, -1) <= number)
         if dead:
             self._line(f"del {', '.join(dead)}")
@@ -374,7 +377,7 @@ class Writer:
             self._line(f"t[{slot.index}] = {value.name}.data_ptr()")
 
     def _tree(self, item: Any) -> str:
-        """An argument as text."""
+        """An argument as Python text."""
         if isinstance(item, Value):
             return self._variable(item)
         if isinstance(item, Number):
@@ -395,7 +398,7 @@ class Writer:
         return self._constant(item)
 
     def _variable(self, value: Value) -> str:
-        """The name of a value, which is made now if no call has made it."""
+        """The variable of a value. If no call has made it, a line that makes it from its memory is written now."""
         slot = value.slot
         if slot.kind == "given" and value.name in self._given_names:
             self._read.add(self._given_names[value.name])
@@ -434,7 +437,7 @@ def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """empty(shape, strides, dtype) on the device, which is the current one."""
+    """A function empty(shape, strides, dtype) that allocates on the device, which is the current one."""
     if device.type == "cuda":
         from fxfuse.cuda.launch import allocate
 
@@ -443,5 +446,5 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def _is_all_of(value: Value, slot: Slot) -> bool:
-    """Whether a value is the tensor that memory is allocated as."""
+    """Whether a value is the whole tensor as which a slot is allocated."""
     return (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0)
