@@ -350,13 +350,14 @@ _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
 
 
 def _is_of_filters(node: fx.Node) -> bool:
-    """Whether a node is a gradient from `convolution_backward`.
+    """Whether a node is the gradient of a convolution's filters.
 
     Libraries return gradients of filters in channels_last where they convolve in it. torch's metadata does not show it.
     """
-    return (
-        node.target is operator.getitem and getattr(node.args[0], "target", None) is _aten.convolution_backward.default
-    )
+    if node.target is not operator.getitem:
+        return False
+    gradients, place = node.args
+    return bool(getattr(gradients, "target", None) is _aten.convolution_backward.default and place == 1)
 
 
 def _compute_early(graph: fx.Graph, results: Iterable[fx.Node]) -> None:

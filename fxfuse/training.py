@@ -84,13 +84,14 @@ class Training:
             self._begin()
             return self.call(forward, args, kwargs)
         step = next((step for step in self.steps if step.is_for(bound)), None)
-        if step is None and not recapture.is_waiting() and _may_have_step(bound):
+        if step is None and _may_have_step(bound):
             if stream_capture.is_captured(bound.tensors):
                 self._tell_of_capture()
                 return forward(*args, **kwargs)
-            kind = self._repeats.look(lambda: _kind(bound), MOST_KEPT - len(self.steps))
+            waits = recapture.is_waiting()
+            kind = self._repeats.look(lambda: _kind(bound), MOST_KEPT - len(self.steps), stays=waits)
             if kind is not None and kind.results is not None:
-                step = self._made(bound, kind.results)
+                step = None if waits else self._made(bound, kind.results)
             elif kind is not None:
                 result = forward(*args, **kwargs)
                 kind.results = _returned(result, bound.tensors)

@@ -337,11 +337,11 @@ class Programs:
             return forward(*args, **kwargs)
         if functional._needs_gradient(tensors) or not are_plain(tensors, constants):
             return forward(*args, **kwargs)
-        if stream_capture.is_captured(tensors) or recapture.is_waiting():
+        if stream_capture.is_captured(tensors):
             return forward(*args, **kwargs)
-        places = MOST_KEPT - len(self.programs)
-        kind = self._repeats.look(lambda: ([(described(t), alignment(t)) for t in tensors], constants), places)
-        if kind is None or not kind.has_repeated:
+        places, waits = MOST_KEPT - len(self.programs), recapture.is_waiting()
+        kind = self._repeats.look(lambda: ([(described(t), alignment(t)) for t in tensors], constants), places, waits)
+        if kind is None or not kind.has_repeated or waits:
             return forward(*args, **kwargs)
         try:
             return self._recorded(bound, by_parts=merges)

@@ -154,13 +154,14 @@ class Repeats:
         """The latest first."""
         self._misses = 0
 
-    def look(self, described: Callable[[], Any], places: int) -> Kind | None:
+    def look(self, described: Callable[[], Any], places: int, stays: bool = False) -> Kind | None:
         """The kind of a call. None if the call is not looked at, because sizes or numbers differ at most calls.
 
         Args:
             described: makes what is compared.
             places: how many programs (or steps) may be made before an older one must go. So many kinds are remembered,
                 but at least one: with `places` 0 two calls in a row must be of one kind.
+            stays: a kind that has repeated stays remembered, because nothing is made for it now.
         """
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:
@@ -169,7 +170,7 @@ class Repeats:
         known = [kind for kind in self._kinds if kind.described == new.described]
         others = [kind for kind in self._kinds if kind not in known]
         if known:
-            self._kinds = others
+            self._kinds = [*known, *others] if stays else others
             known[0].has_repeated = True
             return known[0]
         self._kinds = [new, *others][: max(1, places)]
