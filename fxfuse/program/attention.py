@@ -27,7 +27,7 @@ from fxfuse.program.indices import Element, Index, dot
 from fxfuse.program.loops import Body, Read, coordinates, inlined
 from fxfuse.program.observed import function_of
 from fxfuse.program.own_kernels import may_compute, problem_of, quickest
-from fxfuse.program.values import Call, Launch, Value, is_plain, written_by
+from fxfuse.program.values import Call, Launch, Value, alignment, is_plain, written_by
 
 logger = logging.getLogger("fxfuse")
 
@@ -311,7 +311,7 @@ def _described(
         out=_moving(expected),
         mask_strides=mask_strides,
         scale=1 / math.sqrt(width) if scale is None else scale,
-        alignment=min(math.gcd(16, tensor.data_ptr()) for tensor in tensors[:3]),
+        alignment=min(map(alignment, tensors[:3])),
         multiprocessors=device.multi_processor_count,
         largest_cluster=attention.largest_cluster((device.major, device.minor)),
     )

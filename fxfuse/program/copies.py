@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
 
@@ -12,10 +11,7 @@ from fxfuse.cuda import gpu
 from fxfuse.cuda import loops as kernels
 from fxfuse.program.loops import LARGEST, Body, Unknown, coordinates
 from fxfuse.program.text import LoopsKernel
-from fxfuse.program.values import Slot, Value
-
-ALIGNMENT: Final = 16
-"""Bytes of which every address must be a multiple."""
+from fxfuse.program.values import ALIGNMENT, Slot, Value
 
 
 def launch_of(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:

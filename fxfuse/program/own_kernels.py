@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from fxfuse.expression import Acc
 from fxfuse.layout import contiguous_strides, flatten
 from fxfuse.operands import plan_operands
 from fxfuse.problem import RESULT_DTYPES, Problem, Run, TensorMeta
+from fxfuse.program.values import alignment
 
 logger = logging.getLogger("fxfuse")
 
@@ -54,7 +54,7 @@ def quickest(
 
 def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[str, object], ...]) -> Problem:
     """The problem for tensors like these; `options` are what else decides the result."""
-    first, *others = (TensorMeta.of(tensor, tensor.device, math.gcd(16, tensor.data_ptr())) for tensor in tensors)
+    first, *others = (TensorMeta.of(tensor, tensor.device, alignment(tensor)) for tensor in tensors)
     return Problem(kind, options, "acc", first, None, None, tuple(others))
 
 
