@@ -571,6 +571,8 @@ def _programmed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def programmed(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         programs = state_of(self).programs
         assert programs is not None
+        if programs.reason is not None:
+            return forward(self, *args, **kwargs)
         return programs.call(functools.partial(forward, self), args, kwargs)
 
     return _with_own_code(programmed)

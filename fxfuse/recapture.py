@@ -56,13 +56,23 @@ ULPS, LIKE_ROUNDING = 128.0, 4
 ULPS ulp. Detectors of transformers with random weights give the same boxes for 1 ulp, and others for 8 to 128."""
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
-_capturing = threading.local()
+
+class _Flags(threading.local):
+    """What this thread does. Defaults of the class are read six times as fast as a thread's attribute is missed."""
+
+    now = False
+    eager = False
+    waiting = False
+    made: list[Any] | None = None
+
+
+_capturing = _Flags()
 _numbers = itertools.count()
 
 
 def is_capturing() -> bool:
     """Whether Dynamo is capturing one of these models. Then fused children are traced as the original modules."""
-    return getattr(_capturing, "now", False)
+    return _capturing.now
 
 
 is_capturing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no guard: it is asked while tracing only
@@ -70,7 +80,7 @@ is_capturing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no 
 
 def is_eager() -> bool:
     """Whether fused children run as the original modules, for a comparison with eager."""
-    return getattr(_capturing, "eager", False)
+    return _capturing.eager
 
 
 is_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -81,7 +91,7 @@ def is_waiting() -> bool:
 
     Meanwhile its children make no programs or training steps: these would be of no use after the capture.
     """
-    return getattr(_capturing, "waiting", False)
+    return _capturing.waiting
 
 
 is_waiting._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -90,7 +100,7 @@ is_waiting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @contextlib.contextmanager
 def _said(name: str) -> Iterator[None]:
     """A context in which the flag `name` is set for this thread."""
-    before = getattr(_capturing, name, False)
+    before = getattr(_capturing, name)
     setattr(_capturing, name, True)
     try:
         yield
@@ -339,7 +349,7 @@ def _fused(
 
     def run(*inputs: Any) -> Any:
         results = prepared(*inputs)
-        made = getattr(_capturing, "made", None)
+        made = _capturing.made
         if made is not None:
             made.append(results)
             raise _Stopped

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fxfuse.program.loops import rows_pay
 from fxfuse.program.operators import loops_of
 from fxfuse.program.values import Slot, Value
 
@@ -164,7 +165,8 @@ def _is_loops(node: fx.Node) -> bool:
         return Value(Slot("made", one.name, shape, strides, meta.dtype), 0, shape, strides, meta.dtype, one.name)
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    return loops_of(node.target, args, kwargs, value(node)) is not None
+    loops = loops_of(node.target, args, kwargs, value(node))
+    return loops is not None and rows_pay(loops)
 
 
 def _views(node: fx.Node, value: Any) -> dict[fx.Node, Any] | None:

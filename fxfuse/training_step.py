@@ -21,7 +21,7 @@ from fxfuse import functional, plans, stream_capture
 from fxfuse.errors import FxfuseError
 from fxfuse.guard import Guard
 from fxfuse.joint import Joint
-from fxfuse.program import switches
+from fxfuse.program import switches_of
 from fxfuse.program.binding import Bound
 from fxfuse.program.values import Lent, Refused, device_of
 from fxfuse.segments import buckets_now, segments
@@ -420,7 +420,7 @@ def _drawing_again(random: TorchRandomState | None) -> Iterator[None]:
 
 def settings_of(device: torch.device) -> tuple[Any, ...]:
     """The global settings that a step depends on, for comparison."""
-    return switches(device), _autocast(), buckets_now()
+    return [ask() for ask in switches_of(device)], _autocast(), buckets_now()
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

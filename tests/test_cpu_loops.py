@@ -1,5 +1,7 @@
 """Which loops of programs are kernels on a CPU, and that they give what float64 does."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,10 @@ from torch import nn
 
 import fxfuse
 from fxfuse.module import state_of
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
 
 
 def rms_norm(x):
@@ -25,17 +31,56 @@ def padded(x):
     return F.pad(x.relu() * 2, (0, 0, 1, 2))
 
 
+def masked_softmax(x):
+    """A row's own mask, and one for all rows; a row without an element that counts would be NaN."""
+    mask = torch.zeros(x.shape[-1], dtype=x.dtype).index_fill(0, torch.arange(1, x.shape[-1], 3), -torch.inf)
+    return (x * 0.125 + mask).softmax(-1)
+
+
+def group_norm(x):
+    """Of groups of 5 channels, which have a shift and a scale of their own."""
+    at = torch.linspace(1, 2, x.shape[1], dtype=x.dtype)
+    return F.silu(F.group_norm(x + at[:, None, None], x.shape[1] // 5, at, at - 1))
+
+
+def channel_norm(x):
+    """ConvNeXt's: pixels are rows, whose elements are apart."""
+    return F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]) * 2
+
+
+def two_norms(x):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred, rms_norm(centred)
+
+
 COMPUTED = {
     "a norm written out": (rms_norm, (5, 64)),
     "a norm of short rows": (rms_norm, (50, 7)),
+    "a norm of rows of one element": (rms_norm, (70, 1)),
+    "a norm of many short rows": (rms_norm, (2, 131, 5)),
+    "softmax and a product": (lambda x: x.softmax(-1) * 2, (6, 40)),
+    "softmax of many short rows": (lambda x: x.softmax(-1), (150, 11)),
+    "softmax with masks": (masked_softmax, (9, 83)),
+    "softmax of few long rows": (lambda x: (x * 3).softmax(-1), (3, 20000)),
+    "softmax of rows that lie side by side": (lambda x: x.softmax(1), (2, 21, 9, 13)),
+    "log softmax and a sum": (lambda x: x.log_softmax(-1) + x, (33, 50)),
+    "the logarithm of a sum": (lambda x: x.logsumexp(-1), (33, 50)),
+    "several results": (two_norms, (9, 70)),
+    "layer norm and gelu": (lambda x: F.gelu(F.layer_norm(x, x.shape[-1:])), (7, 3, 96)),
+    "group norm": (group_norm, (2, 10, 6, 11)),
+    "instance norm": (lambda x: F.instance_norm(x).relu(), (2, 3, 9, 9)),
+    "a norm of channels": (channel_norm, (2, 40, 9, 9)),
+    "vectors of length 1": (lambda x: F.normalize(x, dim=1), (2, 30, 77)),
+    "variances": (lambda x: x.var(-1), (40, 37)),
+    "a gated unit": (lambda x: F.glu(x, 1) + 1, (3, 8, 20)),
     "halves that are turned": (turned, (2, 3, 32)),
     "rows that are padded": (padded, (3, 8, 16)),
     "a norm, written out, of a sum": (lambda x: rms_norm(x + x.flip(0)), (6, 40)),
 }
 """What is one kernel, of what shape."""
 LEFT = {
-    "softmax": (lambda x: x.softmax(-1) * 2, (6, 40)),
-    "columns that are added up": (lambda x: x.mean(0) - x[0], (40, 6)),
+    "softmax": (lambda x: x.softmax(-1), (6, 40)),
+    "sums": (lambda x: x.sum(-1), (6, 40)),
     "what an index chooses": (lambda x: x[torch.tensor([1, 0, 1])] * 2 + 1, (2, 30)),
     "elements that are far apart": (lambda x: x.t().contiguous() * 2, (20, 30)),
 }
@@ -56,15 +101,72 @@ def test_what_is_a_kernel_is_as_exact_as_eager(name, dtype, threads):
         for seed in range(4):
             torch.manual_seed(seed)
             x = torch.randn(shape, dtype=dtype)
-            have, want, exact = fast(x), compute(x), compute(x.double())
-            assert (have.dtype, have.shape, have.stride()) == (want.dtype, want.shape, want.stride())
-            errors = [float((result.double() - exact).norm()) for result in (have, want)]
-            assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps * float(exact.norm())
+            every = (as_tuple(each) for each in (fast(x), compute(x), compute(x.double())))
+            for have, want, exact in zip(*every, strict=True):
+                assert (have.dtype, have.shape, have.stride()) == (want.dtype, want.shape, want.stride())
+                errors = [float((result.double() - exact).norm()) for result in (have, want)]
+                assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps * float(exact.norm())
     finally:
         torch.set_num_threads(before)
     (program,) = state_of(fast).programs.programs
     assert program.launches == 1, program.code
     assert not program.calls, program.code
+
+
+SHAPES = [(67, 7), (5, 300), (2, 70, 9), (3, 5, 4, 33), (2, 12, 8, 8), (1, 1, 129), (130, 2, 3)]
+"""Rows short and long, few and many, not multiples of any vector."""
+
+
+def drawn_rows(draw, shape):
+    """A function of a tensor that reduces rows along dimensions drawn at random, with pointwise work around them."""
+    dims = sorted(draw.sample(range(len(shape)), draw.randint(1, min(2, len(shape)))))
+    kinds = [draw.choice(["softmax", "centred", "standardised", "greatest", "norm", "logsumexp"]) for _ in range(2)]
+    outer = draw.choice([torch.tanh, torch.sigmoid, torch.Tensor.exp, torch.Tensor.relu])
+
+    def reduced(kind, x):
+        if kind == "softmax":
+            return x.softmax(dims[-1])
+        if kind == "centred":
+            return x - x.mean(dims, keepdim=True)
+        if kind == "standardised":
+            return (x - x.mean(dims, keepdim=True)) * torch.rsqrt(x.var(dims, correction=0, keepdim=True) + 1e-3)
+        if kind == "greatest":
+            return x - x.amax(dims, keepdim=True)
+        if kind == "norm":
+            return x / (torch.linalg.vector_norm(x, dim=dims, keepdim=True) + 0.1)
+        return x - x.logsumexp(dims, keepdim=True)
+
+    return lambda x: reduced(kinds[1], outer(reduced(kinds[0], x) * 1.5)) + x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_rows_are_as_exact_as_eager(seed):
+    draw = random.Random(seed)
+    shape = draw.choice(SHAPES)
+    compute, order = drawn_rows(draw, shape), draw.sample(range(len(shape)), len(shape))
+    fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
+    torch.manual_seed(seed)
+    x = torch.randn([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    assert x.shape == shape
+    for _ in range(4):
+        have = fast(x)
+    want, exact = compute(x), compute(x.double())
+    assert (have.shape, have.stride()) == (want.shape, want.stride())
+    errors = [float((result.double() - exact).abs().max()) for result in (have, want)]
+    assert errors[0] <= 4 * errors[1] + 1e-6 * float(exact.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(20, 7), (20, 50), (3, 90)], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_rows_without_finite_results_are_eagers(shape, value):
+    x = torch.randn(shape)
+    x[0], x[1, 3], x[2] = value, value, -torch.inf
+    for compute in (lambda x: (x * 2).softmax(-1), lambda x: (x * 2).logsumexp(-1), lambda x: (x + 1).amax(-1) * 2):
+        fast = fxfuse.optimize(Net(lambda m, x, compute=compute: compute(x)))
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), compute(x), equal_nan=True)
 
 
 @torch.no_grad()

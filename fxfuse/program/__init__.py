@@ -79,12 +79,16 @@ SOURCES: Final = (_EXECUTOR, guard.SOURCE)
 class Program:
     """A recorded call, which runs all calls of its kind."""
 
-    def __init__(self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...]) -> None:
+    def __init__(
+        self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...],
+        tables: Sequence[dict[Any, Any]] = (),
+    ) -> None:  # fmt: skip
         """Merges what was recorded, and writes its code. Raises ToolchainError or BuildError.
 
         Args:
             tensors: those of the recorded call, the model's included (`Bound.tensors`).
             constants: its other arguments, and the types of all (`Bound.constants`).
+            tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
         """
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
@@ -119,12 +123,13 @@ class Program:
         self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]
         """run(tensors, table). Every call needs its own table of addresses, from `table`."""
         self._constants = constants
-        self._switches = switches(device)
+        self._asked = switches_of(device, any("attention" in name for name in self.calls))
+        self._switches = [ask() for ask in self._asked]
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device
         self._ties, self._distances = recorder.ties, recorder.distances
         self._distinct = len(tensors) - len(recorder.ties)
-        self._guard = Guard(tensors, alignment=ALIGNMENT)
+        self._guard = Guard(tensors, tables, ALIGNMENT)
         self._states = _random_states(recorder.steps, tensors)
         self._blank = array("Q", bytes(8 * writer.table_size))
         for index, tensor in writer.constants.items():
@@ -178,7 +183,7 @@ class Program:
             and (self.repeats or len(set(map(id, tensors))) == self._distinct)  # a tensor that is written has no alias
             and all(tensors[first] is tensors[second] for first, second in self._ties)
             and all(table[second] - table[first] == distance for first, second, distance in self._distances)
-            and self._switches == switches(self._device)
+            and self._switches == [ask() for ask in self._asked]
         )
         return table if is_alike else None
 
@@ -252,13 +257,19 @@ def _changes_what_is_given(step: Launch | Call) -> bool:
     return overwrites and any(value.slot.kind == "given" for value in step.values())
 
 
-def switches(device: torch.device) -> tuple[Any, ...]:
-    """The global settings that a program depends on, for comparison."""
-    kinds = [ask() for ask in _KINDS_OF_ATTENTION]
-    plain = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kinds
-    if device.type != "cuda":
-        return plain
-    return *plain, tf32_allowed("linear"), tf32_allowed("conv2d"), gpu.index_asked()()
+def switches_of(device: torch.device, attends: bool = True) -> list[Callable[[], Any]]:
+    """Functions that return the global settings that a program depends on.
+
+    Args:
+        attends: whether torch chooses an attention operator in it. On a GPU it may have been chosen already.
+    """
+    asked: list[Callable[[], Any]] = [torch.get_default_dtype, torch.are_deterministic_algorithms_enabled]
+    if attends or device.type == "cuda":
+        asked += _KINDS_OF_ATTENTION
+    if device.type == "cuda":
+        asked += [functools.partial(tf32_allowed, kind) for kind in ("linear", "conv2d")]
+        asked.append(gpu.index_asked())
+    return asked
 
 
 _KINDS_OF_ATTENTION: Final[tuple[Callable[[], Any], ...]] = (
@@ -302,9 +313,9 @@ class Programs:
 
         The second call of a kind is recorded as a new program.
         """
-        if self.reason is not None or functional._observed(profiled=False) or functional._intercepted():
+        if self.reason is not None or functional._observed(profiled=False):
             return forward(*args, **kwargs)
-        if not self._leaves.are_as_before():
+        if not self._leaves.rest_is_as_before():
             return forward(*args, **kwargs)
         bound = self._binding.of(args, kwargs)
         if bound is None:
@@ -329,6 +340,8 @@ class Programs:
     def _unknown(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound) -> Any:
         """Runs a call that has no program. It is recorded if one of the latest calls was of the same kind."""
         tensors, constants = bound.tensors, bound.constants
+        if functional._intercepted() or not self._leaves.are_as_before():
+            return forward(*args, **kwargs)
         if not PLAIN.issuperset(map(type, tensors)):  # a parameter that is gone, or a subclass
             return forward(*args, **kwargs)
         merges = any(tensor.device.type in MERGING for tensor in tensors)
@@ -362,7 +375,7 @@ class Programs:
         try:
             if gpu.standing_in() is not None:
                 return _with_all_kernels(recorder, tensors, result)
-            program = Program(recorder, tensors, bound.constants)
+            program = Program(recorder, tensors, bound.constants, self._leaves.tables)
         except Exception as error:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)

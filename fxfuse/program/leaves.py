@@ -42,11 +42,31 @@ class Leaves:
             for table in (module._parameters, module._buffers)
             for name in table
         ]
+        self._absent = [(table, name) for table, name in self._tensors if table[name] is None]
         self._children = [(module._modules, name) for module in self._modules for name in module._modules]
         self._before = self._read()
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._known
+
+    @property
+    def tables(self) -> list[dict[Any, Any]]:
+        """What a guard compares quickly: modules' attributes, hooks and children.
+
+        `rest_is_as_before` asks for the rest. A guard compares objects: it may find a difference where `are_as_before`
+        finds equal numbers.
+        """
+        return [*self._members, *self._hooks, *(module._modules for module in self._modules)]
+
+    def rest_is_as_before(self) -> bool:
+        """Whether what is not in `tables` is unchanged.
+
+        A tensor that is gone is not noticed: the guard compares it with those of the call.
+        """
+        for table, name in self._absent:
+            if table.get(name) is not None:
+                return False
+        return [*map(type, self._modules)] == self._kinds and (not self._lists or self.are_as_before())
 
     def are_as_before(self) -> bool:
         """Whether all modules are unchanged, so that equal calls compute the same."""

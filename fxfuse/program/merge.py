@@ -106,8 +106,8 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits, products_that_widen(device))
     found: dict[int, LoopsKernel] = {}
     for number, loops in plan.computed.items():
-        if not on_gpu and loops == steps[number].loops:
-            continue  # nothing was inlined: on a CPU torch's kernel is as good
+        if not on_gpu and loops == steps[number].loops and not cpu_kernels.beats_torch(loops):
+            continue  # nothing was inlined
         kernel = generator.kernel(loops)
         if kernel is not None:
             found[number] = kernel
@@ -323,8 +323,7 @@ class _Plan:
         if suits is not None:
             for step in steps:
                 loops = step.loops
-                # several reductions of a row (softmax, LayerNorm): torch's CPU kernels are vectorised, too
-                if loops and (_overwrites_part(step) or len(loops.reductions) > 1 or not suits(loops)):
+                if loops and (_overwrites_part(step) or not suits(loops)):
                     step.loops = None
         self.computed: dict[int, Loops] = {}
         """By step number, in order: the loops that a kernel computes, with everything that was inlined."""
@@ -746,7 +745,9 @@ class _Plan:
             return None
         if not _fits(whole):
             return None
-        if reduces and (work_of(whole) > work_of(loops) + work_of(producer) or not rows_pay(whole)):
+        if reduces and work_of(whole) > work_of(loops) + work_of(producer):
+            return None
+        if reduces and self._suits is None and not rows_pay(whole):
             return None
         if len(whole.reductions) > len(loops.reductions) + len(producer.reductions):
             return None  # rows other than the result's own would be reduced, too

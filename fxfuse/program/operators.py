@@ -37,7 +37,6 @@ from fxfuse.program.loops import (
     inlined,
     kind_of,
     place_of,
-    rows_pay,
 )
 from fxfuse.program.reductions import LAYER_NORM, REDUCTIONS
 from fxfuse.program.values import Slot, Value
@@ -231,7 +230,7 @@ def _is_possible(loops: Loops) -> bool:
     if any(read.slot is output.slot and (read.index, read.dtype) != (place, output.dtype) for read in loops.reads):
         return False  # it would read elements that it has overwritten
     largest = max([math.prod(output.shape), *(read.index.range[1] for read in loops.reads)])
-    return largest < LARGEST and _is_computed(loops) and rows_pay(loops)
+    return largest < LARGEST and _is_computed(loops)
 
 
 def _is_whole(value: Value) -> bool:
@@ -406,6 +405,13 @@ def _flip(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     for dim in {dim % len(at) for dim in given["dims"]}:
         at[dim] = at[dim] * -1 + (result.shape[dim] - 1)
     return body.read(given["self"], at)
+
+
+def _glu(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    x, at = given["self"], coordinates(result.shape)
+    dim = given.get("dim", -1) % len(at)
+    gate = [*at[:dim], at[dim] + result.shape[dim], *at[dim + 1 :]]
+    return Call("mul", (body.read(x, at), Call("sigmoid", (body.read(x, gate),))))
 
 
 def _repeat(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
@@ -802,6 +808,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.constant_pad_nd: _padding,
     _aten.roll: _roll,
     _aten.flip: _flip,
+    _aten.glu: _glu,
     _aten.repeat: _repeat,
     _aten.index_select: _index_select,
     _aten.embedding: _embedding,

@@ -28,7 +28,7 @@ from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, depthwise_gradient
 from fxfuse.program.leaves import Leaves
-from fxfuse.program.loops import Loops
+from fxfuse.program.loops import Loops, rows_pay
 from fxfuse.program.observed import Operation, Operators, function_of, places
 from fxfuse.program.operators import (
     loops_into,
@@ -175,6 +175,7 @@ class Recorder:
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
         self._by_parts = by_parts
         self._device = device_of(tensors)
+        self._on_gpu = self._device is not None and self._device.type == "cuda"
         self._owners: dict[int, Owner] = {}
         """The owner of each storage. Where arguments share a storage it is the first of them."""
         self._numbers: dict[int, int] = {}
@@ -518,10 +519,15 @@ class Recorder:
                 value = step.result = self._result_of(step, result, given)
                 self.steps.append(step)
             elif not pool and isinstance(self.steps[-1], Launch) and len(seen.launches) == 1:
-                self.steps[-1].loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
+                loops = self._loops_of(plan, kind, lambda: plans.problem_of(*posed), inputs, value)
+                self.steps[-1].loops = self._paying(loops)
             return {node: value}
 
         return {node: result}, note
+
+    def _paying(self, loops: Loops | None) -> Loops | None:
+        """The loops, unless they have rows that a GPU's kernel would be slow at. merge.py asks what suits a CPU."""
+        return None if loops is None or (self._on_gpu and not rows_pay(loops)) else loops
 
     def _loops_of(
         self, plan: Plan, kind: str, problem: Callable[[], Problem], inputs: Sequence[Any], result: Value
@@ -694,7 +700,7 @@ class Recorder:
             return self._known(tensor, known)
 
         result = pytree.tree_map_only(torch.Tensor, made, operation.result)
-        loops = loops_of(operation.overload, args, kwargs, result)
+        loops = self._paying(loops_of(operation.overload, args, kwargs, result))
         target, args, kwargs = new or (function_of(operation.overload), args, kwargs)
         return Call(
             target,

@@ -29,7 +29,7 @@ class _Row:
     """The row of a tensor that belongs to an element of a result."""
 
     def __init__(self, x: Any, size: int, place: Place) -> None:
-        if not isinstance(x, Value) or x.dtype not in RESULT_DTYPES or not 1 < size <= LONGEST:
+        if not isinstance(x, Value) or x.dtype not in RESULT_DTYPES or not 1 <= size <= LONGEST:
             raise Unknown
         self.size = size
         self._x, self._place = x, place
@@ -44,6 +44,8 @@ class _Row:
             op: "sum" or "max".
             height: how many levels of reductions are nested inside `made`.
         """
+        if self.size == 1:
+            return made(body, self.element(body, Index()))
         over = row_variable(height, self.size)
         return body.reduce(op, over, lambda inner: made(inner, self.element(inner, variable(over.name, over.size))))
 
@@ -155,6 +157,17 @@ def _log_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return Call("sub", (exponent, Call("log", (total,))))
 
 
+def _log_sum_exp(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
+    """The maximum is not subtracted where it is infinite, as in torch: infinity - infinity would be NaN."""
+
+    def shift(inner: Body) -> Expr:
+        greatest = row.greatest(inner)
+        return Call("where", (Call("eq", (Call("abs", (greatest,)), Const(math.inf))), Const(0.0), greatest))
+
+    total = row.reduced(body, "sum", lambda inner, x: Call("exp", (Call("sub", (x, shift(inner))),)), 1)
+    return Call("add", (Call("log", (total,)), shift(body)))
+
+
 def _exponents(body: Body, given: Mapping[str, Any], result: Value) -> tuple[Expr, Expr]:
     """An element minus the maximum of its row, and the row's sum of the exponentials of that."""
     at = coordinates(result.shape)
@@ -239,6 +252,7 @@ REDUCTIONS: Final[Mapping[Any, Rule]] = {
         "amax": _reduction(lambda row, body, _: row.greatest(body)),
         "var": _reduction(_variance),
         "linalg_vector_norm": _reduction(_norm),
+        "logsumexp": _reduction(_log_sum_exp),
         "native_layer_norm": _layer_norm,
         "_fused_rms_norm": _rms_norm,
         "native_group_norm": _group_norm,

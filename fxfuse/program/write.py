@@ -436,13 +436,23 @@ def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
     return []
 
 
+def _plain_empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+_allocate_on_cpu: Final[Callable[..., torch.Tensor]] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cpu", _plain_empty_strided
+)
+"""As cuda.launch.allocate: it does not go through the dispatcher."""
+
+
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function empty(shape, strides, dtype) that allocates on the device, which is the current one."""
     if device.type == "cuda":
         from fxfuse.cuda.launch import allocate
 
         return allocate
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    return _allocate_on_cpu
 
 
 def _is_all_of(value: Value, slot: Slot) -> bool:

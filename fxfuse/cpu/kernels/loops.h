@@ -1,6 +1,8 @@
 // out[i] = an expression of elements of other tensors, whose places are computed from i, and of what rows of such
 // expressions come to (sums, the greatest): what program/loops.py made of operators, on a CPU. The generated Body knows
 // expressions and places (cpu/loops.py); its functions of one element are inlined into loops that vectorise.
+//
+// Lanes are what such a loop goes over: the elements of a row, or rows that lie side by side or are short.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +27,24 @@ struct Divisor {
 
 template <class Body>
 struct LoopsArguments {
-    int64_t rows, length;  // of the result: elements of a row lie side by side
+    int64_t rows, length;  // lanes are numbered from 0 to `length`, once for each of `rows`
+    int64_t work;          // elements that are computed, those that are added up included
+    int64_t together;      // rows of one call of Body::run, if something is added up
+    int64_t held;          // elements of what a thread holds of each of Body::kHeld values
     Place number[Body::kNumbers + 1];
     Divisor divisor[Body::kDivisors + 1];
     const void* memory[Body::kTensors + 1];
     typename Body::Output* out;
     void* other[Body::kOthers + 1];  // further results
 
-    // params: rows, length, numbers and divisors, each in 32 bits; pointers: results, then what is read.
+    // params: rows, length, work, together, held, numbers and divisors, each in 32 bits; pointers: results, then what is read.
     LoopsArguments(const void* params, const uint64_t* pointers) {
         const auto* values = static_cast<const int32_t*>(params);
         rows = *values++;
         length = *values++;
+        work = *values++;
+        together = *values++;
+        held = *values++;
         for (int i = 0; i < Body::kNumbers; ++i) number[i] = static_cast<Place>(int64_t{*values++});
         for (int i = 0; i < Body::kDivisors; ++i) divisor[i] = {static_cast<Place>(*values++)};
         out = reinterpret_cast<typename Body::Output*>(*pointers++);
@@ -77,70 +85,146 @@ struct Sum {
 struct Greatest {
     using Total = float;
     FXFUSE_INLINE static float nothing() { return -infinity(); }
-    FXFUSE_INLINE static float of(float a, float b) { return a > b || a != a ? a : b; }
+    template <class T>
+    FXFUSE_INLINE static T of(T a, T b) {
+        return (a > b) | (a != a) ? a : b;
+    }
 };
 
-// What a row comes to. Lanes add up for themselves, so that the loop vectorises; pieces of a long row are added up in
-// double, so that no sum is longer than kPiece / kLanes numbers.
+// Eight lanes in a register: what is added up across them in memory waits for every store.
+using Lanes = float __attribute__((vector_size(32)));
+
+template <class Op, int64_t kLanes>
+FXFUSE_INLINE float joined(const float (&lanes)[kLanes]) {
+    using Order = int32_t __attribute__((vector_size(32)));
+    constexpr int64_t kCount = kLanes / 8;
+    Lanes each[kCount];
+    std::memcpy(each, lanes, sizeof(lanes));
+    for (int64_t step = kCount / 2; step > 0; step /= 2) {
+        for (int64_t i = 0; i < step; ++i) each[i] = Op::of(each[i], each[i + step]);
+    }
+    Lanes whole = each[0];
+    whole = Op::of(whole, __builtin_shuffle(whole, Order{4, 5, 6, 7, 0, 1, 2, 3}));
+    whole = Op::of(whole, __builtin_shuffle(whole, Order{2, 3, 0, 1, 6, 7, 4, 5}));
+    whole = Op::of(whole, __builtin_shuffle(whole, Order{1, 0, 3, 2, 5, 4, 7, 6}));
+    return whole[0];
+}
+
+// Rows of one call of Body::run: as many lanes, so that sums of several vectors do not wait for each other.
+constexpr int64_t kBeside = 64;
+// Rows of one call of Body::run whose elements are lanes. Each step is taken for all of them: while the sum of one row
+// is joined, the processor works at the next one.
+constexpr int64_t kTogether = 8;
+// Elements of these rows, which are to stay in the first-level cache from one step to the next.
+constexpr int64_t kElementsTogether = 4096;
+
+// What a row comes to, element(i) being its elements. Lanes add up for themselves, so that the loop vectorises; pieces
+// of a long row are added up in double, so that no sum is longer than kPiece / kLanes numbers.
 template <class Op, class Element>
 FXFUSE_INLINE float come_to(int64_t length, Element element) {
-    constexpr int64_t kLanes = 16, kPiece = 4096;
+    constexpr int64_t kLanes = 32, kPiece = 4096;
+    float lanes[kLanes];
     if (length < kLanes) {
-        float total = Op::nothing();
-        for (int64_t i = 0; i < length; ++i) total = Op::of(total, element(i));
-        return total;
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = Op::nothing();
+#pragma omp simd
+        for (int64_t i = 0; i < length; ++i) lanes[i] = element(i);
+        return joined<Op>(lanes);
     }
     typename Op::Total total = Op::nothing();
     for (int64_t begin = 0; begin < length; begin += kPiece) {
         const int64_t end = begin + kPiece < length ? begin + kPiece : length;
-        float lanes[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = Op::nothing();
         int64_t i = begin;
         for (; i + kLanes <= end; i += kLanes) {
 #pragma omp simd
             for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = Op::of(lanes[lane], element(i + lane));
         }
-        for (int64_t lane = 0; i < end; ++i, ++lane) lanes[lane] = Op::of(lanes[lane], element(i));
-        for (int64_t step = kLanes / 2; step > 0; step /= 2) {
-            for (int64_t lane = 0; lane < step; ++lane) lanes[lane] = Op::of(lanes[lane], lanes[lane + step]);
+        if (i < end) {  // the last lanes of the row, of which some have been added up
+            const int64_t known = kLanes - (end - i);
+#pragma omp simd
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const float value = element(end - kLanes + lane);
+                lanes[lane] = Op::of(lanes[lane], lane < known ? Op::nothing() : value);
+            }
         }
-        total = Op::of(total, static_cast<typename Op::Total>(lanes[0]));
+        total = Op::of(total, static_cast<typename Op::Total>(joined<Op>(lanes)));
     }
     return static_cast<float>(total);
 }
 
-// Stores each element's results.
+// What `count` rows come to, each in a lane of its own. add(turn, totals) joins their elements `turn` to totals. Sums of
+// kPiece elements are added up in double.
+template <class Op, class Add>
+FXFUSE_INLINE void come_to_beside(int64_t length, int64_t count, float* __restrict__ totals, Add add) {
+    constexpr int64_t kPiece = 16;
+    typename Op::Total whole[kBeside];
+    for (int64_t i = 0; i < kBeside; ++i) totals[i] = Op::nothing();
+    if (length <= kPiece) {
+        for (int64_t turn = 0; turn < length; ++turn) add(static_cast<Place>(turn), totals);
+        return;
+    }
+    for (int64_t i = 0; i < kBeside; ++i) whole[i] = Op::nothing();
+    for (int64_t begin = 0; begin < length; begin += kPiece) {
+        const int64_t end = begin + kPiece < length ? begin + kPiece : length;
+        for (int64_t turn = begin; turn < end; ++turn) add(static_cast<Place>(turn), totals);
+        for (int64_t i = 0; i < kBeside; ++i) {
+            whole[i] = Op::of(whole[i], static_cast<typename Op::Total>(totals[i]));
+            totals[i] = Op::nothing();
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) totals[i] = static_cast<float>(whole[i]);
+}
+
+// Stores each element's results, for lanes from `begin` to `end`.
 template <class Element>
 FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
-// Body::run(arguments, row, begin, end) stores a part of a row; all of it if it adds rows up.
+// A thread's part. Body::run(arguments, row, count, begin, end, held) computes lanes from `begin` to `end` for `count`
+// rows. Where lanes are rows themselves, `row` numbers what else there is, one at a time, and kBeside lanes are computed.
+template <class Body>
+void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts) {
+    const int64_t rows = arguments.rows, length = arguments.length;
+    float* held = nullptr;
+    if constexpr (Body::kHeld > 0) {
+        constexpr int kCacheLineBits = 512;
+        const size_t bytes = static_cast<size_t>(Body::kHeld * arguments.held) * sizeof(float);
+        held = static_cast<float*>(__builtin_alloca_with_align(bytes, kCacheLineBits));
+    }
+    if constexpr (Body::kRowsBeside) {
+        const int64_t blocks = (length + kBeside - 1) / kBeside, all = rows * blocks;
+        for (int64_t block = part * all / parts; block < (part + 1) * all / parts; ++block) {
+            const int64_t begin = block % blocks * kBeside;
+            Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + kBeside, length), held);
+        }
+    } else if constexpr (Body::kAddsUp) {
+        const int64_t last = (part + 1) * rows / parts;
+        for (int64_t row = part * rows / parts; row < last; row += arguments.together) {
+            Body::run(arguments, row, detail::smaller(arguments.together, last - row), 0, length, held);
+        }
+    } else if (rows >= parts) {
+        const int64_t first = part * rows / parts;
+        Body::run(arguments, first, (part + 1) * rows / parts - first, 0, length, held);
+    } else {
+        Body::run(arguments, 0, rows, part * length / parts, (part + 1) * length / parts, held);
+    }
+}
+
 template <class Body>
 void launch_loops(const void* params, const uint64_t* pointers, uint64_t threads) {
     const LoopsArguments<Body> arguments(params, pointers);
-    const int64_t rows = arguments.rows, length = arguments.length;
-    const int64_t useful = rows * length / kElementsPerThread, most = static_cast<int64_t>(threads);
-    const int64_t slices = detail::smaller(useful < 1 ? 1 : useful, most);
-    if (slices == 1 || (Body::kAddsUp && rows == 1)) {
-        for (int64_t row = 0; row < rows; ++row) Body::run(arguments, row, 0, length);
-    } else if (Body::kAddsUp || rows >= slices) {
-        const int64_t parts = detail::smaller(slices, rows);
-#pragma omp parallel for num_threads(static_cast<int>(parts)) schedule(static, 1)
-        for (int64_t part = 0; part < parts; ++part) {
-            for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; ++row) {
-                Body::run(arguments, row, 0, length);
-            }
-        }
-    } else {
-#pragma omp parallel for num_threads(static_cast<int>(slices)) schedule(static, 1)
-        for (int64_t part = 0; part < slices; ++part) {
-            for (int64_t row = 0; row < rows; ++row) {
-                Body::run(arguments, row, part * length / slices, (part + 1) * length / slices);
-            }
-        }
+    const int64_t blocks = (arguments.length + kBeside - 1) / kBeside;
+    const int64_t most = Body::kAddsUp ? arguments.rows * (Body::kRowsBeside ? blocks : 1) : arguments.work;
+    const int64_t useful = detail::smaller(arguments.work / kElementsPerThread, most);
+    const int64_t parts = detail::smaller(useful < 1 ? 1 : useful, static_cast<int64_t>(threads));
+    if (parts == 1) {
+        run_part(arguments, 0, 1);
+        return;
     }
+#pragma omp parallel for num_threads(static_cast<int>(parts)) schedule(static, 1)
+    for (int64_t part = 0; part < parts; ++part) run_part(arguments, part, parts);
 }
 
 }  // namespace fxfuse
