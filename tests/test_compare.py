@@ -42,6 +42,7 @@ def test_the_script_measures_what_there_is_and_keeps_what_it_measured_before(tmp
         options = ["--model", model, "--batch", "2", "--device", "cpu", "--seconds", "0.02", "--output", str(tmp_path)]
         command = [sys.executable, "compare.py", *options, "--only", "eager", "fxfuse", "TensorRT"]
         done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         assert "speed-up over eager" in done.stdout and f"torch {torch.__version__}" in done.stdout
     (written,) = tmp_path.glob("compare-cpu.json")
     rows = json.loads(written.read_text())["rows"]

@@ -72,6 +72,8 @@ COMPUTED = {
     "a norm of channels": (channel_norm, (2, 40, 9, 9)),
     "vectors of length 1": (lambda x: F.normalize(x, dim=1), (2, 30, 77)),
     "variances": (lambda x: x.var(-1), (40, 37)),
+    "a transposed matrix": (lambda x: x.t().contiguous() * 2 + 1, (70, 45)),
+    "every other element": (lambda x: x[:, ::2].contiguous() * 2 + 1, (9, 90)),
     "a gated unit": (lambda x: F.glu(x, 1) + 1, (3, 8, 20)),
     "halves that are turned": (turned, (2, 3, 32)),
     "rows that are padded": (padded, (3, 8, 16)),
@@ -82,7 +84,7 @@ LEFT = {
     "softmax": (lambda x: x.softmax(-1), (6, 40)),
     "sums": (lambda x: x.sum(-1), (6, 40)),
     "what an index chooses": (lambda x: x[torch.tensor([1, 0, 1])] * 2 + 1, (2, 30)),
-    "elements that are far apart": (lambda x: x.t().contiguous() * 2, (20, 30)),
+    "a product of two matrices": (lambda x: x.view(3, 20, 4) @ x.view(3, 4, 20), (12, 20)),
 }
 """What torch is asked for."""
 

@@ -14,6 +14,7 @@ def test_each_kind_is_a_line_that_is_right(tmp_path):
     command += ["--compare", "eager", "--seconds", "0.02", "--output", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob("rows-*.json")
     rows = json.loads(written.read_text())["rows"]
     assert all(row["ok"] for row in rows)

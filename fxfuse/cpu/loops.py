@@ -10,6 +10,7 @@ instructions. `suits` says which loops have such a kernel. Others are torch's.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ import torch
 from fxfuse.codegen import function
 from fxfuse.cpu.codegen import CPP_TYPES
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
-from fxfuse.program.indices import Element, Index, Quotient, Remainder, Variable, variable
+from fxfuse.layout import contiguous_strides
+from fxfuse.program.indices import Element, Index, Quotient, Remainder, Variable, dot, variable
 from fxfuse.program.loops import (
     Inside,
     Leaf,
@@ -55,6 +57,8 @@ LEAST_ROW: Final = 4
 """Elements of a row below which finding its place costs more than computing it."""
 SHORT_ROW: Final = 16
 """Lanes are rows up to this number of elements, where a vector has about as many."""
+LEAST_BESIDE: Final = 16
+"""Rows that are worth being lanes."""
 MOST_HELD: Final = 2**15
 """Elements of a held value, for all rows that a thread goes over at a time: 128 KB."""
 CHEAP: Final = frozenset(
@@ -114,20 +118,30 @@ def suits(loops: Loops) -> bool:
     return nest is not None and (not nest.held or nest.elements_held <= MOST_HELD)
 
 
-def beats_torch(loops: Loops) -> bool:
-    """Whether a kernel of loops that suit is faster than torch's own operator, which computes exactly these loops.
+class Beside(enum.Enum):
+    """How fast a kernel is beside torch's own operator that computes exactly these loops, without the call."""
+
+    SLOWER, ALIKE, FASTER = range(3)
+
+
+def beside_torch(loops: Loops) -> Beside:
+    """For loops that suit.
 
     torch goes over the elements of a row in vectors, too, in all its sums and in softmax. It does not go over several
-    rows at a time, and takes more passes for variances and logarithms of sums.
+    rows at a time, and takes more passes for variances and logarithms of sums. Its matrix products are better.
     """
     nest = _nest(loops)
     assert nest is not None, "suits() has seen to it"
     *adding, last = nest.loops
-    if len(adding) < 2:
-        return bool(adding) and nest.lanes_are_rows and adding[0].length <= SHORT_ROW
+    if not adding:
+        is_product = not loops.only_moves and any(map(_is_far, nest.leaves))
+        return Beside.SLOWER if is_product else Beside.ALIKE
+    if len(adding) == 1:
+        is_short = nest.lanes_are_rows and adding[0].length <= SHORT_ROW
+        return Beside.FASTER if is_short else Beside.ALIKE
     nodes = (node for loop in adding for root in loop.roots for node in postorder(root))
     is_softmax = last.length > 1 and any(isinstance(node, Call) and node.op == "exp" for node in nodes)
-    return nest.lanes_are_rows or not is_softmax
+    return Beside.FASTER if nest.lanes_are_rows or not is_softmax else Beside.ALIKE
 
 
 # ---------------------------------------------------------------------------------------------- the nest of loops
@@ -245,7 +259,22 @@ def _adds_up_again(loops: Loops, rows: Rows) -> bool:
 
 
 def _pointwise(loops: Loops) -> _Nest | None:
+    """Lanes are the elements of a row; or of another dimension, if memory is read in the order of that."""
     sizes, leaves, _ = flattened(loops)
+    along = _along_last(loops, sizes, leaves)
+    if along is not None and not any(map(_is_far, along.leaves)):
+        return along
+    found = [_across(loops, sizes, leaves, dim) for dim in range(len(sizes) - 1) if sizes[dim] >= LEAST_BESIDE]
+    across = [nest for nest in found if nest is not None]
+    if not across:
+        return along
+    best = min(across, key=lambda nest: sum(map(_is_far, nest.leaves)))
+    is_adjacent = any(isinstance(leaf, Read) and _stride(leaf.index) == 1 for leaf in best.leaves)
+    return best if along is None or is_adjacent else along
+
+
+def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf]) -> _Nest | None:
+    """Lanes are the elements of a row, or of a part of it for which conditions do not differ."""
     whole = sizes[-1] if sizes else 1
     length = _alike(leaves, f"d{len(sizes) - 1}", whole)
     if length < LEAST_ROW:
@@ -256,11 +285,33 @@ def _pointwise(loops: Loops) -> _Nest | None:
         parts = whole // length
         values[f"d{len(sizes) - 1}"] = (number % parts) * length + variable(LANE, length)
         number = number // parts
-    for dim in reversed(range(len(sizes) - 1)):
-        values[f"d{dim}"], number = number % sizes[dim], number // sizes[dim]
+    values |= _digits(number, range(len(sizes) - 1), sizes)
     leaves = [_of_whole_rows(substituted(leaf, values), length) for leaf in leaves]
     place = variable(ROW, count) * length + variable(LANE, length)
     return _checked(_made(loops, leaves, place, (count, length, False)))
+
+
+def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], lanes: int) -> _Nest | None:
+    """Lanes are the elements of dimension `lanes`, for each element of the last dimension."""
+    last = len(sizes) - 1
+    outer = [dim for dim in range(last) if dim != lanes]
+    count = math.prod(sizes[dim] for dim in outer)
+    values = {
+        **_digits(variable(ROW, count), outer, sizes),
+        f"d{lanes}": variable(LANE, sizes[lanes]),
+        f"d{last}": variable(TURN, sizes[last]),
+    }
+    place = dot((values[f"d{dim}"] for dim in range(len(sizes))), contiguous_strides(sizes))
+    leaves = [substituted(leaf, values) for leaf in leaves]
+    return _checked(_made(loops, leaves, place, (count, sizes[lanes], True)))
+
+
+def _digits(number: Index, dims: Sequence[int], sizes: Sequence[int]) -> dict[str, Index]:
+    """The variables of dimensions, from the number of an element among the elements of these."""
+    values = {}
+    for dim in reversed(dims):
+        values[f"d{dim}"], number = number % sizes[dim], number // sizes[dim]
+    return values
 
 
 def _row_by_row(loops: Loops, rows: Rows) -> _Nest | None:
@@ -292,7 +343,7 @@ def _rows_beside(loops: Loops, rows: Rows) -> _Nest | None:
         place = (loops.place() - output.offset // output.dtype.itemsize).substituted(values)
         found = _checked(_made(loops, leaves, place, (count, lanes, True)))
         if found is not None:
-            return found if lanes >= BESIDE // 4 else None
+            return found if lanes >= LEAST_BESIDE else None
     return None
 
 
@@ -340,7 +391,7 @@ def _lane_in_pieces(index: Index, size: int, piece: int) -> Index:
 def _checked(nest: _Nest) -> _Nest | None:
     """The nest if lanes that follow each other read what is adjacent in memory, or the same.
 
-    Rows that are lanes may be at any equal distances from each other.
+    Without reductions, or if lanes are rows, they may be at any equal distances from each other.
     """
 
     def lies_right(leaf: Leaf) -> bool:
@@ -349,8 +400,10 @@ def _checked(nest: _Nest) -> _Nest | None:
         if not isinstance(leaf, Read):
             return not leaf.index.depends_on(LANE)
         stride = _stride(leaf.index)
-        is_right = stride is not None if nest.lanes_are_rows else stride in (0, 1)
-        return is_right and not any(one.index.depends_on(LANE) for one in leaf.where)
+        may_be_far = nest.lanes_are_rows or not nest.reductions
+        return (stride is not None if may_be_far else stride in (0, 1)) and not any(
+            one.index.depends_on(LANE) for one in leaf.where
+        )
 
     return nest if all(map(lies_right, nest.leaves)) and _stride(nest.place) is not None else None
 
@@ -537,7 +590,8 @@ class _Writer:
             one.index for each in (*new.values(), *expressions) for one in postorder(each) if isinstance(one, Operand)
         }
         numbers = sorted(number for number in used if number < len(self.nest.leaves))
-        texts = self._fetched([number for number in numbers if _is_far(self.nest.leaves[number])])
+        far = [number for number in numbers if self.nest.lanes_are_rows and _is_far(self.nest.leaves[number])]
+        texts = self._fetched(far)
         near = [number for number in numbers if number not in texts]
         texts |= zip(near, self.text.leaves([self.nest.leaves[number] for number in near]), strict=True)
         texts |= self._texts

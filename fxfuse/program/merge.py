@@ -70,6 +70,10 @@ SMALL_SHARE: Final = 4
 """Values may live longer than needed if they have at most 1 / SMALL_SHARE of the bytes of a program's largest value."""
 
 
+ALONE: Final = 2
+"""Steps of torch's that a program would compute at least as fast, and that take less time to call than a program."""
+
+
 class NoKernel(FxfuseError):
     """There is no kernel for loops that torch cannot compute."""
 
@@ -104,13 +108,9 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     on_gpu = runs_on_gpu(device)
     generator = kernels if on_gpu else cpu_kernels
     plan = _Plan(steps, output, None if on_gpu else cpu_kernels.suits, products_that_widen(device))
-    found: dict[int, LoopsKernel] = {}
-    for number, loops in plan.computed.items():
-        if not on_gpu and loops == steps[number].loops and not cpu_kernels.beats_torch(loops):
-            continue  # nothing was inlined
-        kernel = generator.kernel(loops)
-        if kernel is not None:
-            found[number] = kernel
+    chosen = plan.computed if on_gpu else _better_than_torchs(plan.computed, steps)
+    kernels_of = {number: generator.kernel(loops) for number, loops in chosen.items()}
+    found = {number: kernel for number, kernel in kernels_of.items() if kernel is not None}
     for number, step in enumerate(steps):
         if _is_loops_only(step) and number not in found and number not in plan.absent:
             raise NoKernel(f"'{step.label}' has no kernel")
@@ -157,6 +157,25 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
             _redirect(step, plan.same)
             result.append(step)
     return result
+
+
+def _better_than_torchs(computed: Mapping[int, Loops], steps: Sequence[Launch | Call]) -> dict[int, Loops]:
+    """The loops for which a CPU gets kernels of ours.
+
+    What torch computes as fast by itself it is asked for only if a program would have no kernels otherwise. In a
+    program a launch takes less time than a call of torch. But calling a program takes some time, too.
+    """
+    alone = {
+        number: cpu_kernels.beside_torch(loops) for number, loops in computed.items() if loops == steps[number].loops
+    }
+    is_program = (
+        len(alone) < len(computed)
+        or cpu_kernels.Beside.FASTER in alone.values()
+        or any(isinstance(step, Launch) for step in steps)
+        or len(alone) > ALONE
+    )
+    slower = {number for number, speed in alone.items() if speed is cpu_kernels.Beside.SLOWER}
+    return {number: loops for number, loops in computed.items() if is_program and number not in slower}
 
 
 def in_one_launch(steps: Sequence[Launch | Call]) -> list[Launch | Call]:
