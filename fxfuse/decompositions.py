@@ -33,19 +33,18 @@ _ROWS: Final = (
 
 @functools.cache
 def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
-    """By operator. On a CPU torch's own kernels for rows are faster than several of ours or of its."""
-    names = _TAKEN_APART if device == "cpu" else (*_TAKEN_APART, *_ROWS)
+    """By operator. On a CPU torch computes all gradients of a convolution in one pass."""
+    names = (*_TAKEN_APART, *_ROWS)
     taken_apart = get_decompositions([getattr(_aten, name) for name in names if hasattr(_aten, name)])
-    known = {**taken_apart, _aten.native_dropout.default: _native_dropout}
-    if device == "cpu":
-        return known
-    return known | {
+    known = {
+        **taken_apart,
+        _aten.native_dropout.default: _native_dropout,
         _aten.nll_loss_backward.default: _nll_loss_backward,
         _aten.var_mean.correction: _var_mean,
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
-        _aten.convolution_backward.default: _convolution_backward,
     }
+    return known if device == "cpu" else {**known, _aten.convolution_backward.default: _convolution_backward}
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:

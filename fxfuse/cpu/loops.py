@@ -59,6 +59,8 @@ SHORT_ROW: Final = 16
 """Lanes are rows up to this number of elements, where a vector has about as many."""
 LEAST_BESIDE: Final = 16
 """Rows that are worth being lanes."""
+MOST_FAR: Final = 2
+"""Elements that are fetched one by one for a lane, where no row is added up."""
 MOST_HELD: Final = 2**15
 """Elements of a held value, for all rows that a thread goes over at a time: 128 KB."""
 CHEAP: Final = frozenset(
@@ -405,6 +407,8 @@ def _checked(nest: _Nest) -> _Nest | None:
             one.index.depends_on(LANE) for one in leaf.where
         )
 
+    if not nest.reductions and sum(map(_is_far, nest.leaves)) > MOST_FAR:
+        return None  # windows, products: torch has better kernels of these
     return nest if all(map(lies_right, nest.leaves)) and _stride(nest.place) is not None else None
 
 
