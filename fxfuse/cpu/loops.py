@@ -80,7 +80,7 @@ struct Body {{
     using Output = {output};
     static constexpr int kNumbers = {numbers}, kDivisors = {divisors}, kTensors = {tensors}, kOthers = {others};
     static constexpr int kHeld = {held};
-    static constexpr bool kAddsUp = {adds_up}, kRowsBeside = {rows_beside};
+    static constexpr bool kAddsUp = {adds_up}, kHoldsRows = {holds_rows}, kRowsBeside = {rows_beside};
 
 {functions}
 
@@ -517,6 +517,8 @@ class _Writer:
         """Of values that are known before an element is computed, among the operands."""
         self._texts: dict[int, str] = {}
         """Of those that are known by now, by number."""
+        self.shares = False
+        """Whether values that elements of a row share are computed before them."""
         self.buffers = [self._held(node) for node in nest.held]
         """The variables of buffers with held values."""
 
@@ -529,6 +531,7 @@ class _Writer:
         for root in loop.roots:
             self._look_for_shared(root, found)
         lines: list[str] = []
+        self.shares = self.shares or bool(found)
         for node in found:
             self._numbers[node] = number = len(self.nest.leaves) + len(self._numbers)
             self._begin(loop)
@@ -669,6 +672,7 @@ def kernel(loops: Loops) -> LoopsKernel:
         others=len(loops.also),
         held=len(nest.held),
         adds_up="true" if nest.reductions else "false",
+        holds_rows="true" if nest.reductions or writer.shares else "false",
         rows_beside="true" if nest.lanes_are_rows else "false",
         functions="\n\n".join(writer.functions),
         statements="\n".join(f"        {line}" for line in statements),

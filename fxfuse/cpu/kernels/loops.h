@@ -13,18 +13,16 @@ namespace fxfuse {
 
 using Place = uint64_t;  // in memory, in elements
 
-// Divides numbers below 2^31 by one of them, with a multiplication: 2^shift / by is rounded up to `inverse`, by less than
-// one part in 2^31. A division takes three to ten times as long.
+// Divides by a number greater than 1, with a multiplication by 2^64 / by, rounded up: exact below 2^31. Greater numbers
+// are negative ones, outside of what a condition allows. Their quotients are great, too, so that they stay outside.
 struct Divisor {
     Place by, inverse;
-    int shift;
 
     Divisor() = default;
-    explicit Divisor(Place by) : by(by), shift(31) {
-        while ((Place{1} << (shift - 31)) < by) ++shift;
-        inverse = ((Place{1} << shift) + by - 1) / by;
+    explicit Divisor(Place by) : by(by), inverse(~Place{0} / by + 1) {}
+    FXFUSE_INLINE Place divide(Place number) const {
+        return static_cast<Place>(static_cast<unsigned __int128>(number) * inverse >> 64);
     }
-    FXFUSE_INLINE Place divide(Place number) const { return number * inverse >> shift; }
     // The last digit of `number` in this radix; the others are left.
     FXFUSE_INLINE Place take(Place& number) const {
         const Place rest = divide(number), digit = number - rest * by;
@@ -37,7 +35,7 @@ template <class Body>
 struct LoopsArguments {
     int64_t rows, length;  // lanes are numbered from 0 to `length`, once for each of `rows`
     int64_t work;          // elements that are computed, those that are added up included
-    int64_t together;      // rows of one call of Body::run, if something is added up
+    int64_t together;      // the most rows of one call of Body::run that holds values of rows
     int64_t held;          // elements of what a thread holds of each of Body::kHeld values
     Place number[Body::kNumbers + 1];
     Divisor divisor[Body::kDivisors + 1];
@@ -45,7 +43,8 @@ struct LoopsArguments {
     typename Body::Output* out;
     void* other[Body::kOthers + 1];  // further results
 
-    // params: rows, length, work, together, held, numbers and divisors, each in 32 bits; pointers: results, then what is read.
+    // params: rows, length, work, together, held, numbers and divisors, each in 32 bits; pointers: results, then what
+    // is read.
     LoopsArguments(const void* params, const uint64_t* pointers) {
         const auto* values = static_cast<const int32_t*>(params);
         rows = *values++;
@@ -207,16 +206,17 @@ void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts
             const int64_t begin = block % blocks * kBeside;
             Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + kBeside, length), held);
         }
-    } else if constexpr (Body::kAddsUp) {
-        const int64_t last = (part + 1) * rows / parts;
-        for (int64_t row = part * rows / parts; row < last; row += arguments.together) {
-            Body::run(arguments, row, detail::smaller(arguments.together, last - row), 0, length, held);
-        }
-    } else if (rows >= parts) {
-        const int64_t first = part * rows / parts;
-        Body::run(arguments, first, (part + 1) * rows / parts - first, 0, length, held);
     } else {
-        Body::run(arguments, 0, rows, part * length / parts, (part + 1) * length / parts, held);
+        // a part of all rows; or, where nothing is added up and there are fewer rows than threads, of each row
+        const bool is_of_rows = Body::kAddsUp || rows >= parts;
+        const int64_t first = is_of_rows ? part * rows / parts : 0;
+        const int64_t last = is_of_rows ? (part + 1) * rows / parts : rows;
+        const int64_t begin = is_of_rows ? 0 : part * length / parts;
+        const int64_t end = is_of_rows ? length : (part + 1) * length / parts;
+        const int64_t step = Body::kHoldsRows ? arguments.together : last - first;
+        for (int64_t row = first; row < last; row += step) {
+            Body::run(arguments, row, detail::smaller(step, last - row), begin, end, held);
+        }
     }
 }
 
