@@ -33,10 +33,11 @@ _ROWS: Final = (
 
 @functools.cache
 def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
-    """By operator. On a CPU torch computes all gradients of a convolution in one pass."""
+    """By operator. On a CPU torch computes all gradients of a convolution in one pass. And it adds up in float64 there
+    what batch normalisation needs, which matters where there are few numbers: without pixels."""
     names = (*_TAKEN_APART, *_ROWS)
     taken_apart = get_decompositions([getattr(_aten, name) for name in names if hasattr(_aten, name)])
-    known = {
+    known: dict[Any, Callable[..., Any]] = {
         **taken_apart,
         _aten.native_dropout.default: _native_dropout,
         _aten.nll_loss_backward.default: _nll_loss_backward,
@@ -44,7 +45,20 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
         _aten._native_batch_norm_legit_functional.default: _batch_norm,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
-    return known if device == "cpu" else {**known, _aten.convolution_backward.default: _convolution_backward}
+    if device != "cpu":
+        return {**known, _aten.convolution_backward.default: _convolution_backward}
+    norms = (_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm_backward.default)
+    return {**known, **{norm: _if_pixels(known[norm]) for norm in norms}}
+
+
+def _if_pixels(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule where the first tensor is of images. Of rows of features, torch's own kernel stays."""
+
+    @functools.wraps(rule)
+    def taken_apart(first: torch.Tensor, *others: Any) -> Any:
+        return rule(first, *others) if first.dim() > 2 else NotImplemented
+
+    return taken_apart
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:

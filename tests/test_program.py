@@ -134,7 +134,8 @@ def test_what_a_region_makes_of_numbers_is_made_once():
 
 
 def test_what_is_drawn_or_given_is_made_at_every_call():
-    model = Net(lambda m, x: (m.fc(x).relu() * 2, torch.zeros(3).normal_(0, 0) + x.sum(), m.fc.bias.cumsum(0)), fc=linear())
+    drawn = lambda x: torch.zeros(3).normal_(0, 0) + x.sum()  # noqa: E731
+    model = Net(lambda m, x: (m.fc(x).relu() * 2, drawn(x), m.fc.bias.cumsum(0)), fc=linear())
     assert {"normal_", "zeros", "cumsum"} <= program_of(model, X).calls.keys()
 
 

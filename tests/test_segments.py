@@ -123,7 +123,8 @@ def test_gradients_are_those_of_one_segment(name, autocast):
         found = gradients_of(fast, x, autocast=autocast)
     (step,) = made(fast)
     assert len(step.segments) > 1
-    assert all(map(torch.equal, found, expected))
+    for have, want in zip(found, expected, strict=True):  # torch's sums, or those of a kernel with other steps beside
+        torch.testing.assert_close(have, want)
 
 
 @pytest.fixture(params=GPUS)
@@ -175,7 +176,8 @@ def test_memory_that_a_segment_behind_needs_is_not_lent():
         fast = fxfuse.optimize(model)
         for _ in range(2):
             found = gradients_of(fast, x)
-        assert all(torch.equal(have, want) for have, want in zip(found, expected, strict=True))
+        for have, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(have, want)
         result = fast(x)
         (step,) = made(fast)
         kept = [each for segment in saved_by(result) for each in segment]

@@ -706,8 +706,8 @@ def _added_up(writer: _Writer, loop: _Loop, kind: str, number: int) -> list[str]
         return [
             *head,
             f"come_to_beside<{kind}>({_signed(text, loop.length)}, end - begin, {total}, "
-            f"[&](Place {TURN}, float* __restrict__ totals) {_INLINED} {{",
-            *writer.over_rows(f"totals[i] = {kind}::of(totals[i], {value});"),
+            f"[&](Place {TURN}, {kind}::Total* __restrict__ totals) {_INLINED} {{",
+            *writer.over_rows(f"totals[i] = {kind}::of(totals[i], static_cast<{kind}::Total>({value}));"),
             "});",
         ]
     lines = [

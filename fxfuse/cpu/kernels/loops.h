@@ -159,26 +159,13 @@ FXFUSE_INLINE float come_to(int64_t length, Element element) {
     return static_cast<float>(total);
 }
 
-// What `count` rows come to, each in a lane of its own. add(turn, totals) joins their elements `turn` to totals. Sums of
-// kPiece elements are added up in double.
+// What `count` rows come to, each in a lane of its own. add(turn, totals) joins their elements `turn` to totals, which are
+// double for sums: one lane adds up all of a row, one number after the other.
 template <class Op, class Add>
 FXFUSE_INLINE void come_to_beside(int64_t length, int64_t count, float* __restrict__ totals, Add add) {
-    constexpr int64_t kPiece = 16;
     typename Op::Total whole[kBeside];
-    for (int64_t i = 0; i < kBeside; ++i) totals[i] = Op::nothing();
-    if (length <= kPiece) {
-        for (int64_t turn = 0; turn < length; ++turn) add(static_cast<Place>(turn), totals);
-        return;
-    }
     for (int64_t i = 0; i < kBeside; ++i) whole[i] = Op::nothing();
-    for (int64_t begin = 0; begin < length; begin += kPiece) {
-        const int64_t end = begin + kPiece < length ? begin + kPiece : length;
-        for (int64_t turn = begin; turn < end; ++turn) add(static_cast<Place>(turn), totals);
-        for (int64_t i = 0; i < kBeside; ++i) {
-            whole[i] = Op::of(whole[i], static_cast<typename Op::Total>(totals[i]));
-            totals[i] = Op::nothing();
-        }
-    }
+    for (int64_t turn = 0; turn < length; ++turn) add(static_cast<Place>(turn), whole);
     for (int64_t i = 0; i < count; ++i) totals[i] = static_cast<float>(whole[i]);
 }
 
