@@ -210,6 +210,20 @@ def test_many_elements_are_shared_by_threads():
 
 
 @torch.no_grad()
+def test_a_row_in_pieces_that_is_changed_in_place_is_changed_once():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x, scale = torch.rand(1, 60000), torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0, 13.0])
+        model = Net(lambda m, x: x.cumsum(1).mul_(scale[:, None].expand(6, 10000).reshape(-1)).sub_(1))
+        fast = fxfuse.optimize(model)
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x))
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
 def test_memory_is_overwritten_where_it_is_read():
     model = nn.Sequential(nn.Linear(64, 64), Net(lambda m, x: rms_norm(x).mul_(2).add_(x.flip(0))))
     fast = fxfuse.optimize(model)

@@ -194,8 +194,8 @@ void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts
             Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + kBeside, length), held);
         }
     } else {
-        // a part of all rows; or, where nothing is added up and there are fewer rows than threads, of each row
-        const bool is_of_rows = Body::kAddsUp || rows >= parts;
+        // a part of all rows; or of each row, if rows may be taken apart and are fewer than threads
+        const bool is_of_rows = Body::kWholeRows || rows >= parts;
         const int64_t first = is_of_rows ? part * rows / parts : 0;
         const int64_t last = is_of_rows ? (part + 1) * rows / parts : rows;
         const int64_t begin = is_of_rows ? 0 : part * length / parts;
@@ -211,7 +211,7 @@ template <class Body>
 void launch_loops(const void* params, const uint64_t* pointers, uint64_t threads) {
     const LoopsArguments<Body> arguments(params, pointers);
     const int64_t blocks = (arguments.length + kBeside - 1) / kBeside;
-    const int64_t most = Body::kAddsUp ? arguments.rows * (Body::kRowsBeside ? blocks : 1) : arguments.work;
+    const int64_t most = Body::kWholeRows ? arguments.rows * (Body::kRowsBeside ? blocks : 1) : arguments.work;
     const int64_t useful = detail::smaller(arguments.work / kElementsPerThread, most);
     const int64_t parts = detail::smaller(useful < 1 ? 1 : useful, static_cast<int64_t>(threads));
     if (parts == 1) {
