@@ -85,6 +85,7 @@ LEFT = {
     "sums": (lambda x: x.sum(-1), (6, 40)),
     "what an index chooses": (lambda x: x[torch.tensor([1, 0, 1])] * 2 + 1, (2, 30)),
     "a product of two matrices": (lambda x: x.view(3, 20, 4) @ x.view(3, 4, 20), (12, 20)),
+    "a product that is copied": (lambda x: (x.view(3, 20, 4) @ x.view(3, 4, 20)).mT.contiguous() + 1, (12, 20)),
 }
 """What torch is asked for."""
 

@@ -101,14 +101,14 @@ def beside_torch(loops: Loops) -> Beside:
     """For loops that suit.
 
     torch goes over the elements of a row in vectors, too, in all its sums and in softmax. It does not go over several
-    rows at a time, and takes more passes for variances and logarithms of sums. Its matrix products are better.
+    rows at a time, and takes more passes for variances and logarithms of sums.
     """
     nest = nest_of(loops)
     assert nest is not None, "suits() has seen to it"
     *adding, last = nest.loops
     if not adding:
-        is_product = not loops.only_moves and any(map(is_far, nest.leaves))
-        return Beside.SLOWER if is_product else Beside.ALIKE
+        fetches = not loops.only_moves and any(map(is_far, nest.leaves))
+        return Beside.SLOWER if fetches else Beside.ALIKE
     if len(adding) == 1:
         is_short = nest.lanes_are_rows and adding[0].length <= SHORT_ROW
         return Beside.FASTER if is_short else Beside.ALIKE

@@ -342,7 +342,8 @@ class _Plan:
         if suits is not None:
             for step in steps:
                 loops = step.loops
-                if loops and (_overwrites_part(step) or not suits(loops)):
+                is_product = isinstance(step, Call) and step.is_product  # small ones are loops, for a GPU
+                if loops and (is_product or _overwrites_part(step) or not suits(loops)):
                     step.loops = None
         self.computed: dict[int, Loops] = {}
         """By step number, in order: the loops that a kernel computes, with everything that was inlined."""

@@ -183,9 +183,17 @@ class Call:
             return type(self.target).__name__
         return str(getattr(self.target, "__name__", self.target)).removesuffix(".default")
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product of torch's, which can write into existing memory (`out=`)."""
+        return any(self.target is product for product in _PRODUCTS)
+
     def values(self) -> list[Value]:
         """Its arguments and results."""
         return values_in((self.args, self.kwargs, self.result))
+
+
+_PRODUCTS: Final = [getattr(torch._C._VariableFunctions, name) for name in ("mm", "addmm", "bmm", "baddbmm")]
 
 
 @dataclass(frozen=True)

@@ -102,14 +102,10 @@ def _is_reinterpreted(value: Value) -> bool:
     return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
 
 
-_PRODUCTS: Final = frozenset(getattr(torch._C._VariableFunctions, name) for name in ("mm", "addmm", "bmm", "baddbmm"))
-"""torch's matrix products, which can write into existing memory (`out=`)."""
-
-
 def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
     """Lets torch's products write into arenas (`out=`), so that memory is reused from one to the next."""
     for step in steps:
-        if not isinstance(step, Call) or not any(step.target is product for product in _PRODUCTS):
+        if not isinstance(step, Call) or not step.is_product:
             continue
         value = step.result
         slot = value.slot
