@@ -459,7 +459,7 @@ def test_example_inputs_compile_now(sources, forget):
     sources.clear()
     with torch.no_grad():
         assert_as_eager(model, fast, IMAGE)
-    assert not sources
+    assert all("loops.h" in text for text in sources), "only what stands between regions waits for a program"
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
