@@ -123,7 +123,8 @@ class Program:
         self.run: Callable[[Sequence[torch.Tensor], array[int]], Any] = names["program"]
         """run(tensors, table). Every call needs its own table of addresses, from `table`."""
         self._constants = constants
-        self._asked = switches_of(device, any("attention" in name for name in self.calls))
+        names_of_calls = " ".join(self.calls).lower()
+        self._asked = switches_of(device, "attention" in names_of_calls or "transformer" in names_of_calls)
         self._switches = [ask() for ask in self._asked]
         self._differentiable = any(tensor.requires_grad for tensor in tensors)
         self._device = device

@@ -68,10 +68,8 @@ MOST_ADDRESSES: Final = 40
 """Addresses of such a launch, so that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
 SMALL_SHARE: Final = 4
 """Values may live longer than needed if they have at most 1 / SMALL_SHARE of the bytes of a program's largest value."""
-
-
 ALONE: Final = 2
-"""Steps of torch's that a program would compute at least as fast, and that take less time to call than a program."""
+"""On a CPU, steps that torch computes as fast as a kernel of ours, and that take less time to call than a program."""
 
 
 class NoKernel(FxfuseError):
@@ -162,8 +160,8 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
 def _better_than_torchs(computed: Mapping[int, Loops], steps: Sequence[Launch | Call]) -> dict[int, Loops]:
     """The loops for which a CPU gets kernels of ours.
 
-    What torch computes as fast by itself it is asked for only if a program would have no kernels otherwise. In a
-    program a launch takes less time than a call of torch. But calling a program takes some time, too.
+    What torch computes as fast is torch's only if there would be no program otherwise. In a program a launch takes less
+    time than a call of torch. But calling a program takes some time, too.
     """
     alone = {
         number: cpu_kernels.beside_torch(loops) for number, loops in computed.items() if loops == steps[number].loops
