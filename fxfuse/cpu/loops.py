@@ -91,13 +91,13 @@ def suits(loops: Loops) -> bool:
     return nest is not None and len(nest.held) * nest.elements_held <= MOST_HELD
 
 
-class Beside(enum.Enum):
+class Speed(enum.Enum):
     """How fast a kernel is beside torch's own operator that computes exactly these loops, without the call."""
 
     SLOWER, ALIKE, FASTER = range(3)
 
 
-def beside_torch(loops: Loops) -> Beside:
+def speed_beside_torch(loops: Loops) -> Speed:
     """For loops that suit.
 
     torch goes over the elements of a row in vectors, too, in all its sums and in softmax. It does not go over several
@@ -108,13 +108,13 @@ def beside_torch(loops: Loops) -> Beside:
     *adding, last = nest.loops
     if not adding:
         fetches = not loops.only_moves and any(map(is_far, nest.leaves))
-        return Beside.SLOWER if fetches else Beside.ALIKE
+        return Speed.SLOWER if fetches else Speed.ALIKE
     if len(adding) == 1:
         is_short = nest.lanes_are_rows and adding[0].length <= SHORT_ROW
-        return Beside.FASTER if is_short else Beside.ALIKE
+        return Speed.FASTER if is_short else Speed.ALIKE
     nodes = (node for loop in adding for root in loop.roots for node in postorder(root))
     is_softmax = last.length > 1 and any(isinstance(node, Call) and node.op == "exp" for node in nodes)
-    return Beside.FASTER if nest.lanes_are_rows or not is_softmax else Beside.ALIKE
+    return Speed.FASTER if nest.lanes_are_rows or not is_softmax else Speed.ALIKE
 
 
 # ------------------------------------------------------------------------------------------------------ text
@@ -150,15 +150,15 @@ class _Writer:
         lines: list[str] = []
         self.shares = self.shares or bool(found)
         for node in found:
-            self._numbers[node] = number = len(self.nest.leaves) + len(self._numbers)
-            self._begin(loop)
-            (value,) = self._computed([node], [f"shared{number}_of"], [])
+            number = len(self.nest.leaves) + len(self._numbers)
             name = f"shared{number}"
+            self._begin(loop)
+            (value,) = self._computed([node], [f"{name}_of"], [])
             lines += [f"float {name}[{_ROWS[self.nest.lanes_are_rows]}];"]
             own = [leaf for leaf in self._read_by(node) if not isinstance(leaf, Reduced)]
             of_row = depend_on(own, (ROW,))
             lines += self.over_rows(f"{name}[i] = {value};", vectors=True, count="count" if of_row else "kTogether")
-            self._texts[number] = f"{name}[i]"
+            self._numbers[node], self._texts[number] = number, f"{name}[i]"
         return lines
 
     def _read_by(self, node: Expr) -> list[Leaf]:
@@ -209,7 +209,7 @@ class _Writer:
                 known[node] = Call(node.op, tuple(map(replaced, node.args)))
             return known[node]
 
-        expressions = [replaced(root, is_whole=not held and root in self._numbers) for root in roots]
+        expressions = [replaced(root) for root in roots]
         used = {
             one.index for each in (*new.values(), *expressions) for one in postorder(each) if isinstance(one, Operand)
         }
@@ -353,27 +353,18 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
     lines = [place, *(f"set({target}, {value});" for target, value in zip(targets, values, strict=True))]
     if nest.lanes_are_rows:
         head = f"for (Place {TURN} = 0; {TURN} < {text.number(loop.length)}; ++{TURN}) {{"
-        return [*shared, *_indented(head, _stored_of_rows(writer, loops, values, place, targets))]
+        if stride_of(nest.place) == 1:
+            return [*shared, *_indented(head, writer.over_rows(*lines))]
+        # through arrays, which vectors can write, to places that are apart in memory
+        arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
+        computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
+        stored = _over_lanes([place, *(f"{target} = results{number}[i];" for number, target in enumerate(targets))])
+        return [*shared, *_indented(head, [*arrays, *computed, *stored])]
     inner = [*(f"    {line}" for line in (*text.within, *lines)), "});"]
     if loop.piece == loop.length:
         return [*shared, *writer.over_rows(f"for_each(begin, end, [&](Place lane) {_INLINED} {{", *inner)]
     each = f"for_each(0, {_signed(text, loop.piece)}, [&](Place lane) {_INLINED} {{"
     return [*shared, *writer.over_rows(*_over_pieces(writer, loop, [each, *inner]))]
-
-
-def _stored_of_rows(
-    writer: _Writer, loops: Loops, values: Sequence[str], place: str, targets: Sequence[str]
-) -> list[str]:
-    """The statements that store an element of each row that is a lane: through arrays, if they are apart in memory."""
-    if stride_of(writer.nest.place) == 1:
-        return writer.over_rows(
-            place, *(f"set({target}, {value});" for target, value in zip(targets, values, strict=True))
-        )
-    kinds = [_TYPES[store.output.dtype] for store in loops.stores]
-    arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
-    computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
-    stored = [f"{target} = results{number}[i];" for number, target in enumerate(targets)]
-    return [*arrays, *computed, *_over_lanes([place, *stored])]
 
 
 def _over_lanes(lines: Sequence[str], vectors: bool = False) -> list[str]:

@@ -280,7 +280,7 @@ def _made(loops: Loops, leaves: Sequence[Leaf], place: Index, sizes: tuple[int, 
         at = {number: Operand(numbers.setdefault(leaf, len(numbers))) for number, leaf in enumerate(read)}
         made.append(Loop(size, pieces[size], tuple(with_operands(root, at) for root in roots)))
     every = tuple(numbers)
-    held = _shared(made, every, (TURN, LANE) if not lanes_are_rows else (TURN,))
+    held = _to_hold(made, every, (TURN, LANE) if not lanes_are_rows else (TURN,))
     place = _lane_in_pieces(place, length, pieces[length])
     return Nest(rows, lanes, lanes_are_rows, place, every, tuple(made), tuple(reductions), held)
 
@@ -359,7 +359,7 @@ def _of_whole_rows(leaf: Leaf, length: int) -> Leaf:
 # ------------------------------------------------------------------------------------------------ held values
 
 
-def _shared(loops: Sequence[Loop], leaves: Sequence[Leaf], names: Sequence[str]) -> tuple[Expr, ...]:
+def _to_hold(loops: Sequence[Loop], leaves: Sequence[Leaf], names: Sequence[str]) -> tuple[Expr, ...]:
     """The costly values that several loops need for the same elements of a row, which the variables `names` count."""
     in_loops: dict[tuple[int, Expr], int] = {}
     for loop in loops:

@@ -164,15 +164,17 @@ def _better_than_torchs(computed: Mapping[int, Loops], steps: Sequence[Launch | 
     time than a call of torch. But calling a program takes some time, too.
     """
     alone = {
-        number: cpu_kernels.beside_torch(loops) for number, loops in computed.items() if loops == steps[number].loops
+        number: cpu_kernels.speed_beside_torch(loops)
+        for number, loops in computed.items()
+        if loops == steps[number].loops
     }
     is_program = (
         len(alone) < len(computed)
-        or cpu_kernels.Beside.FASTER in alone.values()
+        or cpu_kernels.Speed.FASTER in alone.values()
         or any(isinstance(step, Launch) for step in steps)
         or len(alone) > ALONE
     )
-    slower = {number for number, speed in alone.items() if speed is cpu_kernels.Beside.SLOWER}
+    slower = {number for number, speed in alone.items() if speed is cpu_kernels.Speed.SLOWER}
     return {number: loops for number, loops in computed.items() if is_program and number not in slower}
 
 

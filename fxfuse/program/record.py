@@ -26,7 +26,7 @@ from fxfuse.cuda import gpu
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
-from fxfuse.program import attention, depthwise_gradient
+from fxfuse.program import attention, depthwise_gradient, merge
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops, rows_pay
 from fxfuse.program.observed import Operation, Operators, function_of, places
@@ -175,7 +175,6 @@ class Recorder:
         self._root, self._graph, self._leaves, self._given = root, graph, leaves, given
         self._by_parts = by_parts
         self._device = device_of(tensors)
-        self._on_gpu = self._device is not None and self._device.type == "cuda"
         self._owners: dict[int, Owner] = {}
         """The owner of each storage. Where arguments share a storage it is the first of them."""
         self._numbers: dict[int, int] = {}
@@ -527,7 +526,9 @@ class Recorder:
 
     def _paying(self, loops: Loops | None) -> Loops | None:
         """The loops, unless they have rows that a GPU's kernel would be slow at. merge.py asks what suits a CPU."""
-        return None if loops is None or (self._on_gpu and not rows_pay(loops)) else loops
+        if loops is None or self._device is None or not merge.runs_on_gpu(self._device):
+            return loops
+        return loops if rows_pay(loops) else None
 
     def _loops_of(
         self, plan: Plan, kind: str, problem: Callable[[], Problem], inputs: Sequence[Any], result: Value
