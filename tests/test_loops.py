@@ -175,6 +175,27 @@ def test_products_that_are_converted_are_written_as_float32(name, device, wideni
         assert (one - other).norm() <= tolerance * other.norm()
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_what_kernels_read_as_float32_is_stored_in_16_bits(is_chain, device, monkeypatch):
+    stored, kernel = [], kernels.kernel
+    monkeypatch.setattr(kernels, "kernel", lambda one: stored.extend(store.output for store in one.stores) or kernel(one))
+
+    def forward(m, x):
+        y = (x.bfloat16().cumsum(0) * 2).tanh() if is_chain else x.bfloat16().cumsum(0).tanh()
+        wide = y.float()
+        parts = [wide * factor for factor in (2, 3, 4, 5)]  # torch's sums between them keep them apart
+        return [part.cumsum(0) for part in parts], wide.sum(0)
+
+    torch.compiler.reset()
+    model, x = Net(forward), torch.randn(48, 64, device=device)
+    fast = torch.compile(model, backend="fxfuse")
+    for _ in range(4):
+        for one, other in zip(leaves_of(fast(x)), leaves_of(model(x)), strict=True):
+            assert (one - other).norm() <= 2**-8 * other.norm()  # eager rounds before and after tanh
+    values = [value.dtype for value in stored if value.shape == (48, 64)]
+    assert values.count(torch.bfloat16) == 2 and values.count(torch.float32) == 4, stored  # the first is cumsum's input
+
+
 def compiled(model, device, *shape):
     """The program of torch.compile's one graph, as `checked`."""
     torch.compiler.reset()

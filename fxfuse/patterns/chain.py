@@ -27,7 +27,8 @@ from fxfuse.simplify import is_fresh, simplify
 LEAST: Final = 2
 """Operations that a chain has, of those for which eager makes a pass each: one alone gains nothing."""
 
-_FREE: Final = frozenset({"detach", "contiguous", "type_as", "to", "float", "half", "bfloat16"})
+_CONVERSIONS: Final = frozenset({"type_as", "to", "float", "half", "bfloat16"})
+_FREE: Final = _CONVERSIONS | {"detach", "contiguous"}
 """Rows that may cost nothing in eager."""
 
 
@@ -61,6 +62,8 @@ class Chains:
         value = noted(output)
         if output not in self._tensors or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
             return None
+        if self._only_widens(output):
+            return None
         refused: set[fx.Node] = set()
         while output not in refused:
             members = self._members(output, taken | refused)
@@ -74,6 +77,16 @@ class Chains:
                 return self._closed(growth, members, source)
             refused.add(misfit)
         return None
+
+    def _only_widens(self, node: fx.Node) -> bool:
+        """Whether a node is known to convert to a wider dtype. A chain ends before it: kernels that read the narrow
+        value convert it for nothing, and it takes less memory."""
+        found = spelling(self._root, node)
+        if found is None or found.row.name not in _CONVERSIONS:
+            return False
+        value, narrow = noted(node), noted(node.args[0] if node.args else None)
+        are_known = isinstance(value, torch.Tensor) and isinstance(narrow, torch.Tensor)
+        return are_known and narrow.dtype.itemsize < value.dtype.itemsize
 
     def _members(self, output: fx.Node, excluded: set[fx.Node]) -> list[fx.Node]:
         """`output` and the pointwise nodes before it whose users are all among them, in graph order."""

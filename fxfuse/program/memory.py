@@ -28,6 +28,8 @@ MOST_CUTS: Final = 32
 """How often arenas are cut at most, in search of the least peak."""
 NOT_WORTH_A_CUT: Final = 0.02
 """The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
+NOT_WORTH_A_RELEASE: Final = 0.005
+"""The same for giving lent memory back, which takes time and ends a list of launches."""
 
 
 @dataclass(eq=False)
@@ -160,7 +162,7 @@ def releases(
     for slot, nbytes in lent.items():
         for step in range(dies[slot] + 1):
             total[step] += nbytes
-    most = max([SMALL, *total]) * (1 + NOT_WORTH_A_CUT)
+    most = max([SMALL, *total]) * (1 + NOT_WORTH_A_RELEASE)
     found: dict[int, list[Slot]] = {}
     dead: list[Slot] = []
     by_death: dict[int, list[Slot]] = {}

@@ -444,6 +444,14 @@ class _Plan:
         gone: dict[int, set[int]] = {}
         """By step number: the in-place steps, itself or inlined, that overwrite nothing if the step is inlined."""
         parts = self._parts
+
+        def without_parts(number: int) -> None:
+            """Lets results that were inlined into a step be stored, and the step, in its readers, read them."""
+            self.computed[number], since[number], gone[number] = self._alone(number)
+            for part in parts[number]:
+                waiting[part] += 1
+            parts[number] = []
+
         for number, step in enumerate(self._steps):
             loops = step.loops
             if loops is not None and _overwrites_part(step):
@@ -462,15 +470,10 @@ class _Plan:
                         continue
                     whole = self._with(loops, self.computed[producer], number, since[producer], gone[producer])
                     if whole is None and self._is_wider(producer, parts[producer]):
-                        alone = self._steps[producer].loops
-                        assert alone is not None
-                        own = dict.fromkeys(_sources(alone), producer)
-                        in_place = {producer} if alone.output.slot in own else set()
-                        whole = self._with(loops, alone, number, own, in_place)
-                        if whole is not None:  # the producer's parts are stored instead of the producer's result
-                            self.computed[producer], since[producer], gone[producer] = alone, own, in_place
-                            for part in parts[producer]:
-                                waiting[part] += 1
+                        alone, sources, overwrites = self._alone(producer)
+                        whole = self._with(loops, alone, number, sources, overwrites)
+                        if whole is not None:
+                            without_parts(producer)
                     if whole is not None:
                         loops = whole
                         parts[number].append(producer)
@@ -483,7 +486,13 @@ class _Plan:
                     gone[number].add(number)
             for slot in written_by(step):
                 latest.pop(slot, None)
-            if number in self.computed and self._may_be_absent(number):
+            is_absent = number in self.computed and self._may_be_absent(number, self.computed[number])
+            if number in self.computed and not is_absent and self._is_wider(number, parts[number]):
+                alone, *_ = self._alone(number)
+                is_absent = alone.only_moves and self._may_be_absent(number, alone)
+                if is_absent:
+                    without_parts(number)
+            if is_absent:
                 latest[self.computed[number].output.slot] = number
                 waiting[number] = len(self._readers_of(number))
         for number, count in waiting.items():
@@ -495,11 +504,21 @@ class _Plan:
             if isinstance(step, Launch) and loops is step.loops:  # nothing was inlined: its own kernel was chosen
                 del self.computed[number]
 
+    def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:
+        """A step's loops with nothing inlined, the slots that they read with its number, and the step if it overwrites
+        one of these."""
+        loops = self._steps[number].loops
+        assert loops is not None
+        sources = dict.fromkeys(_sources(loops), number)
+        return loops, sources, {number} if loops.output.slot in sources else set()
+
     def _is_wider(self, number: int, parts: Sequence[int]) -> bool:
-        """Whether a step's result is larger in memory than the results inlined into it, and has a single reader."""
+        """Whether a step's result is larger in memory than the results inlined into it, and reading these costs nothing:
+        it has a single reader, or only moves elements."""
         nbytes = sum(_span(self.computed[part].output)[1] for part in parts)
-        own = self.computed[number].output
-        return 0 < nbytes < _span(own)[1] and len(self._readers_of(number)) == 1
+        own = self._steps[number].loops
+        is_wider = own is not None and 0 < nbytes < _span(own.output)[1]
+        return is_wider and (own.only_moves or len(self._readers_of(number)) == 1)
 
     # ---- several results
 
@@ -674,9 +693,8 @@ class _Plan:
                 del self.computed[number]
                 self.absent.add(number)
 
-    def _may_be_absent(self, number: int) -> bool:
-        """Whether a step's result, until it is overwritten, may be computed where it is read."""
-        loops = self.computed[number]
+    def _may_be_absent(self, number: int, loops: Loops) -> bool:
+        """Whether a step's result, until it is overwritten, may be computed where it is read, by `loops`."""
         slot, following = loops.output.slot, self._overwritten_by(number)
         readers = self._readers_of(number)
         return (
