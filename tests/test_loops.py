@@ -178,7 +178,12 @@ def test_products_that_are_converted_are_written_as_float32(name, device, wideni
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_what_kernels_read_as_float32_is_stored_in_16_bits(is_chain, device, monkeypatch):
     stored, kernel = [], kernels.kernel
-    monkeypatch.setattr(kernels, "kernel", lambda one: stored.extend(store.output for store in one.stores) or kernel(one))
+
+    def noted(loops):
+        stored.extend(store.output for store in loops.stores)
+        return kernel(loops)
+
+    monkeypatch.setattr(kernels, "kernel", noted)
 
     def forward(m, x):
         y = (x.bfloat16().cumsum(0) * 2).tanh() if is_chain else x.bfloat16().cumsum(0).tanh()

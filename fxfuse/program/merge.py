@@ -513,12 +513,13 @@ class _Plan:
         return loops, sources, {number} if loops.output.slot in sources else set()
 
     def _is_wider(self, number: int, parts: Sequence[int]) -> bool:
-        """Whether a step's result is larger in memory than the results inlined into it, and reading these costs nothing:
-        it has a single reader, or only moves elements."""
+        """Whether a step's result is larger in memory than the results inlined into it, and these can be read in its
+        place: it has a single reader, or only moves elements."""
         nbytes = sum(_span(self.computed[part].output)[1] for part in parts)
         own = self._steps[number].loops
-        is_wider = own is not None and 0 < nbytes < _span(own.output)[1]
-        return is_wider and (own.only_moves or len(self._readers_of(number)) == 1)
+        if own is None or not 0 < nbytes < _span(own.output)[1]:
+            return False
+        return own.only_moves or len(self._readers_of(number)) == 1
 
     # ---- several results
 
