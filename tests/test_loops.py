@@ -1214,6 +1214,33 @@ def test_sums_of_the_same_are_one_kernel(name, device, monkeypatch):
     assert [text.count("struct Body") for text in texts if "Totals<" in text] == [1]
 
 
+RESULTS_OF_THE_SAME = {  # the results, and how many kernels compute them
+    "two of one tensor": (lambda x, y: (x.sin(), x * 2), 1),
+    "of two, most alike": (lambda x, y: (x * y, x / y, x.exp()), 1),
+    "five of one": (lambda x, y: tuple(x * factor for factor in range(2, 7)), 2),
+    "windows of one": (lambda x, y: (x[1:] + x[:-1], x[1:] - x[:-1]), 1),
+    "in other strides": (lambda x, y: (x * 2, (x.t() * 3).contiguous()), 2),
+    "of a row that both read": (lambda x, y: (x * x[0], y * x[0]), 2),
+    "one overwrites what the other reads": (lambda x, y: (x * 2, x.mul_(3)), 2),
+    "the same": (lambda x, y: (x * 2, x * 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS_OF_THE_SAME)
+def test_results_of_the_same_are_one_kernel(name, device, monkeypatch):
+    """Memory is read once."""
+    made, kernel = [], kernels.kernel
+    monkeypatch.setattr(kernels, "kernel", lambda loops: made.append(loops) or kernel(loops))
+    compute, expected = RESULTS_OF_THE_SAME[name]
+
+    def forward(_, x):
+        results = compute(x.cumsum(0), x.cumsum(1))
+        return [one.cumsum(0) for one in results]
+
+    checked(Net(forward), device, 48, 40, exact=False)
+    assert len(made) == expected, made
+
+
 def test_sums_of_the_same_of_which_one_is_overwritten(device):
     """Memory that torch allocated for a sum begins with what is made of it in place."""
 

@@ -370,10 +370,10 @@ class _Plan:
         self._drop_unread()
         self._store_on_the_way()
         self._drop_unread()
-        if suits is None:
-            self._add_up_together()
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
+        if suits is None:
+            self._compute_together()
         self.widened: dict[int, tuple[int, Value]] = {}
         """Products that torch writes as float32 directly. By step number: the step that converted the product, and the
         value that this step made."""
@@ -554,20 +554,29 @@ class _Plan:
         for slot in slots:
             self._writers[slot] = sorted(number if writer == other else writer for writer in self._writers[slot])
 
-    def _add_up_together(self) -> None:
-        """Lets one kernel reduce rows of the same tensors for several results, so that memory is read once.
+    def _compute_together(self) -> None:
+        """Lets one kernel compute several results that read the same memory, so that it is read once.
 
         For example the sum of gradients, and the sum of their products with the normalised input.
         """
+        readers: dict[Slot, list[int]] = {}
+        for number, loops in self.computed.items():
+            for slot in _sources(loops):
+                readers.setdefault(slot, []).append(number)
+        end, ends = len(self._steps), dict[int, int]()
+        for number in reversed(range(len(self._steps))):
+            end = number if self._is_torchs(number) else end
+            ends[number] = end  # the next step that torch computes
         for number in sorted(self.computed):
-            if number not in self.computed or not self.computed[number].reductions:
+            if number not in self.computed:
                 continue
-            for other in range(number + 1, len(self._steps)):
-                if self._is_torchs(other):
-                    break
+            near = {one for slot in _sources(self.computed[number]) for one in readers[slot]}
+            for other in sorted(one for one in near if number < one < ends[number]):
                 one, two = self.computed[number], self.computed.get(other)
-                whole = None if two is None or not two.reductions else beside(one, two)
-                if whole is None or two is None or not self._is_worth_it(whole, one, two):
+                if two is None or not _share_reads(one, two):
+                    continue
+                whole = beside(one, two)
+                if whole is None or not _fits(whole) or len(whole.stores) > MOST_RESULTS or not rows_pay(whole):
                     continue
                 if not self.may_join(other, [number]):
                     continue
@@ -577,12 +586,6 @@ class _Plan:
                 self.computed[number] = whole
                 del self.computed[other]
                 self._goes_into(number, other, [store.output.slot for store in two.stores])
-
-    def _is_worth_it(self, whole: Loops, one: Loops, two: Loops) -> bool:
-        """Whether one kernel for `whole` is better than two for `one` and `two`."""
-        fits = _fits(whole) and len(whole.stores) <= MOST_RESULTS
-        reads = read_along_rows(one), read_along_rows(two)
-        return fits and 2 * len(reads[0] & reads[1]) >= min(map(len, reads)) > 0 and rows_pay(whole)
 
     def begins(self, number: int, slot: Slot) -> bool:
         """Whether a slot is memory that torch allocated, and a step is the first to write into it."""
@@ -809,6 +812,16 @@ def _fits(loops: Loops) -> bool:
     return leaves <= MOST_LEAVES and nodes <= MOST_NODES and len(_sources(loops)) <= MAX_TENSORS
 
 
+def _share_reads(one: Loops, two: Loops) -> bool:
+    """Whether one of two loops reads mostly what the other reads: elements along rows, or bytes without rows."""
+    if one.reductions or two.reductions:
+        reads = read_along_rows(one), read_along_rows(two)
+        return 2 * len(reads[0] & reads[1]) >= min(map(len, reads)) > 0
+    nbytes = _bytes_by_slot(one), _bytes_by_slot(two)
+    both = sum(min(nbytes[0][slot], nbytes[1][slot]) for slot in nbytes[0].keys() & nbytes[1].keys())
+    return 2 * both >= min(sum(some.values()) for some in nbytes) > 0
+
+
 def _copied_as_it_lies(loops: Loops) -> Slot | None:
     """The memory, of the program's own, of which a result is a copy in the same layout; None if it is no such copy."""
     if not isinstance(loops.expression, Operand) or loops.output.offset:
@@ -882,12 +895,18 @@ def _sources(loops: Loops) -> set[Slot]:
 
 def _bytes_read(loops: Loops) -> int:
     """The bytes that loops read from memory, if caches serve repeated reads."""
+    return sum(_bytes_by_slot(loops).values())
+
+
+def _bytes_by_slot(loops: Loops) -> dict[Slot, int]:
+    """The same for each piece of memory."""
     elements = math.prod(loops.output.shape)
     by_slot: dict[Slot, int] = {}
     for read in loops.reads:
-        by_slot[read.slot] = by_slot.get(read.slot, 0) + elements * read.dtype.itemsize
+        low, high = read.index.range
+        by_slot[read.slot] = by_slot.get(read.slot, 0) + min(elements, high - low + 1) * read.dtype.itemsize
     sizes = {read.slot: math.prod(read.slot.shape) * read.dtype.itemsize for read in loops.reads}
-    return sum(min(max(slot.nbytes, sizes[slot]), nbytes) for slot, nbytes in by_slot.items())
+    return {slot: min(max(slot.nbytes, sizes[slot]), nbytes) for slot, nbytes in by_slot.items()}
 
 
 def _elements(loops: Loops) -> list[Element]:
