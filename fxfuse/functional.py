@@ -36,7 +36,7 @@ from fxfuse.hooks import is_in_parts
 from fxfuse.plans import GRADIENTS_DUE, IN_PARTS, RECAST, REMOVED, TRANSFORMED
 from fxfuse.problem import ANCHORS, OPTION_NAMES, PRODUCTS, gate_of, in_order, parsed, run_reference
 
-_LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
+LIBRARY: Final = torch.library.Library("fxfuse", "DEF")
 _COMMON: Final = "Tensor x, {weight} weight, Tensor? bias, Tensor[] operands, str epilogue"
 _CALLER: Final = 'bool strict=False, int region=0, str fp32="exact", int[] pool=[]'
 _OPTIONS: Final = {
@@ -273,7 +273,7 @@ _EAGER_KEYS: Final = (
 """Dispatch keys under which the region runs as in eager, operation by operation."""
 
 
-_register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
 """Registers an operator's implementation for fake and meta tensors. It has this name since torch 2.4."""
 
 
@@ -338,17 +338,17 @@ def _implement(kind: str) -> None:
         return cast_first
 
     for device in ("cpu", "cuda"):
-        _LIBRARY.impl(kind, _with_empty_lists(kernel), device.upper())
-        _LIBRARY.impl(kind, _with_empty_lists(autocast(device)), f"Autocast{device.upper()}")
-    _LIBRARY.impl(kind, _with_empty_lists(autograd), "Autograd")
-    _register_fake(f"fxfuse::{kind}", fake, lib=_LIBRARY)
+        LIBRARY.impl(kind, _with_empty_lists(kernel), device.upper())
+        LIBRARY.impl(kind, _with_empty_lists(autocast(device)), f"Autocast{device.upper()}")
+    LIBRARY.impl(kind, _with_empty_lists(autograd), "Autograd")
+    register_fake(f"fxfuse::{kind}", fake, lib=LIBRARY)
     for key in _EAGER_KEYS:
-        _LIBRARY.impl(kind, _with_empty_lists(transformed), key)
+        LIBRARY.impl(kind, _with_empty_lists(transformed), key)
 
 
 for _kind in ANCHORS:
     _tensors = _COMMON.format(weight="Tensor" if _kind in PRODUCTS else "Tensor?")
-    _LIBRARY.define(f"{_kind}({_tensors}{_OPTIONS[_kind]}, *, {_CALLER}) -> Tensor")
+    LIBRARY.define(f"{_kind}({_tensors}{_OPTIONS[_kind]}, *, {_CALLER}) -> Tensor")
     _implement(_kind)
 
 linear = _function("linear")

@@ -27,6 +27,7 @@ from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.masks import leave_out_masks
 from fxfuse.patterns.numbers import made_of
+from fxfuse.pool_places import keep_places
 from fxfuse.problem import TensorMeta
 from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
@@ -251,6 +252,10 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     """Divides the joint graph into a forward and a backward. Raises Refused."""
     given = [node for node in joint.graph.nodes if node.op == "placeholder"]  # gradients of results follow
     simplify(joint.graph, [given[number] for number in traced.buffers])
+    device = device_of(tensors)
+    is_on_gpu = device is not None and merge.runs_on_gpu(device)
+    if is_on_gpu:
+        keep_places(joint.graph)
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)
@@ -293,8 +298,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         raise Refused("torch's AOTAutograd has gradients for other results than have them")
     if any(node.name not in by_name for node in kept):
         raise Refused("its backward takes what its forward does not give")
-    device = device_of(tensors)
-    if device is not None and merge.runs_on_gpu(device):
+    if is_on_gpu:
         take_padded(backward.graph, pad_rows(forward.graph, {*results}))
         (gradients,) = (node for node in backward.graph.nodes if node.op == "output")
         pad_rows(backward.graph, {*gradients.all_input_nodes})

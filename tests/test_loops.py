@@ -259,15 +259,13 @@ def greater(n):
     return torch.minimum(n.abs(), -n.clamp(-3, 2)).clamp(min=-2) + torch.maximum(n.clamp(max=1), n.new_full((), -5))
 
 
-def unpooled(x, *how):
-    """The gradient of pooling by the greatest: side, stride, padding, dilation, ceil_mode."""
-    aten = torch.ops.aten
-    forward, backward = (
-        (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
-        (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
-    )[len(how[0]) - 2]
-    made, indices = forward(x, *how)
-    return backward(made * 2 + 1, x, *how, indices) * x
+def unpooled(x, sides, steps, around, ceil_mode):
+    """The gradient of pooling by the greatest."""
+    own = torch.ops.fxfuse
+    y = x.round()  # with equal elements
+    places = own.max_pool_places(y, sides, steps, around, ceil_mode)
+    gradient = 1 + places.sin()
+    return own.max_pool_gradient(gradient, places, y.shape, y.stride(), sides, steps, around, ceil_mode) * x
 
 
 def spread(x, *how):
@@ -277,14 +275,18 @@ def spread(x, *how):
 
 
 MOVES = {
-    "gradient of the greatest": lambda x: unpooled(x, [2, 2], [2, 2], [0, 0], [1, 1], False),
-    "gradient of the greatest, odd sizes": lambda x: unpooled(x[..., :7], [2, 3], [2, 3], [0, 1], [1, 1], True),
-    "gradient of the greatest, overlapping": lambda x: unpooled(x.round(), [3, 3], [2, 2], [1, 1], [1, 1], False),
+    "gradient of the greatest": lambda x: unpooled(x, [2, 2], [2, 2], [0, 0], False),
+    "gradient of the greatest, odd sizes": lambda x: unpooled(x[..., :7], [2, 3], [2, 3], [0, 1], True),
+    "gradient of the greatest, overlapping": lambda x: unpooled(x, [3, 3], [2, 2], [1, 1], False),
     "gradient of the greatest, channels_last": lambda x: unpooled(
-        x.to(memory_format=torch.channels_last), [3, 2], [1, 2], [1, 0], [1, 1], False
+        x.to(memory_format=torch.channels_last), [3, 2], [1, 2], [1, 0], False
     ),
-    "gradient of the greatest, with gaps": lambda x: unpooled(x, [1, 2], [3, 3], [0, 0], [1, 1], False),
-    "gradient of the greatest of volumes": lambda x: unpooled(x, [2, 1, 2], [1, 2, 2], [0] * 3, [1] * 3, False),
+    "gradient of the greatest, with gaps": lambda x: unpooled(x, [1, 2], [3, 3], [0, 0], False),
+    "gradient of the greatest of volumes": lambda x: unpooled(x, [2, 1, 2], [1, 2, 2], [0] * 3, False),
+    "places of NaN": lambda x: torch.ops.fxfuse.max_pool_places(x / x.sign(), [2, 2], [1, 2], [0, 1], False).sin(),
+    "places of infinities": lambda x: torch.ops.fxfuse.max_pool_places(
+        x.masked_fill(x < 9, float("-inf")), [3, 3], [2, 2], [1, 1], True
+    ).cos(),
     "gradient of a mean": lambda x: spread(x, [2, 2], [2, 2], [0, 0], False, True, None),
     "gradient of a mean, overlapping": lambda x: spread(x, [3, 2], [2, 1], [1, 0], False, True, None),
     "gradient of a mean, with gaps": lambda x: spread(x, [2, 2], [3, 4], [0, 1], False, True, 3),

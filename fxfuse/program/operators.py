@@ -19,6 +19,7 @@ from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.layout import contiguous_strides, is_dense, is_overlapping
+from fxfuse.pool_places import LARGEST_WINDOW
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
 from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
@@ -240,12 +241,21 @@ def _is_whole(value: Value) -> bool:
 
 
 def _is_computed(loops: Loops) -> bool:
-    """Whether a kernel computes in torch's type, or a more exact one. Integers narrower than int64 are only moved."""
+    """Whether a kernel computes in torch's type, or a more exact one."""
     try:
         kind, output = loops.kinds[loops.expression], loops.output.dtype
     except Inexact:
         return False
-    return kind == kind_of(output) and (kind != INTEGER or output == torch.int64 or loops.only_moves)
+    if kind == INTEGER and output != torch.int64:
+        return loops.only_moves or _is_chosen(loops.expression, torch.iinfo(output).max)
+    return kind == kind_of(output)
+
+
+def _is_chosen(expression: Expr, most: int) -> bool:
+    """Whether a value is one of some numbers from 0 to `most`: then a kernel may compute it as a wider integer."""
+    if isinstance(expression, Call) and expression.op == "where":
+        return all(_is_chosen(one, most) for one in expression.args[1:])
+    return isinstance(expression, Const) and type(expression.value) is int and 0 <= expression.value <= most
 
 
 def _pointwise(body: Body, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Value) -> Expr:
@@ -666,28 +676,50 @@ def _adaptive_avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> E
 
 
 def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    return _joined("maximum", [part for _, part in _pooled(body, given, result)])
+
+
+def _pooled(body: Body, given: Mapping[str, Any], result: Value) -> list[tuple[tuple[Inside, ...], Expr]]:
+    """The elements of a window that is pooled, as `_window`."""
     sides = given["kernel_size"]
     rank = len(sides)
     around, apart = (_numbers(given, name, rank, (one,)) for name, one in (("padding", 0), ("dilation", 1)))
-    parts = _window(
-        body, given["self"], result, sides, _numbers(given, "stride", rank, sides), around, apart, -math.inf
-    )
-    return _joined("maximum", [part for _, part in parts])
+    steps = _numbers(given, "stride", rank, sides)
+    return _window(body, given["x" if "x" in given else "self"], result, sides, steps, around, apart, -math.inf)
+
+
+def _max_pool_places(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """The places of largest elements (pool_places.py)."""
+    parts = _pooled(body, given, result)
+    place: Expr = Const(0)
+    for number, (where, _) in reversed(list(enumerate(parts))):
+        place = body.choose(where, Const(number), place)  # the first that exists, if none is larger than -inf
+    largest = parts[0][1]
+    for number, (_, part) in enumerate(parts[1:], 1):
+        is_larger = Call("logical_or", (Call("gt", (part, largest)), Call("ne", (part, part))))
+        place = Call("where", (is_larger, Const(number), place))
+        largest = Call("maximum", (largest, part))
+    return place
 
 
 def _windows_at(
     of_windows: Any, at: Sequence[Index], sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
-) -> list[tuple[list[Index], tuple[Inside, ...]]]:
-    """The windows that a pixel lies in: the coordinates of each window, and the conditions under which it exists."""
+) -> list[tuple[list[Index], list[Index], tuple[Inside, ...]]]:
+    """The windows that a pixel lies in: the coordinates of each window, the pixel's in it, and the conditions under
+    which there is such a window."""
     rank, along = len(sides), []
     for one, side, step, pad, size in zip(at[-rank:], sides, steps, around, of_windows.shape[-rank:], strict=True):
         last, offset = (one + pad) // step, (one + pad) % step
         ways = [(last - back, offset + back * step) for back in range(-(-side // step))]
-        along.append([(place, _needed(Inside(place, size), Inside(within, side))) for place, within in ways])
+        along.append([(place, within, _needed(Inside(place, size), Inside(within, side))) for place, within in ways])
     if math.prod(map(len, along)) > LARGEST_WINDOW:
         raise Unknown
     return [
-        ([*at[:-rank], *(place for place, _ in chosen)], tuple(one for _, where in chosen for one in where))
+        (
+            [*at[:-rank], *(place for place, _, _ in chosen)],
+            [within for _, within, _ in chosen],
+            tuple(one for _, _, where in chosen for one in where),
+        )
         for chosen in itertools.product(*along)
     ]
 
@@ -697,24 +729,19 @@ def _needed(*conditions: Inside) -> tuple[Inside, ...]:
     return tuple(one for one in conditions if one.index.range[0] < 0 or one.index.range[1] >= one.size)
 
 
-def _max_pool_backward(rank: int) -> Rule:
-    """The rule of max-pooling's gradient: that of each window goes to the pixel whose number is the window's index."""
-
-    def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-        gradient, indices = given["grad_output"], given["indices"]
-        if any(one != 1 for one in _numbers(given, "dilation", rank, (1,))) or kind_of(gradient.dtype) != "float":
-            raise Unknown
-        sides, around = (_numbers(given, name, rank, (0,)) for name in ("kernel_size", "padding"))
-        at = coordinates(result.shape)
-        own = body.leaf(Position(dot(at[-rank:], contiguous_strides(result.shape[-rank:]))))
-        parts = []
-        for place, where in _windows_at(gradient, at, sides, _numbers(given, "stride", rank, sides), around):
-            is_greatest = Call("eq", (body.read(indices, place, where), own))
-            part = Call("where", (is_greatest, body.read(gradient, place, where), Const(0.0)))
-            parts.append(body.choose(where, part, Const(0.0)))
-        return _joined("add", parts)
-
-    return rule
+def _max_pool_gradient(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
+    """The gradient of each window goes to the pixel at the window's place (pool_places.py)."""
+    gradient, places, sides = given["gradient"], given["places"], given["kernel_size"]
+    if kind_of(gradient.dtype) != "float":
+        raise Unknown
+    parts = []
+    at = coordinates(result.shape)
+    for window, within, where in _windows_at(gradient, at, sides, given["stride"], given["padding"]):
+        own = body.leaf(Position(dot(within, contiguous_strides(sides))))
+        is_largest = Call("eq", (body.read(places, window, where), own))
+        part = Call("where", (is_largest, body.read(gradient, window, where), Const(0.0)))
+        parts.append(body.choose(where, part, Const(0.0)))
+    return _joined("add", parts)
 
 
 def _avg_pool_backward(rank: int) -> Rule:
@@ -729,8 +756,8 @@ def _avg_pool_backward(rank: int) -> Rule:
             raise Unknown
         count = math.prod(sides) if count is None else count
         parts = [
-            body.choose(where, body.read(gradient, place, where), Const(0.0))
-            for place, where in _windows_at(gradient, coordinates(result.shape), sides, steps, around)
+            body.choose(where, body.read(gradient, window, where), Const(0.0))
+            for window, _, where in _windows_at(gradient, coordinates(result.shape), sides, steps, around)
         ]
         return Call("div", (_joined("add", parts), Const(float(count))))
 
@@ -777,8 +804,6 @@ def _joined(row: str, parts: Sequence[Expr]) -> Expr:
     return functools.reduce(lambda total, part: Call(row, (total, part)), parts)
 
 
-LARGEST_WINDOW: Final = 16
-"""The most elements of a window that a thread adds up. All but the first read of an element come from caches."""
 SMALL_PRODUCT: Final = 2**22
 """The most terms of all sums of a product. For more, a library's kernel takes more than a microsecond, and is as quick.
 """
@@ -826,8 +851,8 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten._adaptive_avg_pool2d: _adaptive_avg_pool,
     _aten.max_pool2d_with_indices: _max_pool,
     _aten.max_pool3d_with_indices: _max_pool,
-    _aten.max_pool2d_with_indices_backward: _max_pool_backward(2),
-    _aten.max_pool3d_with_indices_backward: _max_pool_backward(3),
+    torch.ops.fxfuse.max_pool_places: _max_pool_places,
+    torch.ops.fxfuse.max_pool_gradient: _max_pool_gradient,
     _aten.avg_pool2d_backward: _avg_pool_backward(2),
     _aten.avg_pool3d_backward: _avg_pool_backward(3),
     _aten._adaptive_avg_pool2d_backward: _adaptive_avg_pool_backward,
