@@ -304,6 +304,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         pad_rows(backward.graph, {*gradients.all_input_nodes})
     _lay_as_leaves(backward.graph, tensors)
     for half in (forward, backward):
+        _view_or_copy(half.graph)
         half.recompile()
     values = [node.meta["val"] for node in tangents]
     return Joint(
@@ -351,6 +352,14 @@ def _lay_as_leaves(backward: fx.Graph, tensors: Sequence[torch.Tensor]) -> None:
 
 
 _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
+
+
+def _view_or_copy(graph: fx.Graph) -> None:
+    """Makes reshapes of views: strides of what they show need not be those of the trace, in which torch may be wrong
+    (of an indexed tensor's, for example)."""
+    for node in graph.nodes:
+        if node.target is _aten.view.default:
+            node.target = _aten.reshape.default
 
 
 def _is_of_filters(node: fx.Node) -> bool:

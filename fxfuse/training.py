@@ -134,8 +134,7 @@ class Training:
 def _may_have_step(bound: Bound) -> bool:
     """Whether steps support a call's tensors and other arguments."""
     return (
-        PLAIN.issuperset(map(type, bound.tensors))
-        and are_plain(bound.tensors, bound.constants)
+        are_plain(bound.tensors, bound.constants)
         and all(map(torch.numel, bound.tensors))  # for empty tensors torch's operators and traces differ in shapes
     )
 

@@ -2147,3 +2147,35 @@ def test_one_pixel_that_is_laid_out_anew_costs_no_copies_in_the_backward(in_plac
     targets = {str(node.target) for half in (step.joint.forward, step.joint.backward) for node in half.graph.nodes}
     assert not {target for target in targets if "as_strided" in target or "new_empty" in target}
     assert_errors_of_calls(fast, model, exact, x)
+
+
+def test_views_of_what_torch_traces_in_other_strides():
+    """torch's trace of an indexed tensor in another order of memory has other strides than the tensor."""
+    model = Net(lambda m, x: (x.swapaxes(0, 1) + 1)[:, torch.tensor([0, -1, 0])] @ m.weight)
+    model.weight = nn.Parameter(randn(1, 4))
+    x = randn(1, 5, 3).transpose(0, 2)
+    fast, model, exact = triple(model)
+    found, expected = calls_of(fast, x), step_of(model, x)
+    assert_errors_as_eagers(found, expected, step_of(exact, *as_exact((x,))))
+    made(fast)
+
+
+def test_a_buffer_that_a_transformation_leaves_behind():
+    """In eager the buffer is a tensor of torch.func's from then on."""
+
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            self.scale = self.scale * 0.5 + 0 * x.sum()
+            return x * self.scale.detach()
+
+    for model in (Halved(), fxfuse.optimize(Halved())):
+        x, results = randn(3, 5), []
+        results += [model(x) for _ in range(3)]
+        results.append(torch.func.grad(lambda x, model=model: model(x).sum())(x))
+        results += [model(x).detach() for _ in range(3)]
+        torch.testing.assert_close(results[2], x / 8)
+        torch.testing.assert_close(results[-1], x / 128)

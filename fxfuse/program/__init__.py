@@ -55,6 +55,7 @@ from fxfuse.program.values import (
     address,
     alignment,
     device_of,
+    is_plain,
     slots_of,
 )
 from fxfuse.program.write import Writer
@@ -406,11 +407,4 @@ def prepare(source: build.Source) -> None:
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
     """Whether programs support a call: strided tensors on one device (and some on a CPU), and comparable constants."""
-    return (
-        device_of(tensors) is not None
-        and all(
-            tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
-            for tensor in tensors
-        )
-        and are_constant(constants)
-    )
+    return all(map(is_plain, tensors)) and device_of(tensors) is not None and are_constant(constants)

@@ -266,9 +266,14 @@ def as_plain(item: Any) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no subclass."""
-    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
-    return strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
+    """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no subclass.
+
+    A tensor of torch.func's is not, even after the transformation that a buffer kept it from.
+    """
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    is_other = tensor.is_neg() or tensor.is_conj() or tensor.is_nested
+    return not (is_other or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 PLAIN: Final = frozenset((torch.Tensor, nn.Parameter, StandIn))
