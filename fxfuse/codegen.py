@@ -30,6 +30,10 @@ def literal(value: Number) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
+MASK: Final = "Mask"
+"""The type of a condition that is given as bits, to choose between floats (cpu/kernels/math.h)."""
+
+
 def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> list[str]:
     """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
 
@@ -57,6 +61,8 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> lis
                 with_integers = not any(kind_of(arg) in ("float", "double") for arg in args)
                 values = [_argument(arg, text[arg], kind_of(arg), with_integers) for arg in args]
                 temporaries, code = ops.expand_code(ops.row(op), values, name)
+                if kind_of(args[0]) == MASK:
+                    code = f"chosen({', '.join(values)})"
                 if op == "div" and _has_inverse(args[1]):
                     code = f"divide_by_constant({values[0]}, {values[1]})"
                 if code in text.values():  # a row without arithmetic of its own

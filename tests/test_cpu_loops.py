@@ -1,6 +1,7 @@
 """Which loops of programs are kernels on a CPU, and that they give what float64 does."""
 
 import random
+import subprocess
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from helpers import Net
 from torch import nn
 
 import fxfuse
+from fxfuse import build, toolchain
+from fxfuse.cpu import loops
 from fxfuse.module import state_of
 
 
@@ -182,6 +185,45 @@ def test_what_would_be_no_vectors_is_torchs(name):
         torch.testing.assert_close(fast(x), compute(x))
     programs = state_of(fast).programs
     assert programs.reason == "torch runs all of it" or all(program.calls for program in programs.programs)
+
+
+WINDOWS = {
+    "the greatest": lambda x: F.max_pool2d(x, 3, 2, 1) * 3,
+    "the greatest, on to the end": lambda x: F.max_pool2d(x, (2, 3), 3, (0, 1), ceil_mode=True) * 3,
+    "a mean": lambda x: F.avg_pool2d(x, 3, 2, 1) * 3,
+    "a mean of some": lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False) * 3,
+    "padded, with itself": lambda x: F.pad(x, (1, 1, 1, 1))[:, :, :-2, 2:] * x,
+    "two, put together": lambda x: torch.cat([x.flip(2), x * 2, x], 3) + 1,
+}
+
+
+def vectors_in(text):
+    """Whether g++ makes vectors of the loop over elements of a kernel's source."""
+    headers = build.PACKAGE / "cpu" / "kernels"
+    lines = (headers / "loops.h").read_text().splitlines()
+    (line,) = (number for number, line in enumerate(lines, 1) if "for (int64_t i = begin; i < end; ++i)" in line)
+    command = [*toolchain.cxx(), "-std=c++17", *build.CPU_FLAGS, "-fopt-info-vec-optimized", f"-I{headers}", "-S"]
+    compiled = subprocess.run(
+        [*command, "-x", "c++", "-", "-o", "/dev/null"], input=text, text=True, capture_output=True, check=True
+    )
+    return f"loops.h:{line}:" in compiled.stderr
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_channels_are_vectors(name, monkeypatch):
+    """Whether an element of a window exists is the same for all channels of a pixel."""
+    said = subprocess.run([*toolchain.cxx(), "--version"], text=True, capture_output=True).stdout
+    if "Free Software Foundation" not in said:
+        pytest.skip("tells of vectors in another way than g++")
+    texts, source_of = [], loops.source_of
+    monkeypatch.setattr(loops, "source_of", lambda found: texts.append(source_of(found)) or texts[-1])
+    compute = WINDOWS[name]
+    fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
+    for _ in range(4):
+        x = torch.randn(2, 40, 9, 12).to(memory_format=torch.channels_last)
+        torch.testing.assert_close(fast(x), compute(x))
+    assert texts and all(map(vectors_in, texts))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from fxfuse.codegen import function
+from fxfuse.codegen import MASK, function
 from fxfuse.cpu.codegen import CPP_TYPES
 from fxfuse.cpu.nest import (
     MOST_HELD,
@@ -30,6 +30,7 @@ from fxfuse.cpu.nest import (
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
 from fxfuse.program.indices import Element, Variable
 from fxfuse.program.loops import (
+    Inside,
     Leaf,
     Loops,
     Read,
@@ -263,8 +264,25 @@ class _Writer:
         used = sorted({one.index for one in postorder(expression) if isinstance(one, Operand)})
         own = with_operands(expression, {number: Operand(at) for at, number in enumerate(used)})
         leaves = [self.nest.leaves[number] if number < len(self.nest.leaves) else _KNOWN for number in used]
-        self.functions.append(function(own, len(used), _QUALIFIERS, kinds_of(own, leaves), name))
-        return f"{name}({', '.join(['0.0f', *(texts[number] for number in used)])})"
+        kinds, given = kinds_of(own, leaves), [texts[number] for number in used]
+        for at in self._masks(own, leaves, kinds):
+            kinds[Operand(at)] = MASK
+            mask = f"{name}_mask{at}"
+            self.text.before.append(f"const Mask {mask}({given[at]});")
+            given[at] = mask
+        self.functions.append(function(own, len(used), _QUALIFIERS, kinds, name))
+        return f"{name}({', '.join(['0.0f', *given])})"
+
+    def _masks(self, expression: Expr, leaves: Sequence[Leaf], kinds: Mapping[Expr, str]) -> list[int]:
+        """The operands that are conditions of whole rows and do nothing but choose between floats."""
+        found = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Inside) and self.text.is_of_run(leaf)]
+        others = {
+            argument
+            for node in postorder(expression)
+            if isinstance(node, Call)
+            for argument in (node.args[1:] if node.op == "where" and kinds[node] == "float" else node.args)
+        }
+        return [at for at in found if Operand(at) not in others and Operand(at) != expression]
 
 
 def kernel(loops: Loops) -> LoopsKernel:

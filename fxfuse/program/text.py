@@ -35,6 +35,8 @@ MAX_TENSORS: Final = 40
 """The most tensors that one kernel reads: so many fit in its arguments."""
 _Place: TypeAlias = tuple[Slot, torch.dtype, Index]
 """Where an element is in memory."""
+_Steps: TypeAlias = tuple[Slot, torch.dtype, int]
+"""What reads have in common that go on from their first elements in the same steps: by element of a run."""
 RUN, LANE = "run", "lane"
 ROW = "row"
 
@@ -185,6 +187,8 @@ class Text:
         self._names: dict[Atom | Inside | Index, str] = {}
         self._ways: dict[_Place, list[tuple[Inside, ...]]] = {}
         self._read: dict[_Place, str] = {}
+        self._always: dict[_Steps, Read] = {}
+        """Reads without conditions."""
 
     def coordinates(self, sizes: Sequence[int]) -> None:
         """Writes statements that take the coordinates of a run from its number, the variable `rest`.
@@ -221,6 +225,9 @@ class Text:
 
     def leaves(self, leaves: Sequence[Leaf]) -> list[str]:
         """The texts of leaves. Leaves that read one element, each under its own conditions, share one read."""
+        if self._by_element:
+            found = {self._steps(leaf): leaf for leaf in leaves if isinstance(leaf, Read) and not leaf.where}
+            self._always = {steps: leaf for steps, leaf in found.items() if steps is not None}
         for leaf in leaves:
             if isinstance(leaf, Read) and not any(map(self._varies, leaf.where)):
                 self._ways.setdefault((leaf.slot, leaf.dtype, leaf.index), []).append(leaf.where)
@@ -236,6 +243,31 @@ class Text:
         self.within.append(f"{name}[turn][lane] = {value};")
         self.held.filled.add(name)
         return f"{name}[turn][lane]"
+
+    def _begin(self, read: Read) -> Index:
+        """Where a run of elements begins that are read in constant steps."""
+        return read.index - variable(LANE, self._vector) * self._step(read)
+
+    def _step(self, read: Read) -> int:
+        return dict(read.index.terms).get(_lane(self._vector), 0)
+
+    def _steps(self, read: Read) -> _Steps | None:
+        """How a read goes on from element to element of a run; None if not in constant steps."""
+        return None if self._begin(read).depends_on(LANE) else (read.slot, read.dtype, self._step(read))
+
+    def _read_anyway(self, read: Read) -> Index | None:
+        """Where a run of elements begins that may be read in the place of those of a read whose conditions do not hold:
+        one that is read without conditions, or the first of the memory. None if there is none."""
+        steps = self._steps(read)
+        if steps is None or any(map(self._varies, read.where)):
+            return None
+        if steps in self._always:
+            return self._begin(self._always[steps])
+        slot, dtype, step = steps
+        if slot.dtype != dtype or not 0 < len(slot.shape) == len(slot.strides) or not all(slot.shape):
+            return None  # it is not known how long the memory is
+        last = sum((size - 1) * stride for size, stride in zip(slot.shape, slot.strides, strict=True))
+        return Index() if 0 <= step * (self._vector - 1) <= last else None
 
     def _computed(self, leaf: Leaf) -> str:
         if isinstance(leaf, Inside):
@@ -270,7 +302,15 @@ class Text:
         window = self._window(leaf)
         if window is not None:
             return self._chosen(leaf, window, ways)
-        place = self._index(leaf.index, lines)
+        instead = self._read_anyway(leaf) if condition and self._by_element else None
+        if instead is not None:  # no branches between vectors: a run for which the conditions do not hold reads there
+            first, step = self._name("t"), leaf.index - self._begin(leaf)
+            self.before.append(f"Place {first} = {self.place(instead)};")
+            begun = f"{first} = {self._index(self._begin(leaf), lines)};"
+            self.before.append(f"{condition}{{ {' '.join([*lines, begun])} }}")
+            lines, condition, place = [], "", f"{first} + {self._index(step, lines)}"
+        else:
+            place = self._index(leaf.index, lines)
         text = f"{condition}{{ {' '.join([*lines, f'{name} = {source}[{place}];'])} }}"
         (self.within if varies else self.before).extend([f"{kind} {name} = {{}};", text])
         return f"as_number({name})"
@@ -360,6 +400,10 @@ class Text:
     def _by_runs(self, condition: Inside) -> Inside:
         """The condition by runs of this loop, where possible (`by_runs`)."""
         return by_runs(condition, self._vector)
+
+    def is_of_run(self, condition: Inside) -> bool:
+        """Whether a condition is computed once, for all elements of a run."""
+        return not (condition.is_always or self._varies(condition))
 
     def _inside(self, condition: Inside) -> str:
         if condition.is_always:

@@ -210,6 +210,16 @@ FXFUSE_INLINE float abs(float x) { return detail::magnitude(x); }
 FXFUSE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FXFUSE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
+// A condition that comes from outside of a loop. g++ makes no vectors of a choice by a truth value that several choices
+// share; of bits it always does.
+struct Mask {
+    uint32_t bits;
+    FXFUSE_INLINE explicit Mask(bool is_true) : bits(is_true ? ~0u : 0u) {}
+};
+FXFUSE_INLINE float chosen(Mask mask, float a, float b) {
+    return detail::from_bits((detail::bits(a) & mask.bits) | (detail::bits(b) & ~mask.bits));
+}
+
 // NaN if either argument is: the first selection returns a if they do not compare, the second folds away if b is a
 // literal. (Conditions are kept apart here and below: a combined one gives the compiler boolean values to share between
 // branches, which its vectoriser gives up on.)
