@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxfuse.functional import LIBRARY, register_fake
+from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
 LARGEST_WINDOW: Final = 16
@@ -81,7 +82,8 @@ for _name, _meaning in (("max_pool_places", _places), ("max_pool_gradient", _gra
 def keep_places(graph: fx.Graph) -> None:
     """Replaces the indices of max-pooling in a joint graph by places. Changes the graph in place.
 
-    Left are indices that something else reads, dilated windows, and windows that are too large for a thread.
+    Left are indices that something else reads, dilated windows, windows that are too large for a thread, and numbers of
+    which kernels know nothing.
     """
     for node in list(graph.nodes):
         gradient = _GRADIENTS.get(node.target)
@@ -98,6 +100,8 @@ def keep_places(graph: fx.Graph) -> None:
         sides, steps, around = (_for_each(one, rank) for one in (kernel, stride or kernel, padding))
         windows = math.prod(-(-side // step) for side, step in zip(sides, steps, strict=True))
         if rank not in (2, 3) or {*dilation} != {1} or max(math.prod(sides), windows) > LARGEST_WINDOW:
+            continue
+        if x.meta["val"].dtype not in RESULT_DTYPES:
             continue
         said = sides, steps, around, ceil_mode
         with graph.inserting_before(node):

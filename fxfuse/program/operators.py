@@ -246,9 +246,10 @@ def _is_computed(loops: Loops) -> bool:
         kind, output = loops.kinds[loops.expression], loops.output.dtype
     except Inexact:
         return False
-    if kind == INTEGER and output != torch.int64:
-        return loops.only_moves or _is_chosen(loops.expression, torch.iinfo(output).max)
-    return kind == kind_of(output)
+    if kind != kind_of(output):
+        return False
+    is_narrow = kind == INTEGER and output != torch.int64
+    return not is_narrow or loops.only_moves or _is_chosen(loops.expression, torch.iinfo(output).max)
 
 
 def _is_chosen(expression: Expr, most: int) -> bool:
