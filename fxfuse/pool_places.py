@@ -22,7 +22,7 @@ _aten: Final = torch.ops.aten
 LARGEST_WINDOW: Final = 16
 """The most elements of a window that a thread looks at. All but the first read of an element come from caches."""
 _SIDES: Final = "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode"
-LIBRARY.define(f"max_pool_places(Tensor x, {_SIDES}) -> Tensor")
+LIBRARY.define(f"max_pool_places(Tensor self, {_SIDES}) -> Tensor")
 LIBRARY.define(f"max_pool_gradient(Tensor gradient, Tensor places, int[] size, int[] strides, {_SIDES}) -> Tensor")
 
 

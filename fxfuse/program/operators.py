@@ -686,7 +686,7 @@ def _pooled(body: Body, given: Mapping[str, Any], result: Value) -> list[tuple[t
     rank = len(sides)
     around, apart = (_numbers(given, name, rank, (one,)) for name, one in (("padding", 0), ("dilation", 1)))
     steps = _numbers(given, "stride", rank, sides)
-    return _window(body, given["x" if "x" in given else "self"], result, sides, steps, around, apart, -math.inf)
+    return _window(body, given["self"], result, sides, steps, around, apart, -math.inf)
 
 
 def _max_pool_places(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
