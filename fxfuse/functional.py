@@ -194,8 +194,8 @@ def _function(kind: str) -> Callable[..., torch.Tensor]:
     fused.__doc__ = f"""torch.ops.fxfuse.{kind}, called directly where that makes no difference.
 
     Args:
-        x, weight, bias: as the anchor takes them (problem.ANCHORS); bias may be None, as both may
-            be of layer_norm, and of pointwise both are.
+        x, weight, bias: as the anchor takes them (problem.ANCHORS). The bias may be None, and layer_norm's
+            weight; pointwise has neither.
         operands: the tensors that the epilogue calls o0, o1, ...
         epilogue: an expression (fxfuse.expression) in acc, the anchor's result.
         values: the anchor's options.

@@ -29,7 +29,6 @@ from fxfuse.locks import free_in_children
 from fxfuse.ops import PointwiseOp, on_replacement
 from fxfuse.pooling import Separate, pooled
 from fxfuse.problem import (
-    CONVOLUTIONS,
     OPTION_NAMES,
     PRODUCTS,
     RESULT_DTYPES,
@@ -156,14 +155,6 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta.of(tensor, tensor.device, alignment)
 
 
-def _meta_of_any_layout(tensor: torch.Tensor) -> TensorMeta:
-    """The TensorMeta of a tensor whose own strides decide the result's layout: a weight, or an input with padding.
-
-    (Padding may enlarge an input of one pixel, whose strides fit both layouts.)
-    """
-    return dataclasses.replace(_meta(tensor), strides=tensor.stride())
-
-
 def _key(
     kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, fp32: str, pool: tuple[Any, ...],
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
@@ -260,14 +251,11 @@ def _problem(
     """The Problem of a call with this key."""
     kind, epilogue, values, _, fp32, pool = key[:6]
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    x_meta = _meta_of_any_layout(x) if kind in CONVOLUTIONS and any(values[1]) else _meta(x)
-    weights = (
-        None if weight is None else _meta_of_any_layout(weight),
-        None if bias is None else _meta(bias),
-    )
+    weight_meta, bias_meta = (None if tensor is None else _meta(tensor) for tensor in (weight, bias))
     return Problem(
-        kind, options, epilogue, x_meta, *weights, tuple(map(_meta, operands)), fp32, pool, as_written(region, epilogue)
-    )
+        kind, options, epilogue, _meta(x), weight_meta, bias_meta, tuple(map(_meta, operands)), fp32, pool,
+        as_written(region, epilogue),
+    )  # fmt: skip
 
 
 def _run_instead(
