@@ -97,7 +97,7 @@ def keep_places(graph: fx.Graph) -> None:
             continue
         x, (_, _, kernel, stride, padding, dilation, ceil_mode, _) = node.args[0], users[0].args
         rank = x.meta["val"].dim() - 2
-        sides, steps, around = (_for_each(one, rank) for one in (kernel, stride or kernel, padding))
+        sides, steps, around = (for_each(one, rank) for one in (kernel, stride or kernel, padding))
         windows = math.prod(-(-side // step) for side, step in zip(sides, steps, strict=True))
         if rank not in (2, 3) or {*dilation} != {1} or max(math.prod(sides), windows) > LARGEST_WINDOW:
             continue
@@ -125,9 +125,9 @@ _GRADIENTS: Final = {
 }
 
 
-def _for_each(numbers: Sequence[int], rank: int) -> list[int]:
-    """A number for each dimension of images. A single number counts for all."""
-    return [*numbers] * (rank if len(numbers) == 1 else 1)
+def for_each(numbers: Sequence[int], rank: int) -> list[int]:
+    """A number for each of an image's `rank` dimensions. A single number counts for all."""
+    return [*numbers] * (rank if len(numbers) < rank else 1)
 
 
 def _called(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:

@@ -21,6 +21,9 @@ KNOWS_THE_LAST_BACKWARD = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"),
     reason=f"torch {torch.__version__} does not tell whether a backward is the last: all that it reads is kept",
 )
+OPCHECK = pytest.mark.skipif(
+    not hasattr(torch.library, "opcheck"), reason=f"torch {torch.__version__} has no torch.library.opcheck"
+)
 NEEDS_HOPPER = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs Hopper's own instructions")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ON_GPU, Net, Net2, linear, randn, relative_error, skip_if_python
-from test_loops import EMULATED, where
+from test_loops import EMULATED, where_steps_are
 from test_training import (
     MODELS,
     Attention,
@@ -33,7 +33,7 @@ from test_training import (
 from torch import nn
 
 import fxfuse
-from fxfuse import build, joint, stream_capture, training
+from fxfuse import build, stream_capture, training
 from fxfuse.module import state_of
 from fxfuse.program import Programs, _random_states
 from fxfuse.program.values import Call, Launch, Slot, Value
@@ -137,9 +137,7 @@ def kept(monkeypatch):
 def test_a_captured_step_runs_the_programs_of_one_that_is_not(name, device, monkeypatch):
     """Operators are taken apart as for a CPU, or as for a GPU, which is emulated."""
     if device == "emulated":
-        apart = joint.decompositions
-        monkeypatch.setattr(joint, "decompositions", lambda _: apart("cuda"))
-        where(device, monkeypatch)
+        where_steps_are(device, monkeypatch)
     model, shape = made_of(name)
     fast, x = fxfuse.optimize(model), randn(*shape).requires_grad_()
     for _ in range(CALLS_BEFORE_CAPTURE):

@@ -213,6 +213,8 @@ def vectors_in(text):
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_of_channels_are_vectors(name, monkeypatch):
     """Whether an element of a window exists is the same for all channels of a pixel."""
+    if toolchain.cxx() is None:
+        pytest.skip("there is no compiler")
     said = subprocess.run([*toolchain.cxx(), "--version"], text=True, capture_output=True).stdout
     if "Free Software Foundation" not in said:
         pytest.skip("tells of vectors in another way than g++")

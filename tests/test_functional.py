@@ -8,6 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from helpers import (
+    OPCHECK,
     Net,
     Net2,
     assert_as_close_as,
@@ -528,9 +529,7 @@ OPERATORS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.library, "opcheck"), reason=f"torch {torch.__version__} has no torch.library.opcheck"
-)
+@OPCHECK
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_operators_pass_torchs_own_checks(name):

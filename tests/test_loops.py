@@ -17,7 +17,7 @@ from helpers import ON_GPU, Net, assert_as_eager, linear, outcome, skip_if_absen
 from torch import nn
 
 import fxfuse
-from fxfuse import build
+from fxfuse import build, joint
 from fxfuse.cuda import loops as kernels
 from fxfuse.module import state_of
 from fxfuse.program import attention, merge, record
@@ -61,6 +61,13 @@ def where(kind, monkeypatch):
     monkeypatch.setattr(merge, "runs_on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     return "cpu"
+
+
+def where_steps_are(kind, monkeypatch):
+    """The same for training steps: a CPU takes operators apart as for a GPU, too."""
+    apart = joint.decompositions
+    monkeypatch.setattr(joint, "decompositions", lambda device: apart("cuda"))
+    return where(kind, monkeypatch)
 
 
 def checked(model, device, *shape, dtype=torch.float32, **compared):

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, conv, randn
-from test_loops import GPUS, where
+from helpers import OPCHECK, Net, conv, randn
+from test_loops import GPUS, where_steps_are
 from test_training import calls_of, made, step_of
 from torch import nn
 
 import fxfuse
-from fxfuse import joint
 from fxfuse.module import state_of
 
 NAN, LOW = math.nan, -math.inf
@@ -67,9 +66,7 @@ def test_the_gradient_goes_where_torchs_goes(name, contents, channels_last):
     assert actual.stride() == x.stride()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.library, "opcheck"), reason=f"torch {torch.__version__} has no torch.library.opcheck"
-)
+@OPCHECK
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", POOLS)
 def test_the_operators_pass_torchs_own_checks(name):
@@ -83,9 +80,7 @@ def test_the_operators_pass_torchs_own_checks(name):
 
 @pytest.fixture(params=GPUS)
 def gpu(request, monkeypatch):
-    apart = joint.decompositions
-    monkeypatch.setattr(joint, "decompositions", lambda device: apart("cuda"))
-    return where(request.param, monkeypatch)
+    return where_steps_are(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import KNOWS_THE_LAST_BACKWARD, Net, linear, randn
-from test_loops import GPUS, where
+from test_loops import GPUS, where_steps_are
 from test_training import Attention, Tied, made, weighed
 from torch import nn
 
@@ -130,9 +130,7 @@ def test_gradients_are_those_of_one_segment(name, autocast):
 @pytest.fixture(params=GPUS)
 def gpu(request, monkeypatch):
     """A GPU, or a CPU that takes operators apart as for one, whose programs run on the emulated GPU."""
-    apart = joint.decompositions
-    monkeypatch.setattr(joint, "decompositions", lambda device: apart("cuda"))
-    return where(request.param, monkeypatch)
+    return where_steps_are(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(

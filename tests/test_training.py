@@ -26,13 +26,13 @@ from helpers import (
     skip_if_absent,
     skip_if_python,
 )
-from test_loops import GPUS, where
+from test_loops import GPUS, where_steps_are
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import channels_last, joint, plans
+from fxfuse import channels_last, plans
 from fxfuse.module import FusedModule, state_of
 from fxfuse.patterns.numbers import made_of
 from fxfuse.program.binding import PATIENCE
@@ -1659,9 +1659,7 @@ def test_200_losses_are_as_near_to_eagers_as_other_summation_orders(name):
 @pytest.fixture(params=GPUS)
 def gpu(request, monkeypatch):
     """A GPU, or a CPU that takes operators apart as for one, whose programs run on the emulated GPU."""
-    apart = joint.decompositions
-    monkeypatch.setattr(joint, "decompositions", lambda device: apart("cuda"))
-    return where(request.param, monkeypatch)
+    return where_steps_are(request.param, monkeypatch)
 
 
 def affine_norms():

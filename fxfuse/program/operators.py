@@ -19,7 +19,7 @@ from fxfuse import ops
 from fxfuse.errors import UnsupportedError
 from fxfuse.expression import Acc, Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.layout import contiguous_strides, is_dense, is_overlapping
-from fxfuse.pool_places import LARGEST_WINDOW
+from fxfuse.pool_places import LARGEST_WINDOW, for_each
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES, Problem, channel_operands, settle
 from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
@@ -649,9 +649,8 @@ def _windows_along(size: int, side: int, given: Mapping[str, Any], dim: int) -> 
 
 
 def _numbers(given: Mapping[str, Any], name: str, rank: int, default: Sequence[int]) -> Sequence[int]:
-    """An argument with a number for each dimension of images. A single number counts for all."""
-    numbers = tuple(given.get(name) or default)
-    return numbers * rank if len(numbers) < rank else numbers
+    """An argument with a number for each dimension of images (`for_each`)."""
+    return for_each(given.get(name) or default, rank)
 
 
 def _avg_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:

@@ -36,7 +36,7 @@ MAX_TENSORS: Final = 40
 _Place: TypeAlias = tuple[Slot, torch.dtype, Index]
 """Where an element is in memory."""
 _Steps: TypeAlias = tuple[Slot, torch.dtype, int]
-"""What reads have in common that go on from their first elements in the same steps: by element of a run."""
+"""The memory of a read, its dtype, and the distance in elements from one element of a run to the next."""
 RUN, LANE = "run", "lane"
 ROW = "row"
 
@@ -245,7 +245,7 @@ class Text:
         return f"{name}[turn][lane]"
 
     def _begin(self, read: Read) -> Index:
-        """Where a run of elements begins that are read in constant steps."""
+        """The index of a run's first element, of a read in constant steps."""
         return read.index - variable(LANE, self._vector) * self._step(read)
 
     def _step(self, read: Read) -> int:
@@ -256,8 +256,8 @@ class Text:
         return None if self._begin(read).depends_on(LANE) else (read.slot, read.dtype, self._step(read))
 
     def _read_anyway(self, read: Read) -> Index | None:
-        """Where a run of elements begins that may be read in the place of those of a read whose conditions do not hold:
-        one that is read without conditions, or the first of the memory. None if there is none."""
+        """Where a run may begin to read instead, if the read's conditions do not hold for it: where a read without
+        conditions begins, or the memory does. None if neither is known to be as long as a run."""
         steps = self._steps(read)
         if steps is None or any(map(self._varies, read.where)):
             return None
