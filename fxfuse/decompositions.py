@@ -46,7 +46,9 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
     if device != "cpu":
-        return {**known, _aten.convolution_backward.default: _convolution_backward}
+        sums = dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _sum)
+        means = dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)
+        return {**known, **sums, **means, _aten.convolution_backward.default: _convolution_backward}
     norms = (_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm_backward.default)
     return {**known, **{norm: _if_pixels(known[norm]) for norm in norms}}
 
@@ -135,7 +137,7 @@ def _batch_norm_backward(
         )
     of_result, count = _exact(gradient), x.numel() // x.shape[1]
     deviation = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
+    of_bias, of_weight = _by_channels(of_result), _by_channels(of_result * deviation)
     factor = scale if weight is None else scale * weight
     left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
@@ -160,10 +162,78 @@ def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
 
 
-def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
-    """Over images and pixels, those of parts first."""
-    parts, along = _in_parts(x)
-    return (parts.sum(along) if along else parts).reshape(-1, x.shape[1]).sum(0)
+def _by_channels(x: torch.Tensor) -> torch.Tensor:
+    """The sums over images and pixels."""
+    return x.sum([0, *range(2, x.dim())])
+
+
+_FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+_MANY: Final = 8192
+"""Rows that keep a GPU busy, however long they are: 32 threads for each are 2048 for each of 128 multiprocessors."""
+_LONG: Final = 2048
+"""Elements of a row. If it has more, dividing it saves more time than a second launch costs."""
+_SHORT: Final = 128
+"""Elements of a part that need not be divided further."""
+_TOO_FAR: Final = 4
+"""Rows are left to torch if parts would be so many times longer or shorter than wanted: if a length is prime."""
+
+
+def _sum(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Of rows that are too few and too long for a GPU: the sums of their parts, and the sums of those.
+
+    Both are rows that kernels compute, together with what is added up. torch's own sum reads that from memory.
+    """
+    added = {one % x.dim() for one in dim} if dim else set(range(x.dim()))
+    length = math.prod(x.shape[one] for one in added)
+    if x.dtype not in _FLOATS or dtype not in (None, x.dtype, torch.float32):
+        return NotImplemented
+    if length <= _LONG or x.numel() // length >= _MANY:
+        return NotImplemented
+    order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
+    kept = [one for one in range(x.dim()) if one not in added]
+    outer = [one for one in order if one in added]
+    divided = _divided([x.shape[one] for one in outer])
+    if divided is None:
+        return NotImplemented
+    count, height = divided
+    inner = [outer.pop() for _ in range(count)]
+    cut = order.index(outer[-1])
+    within = [place + (place > cut) for place, one in enumerate(order) if one in inner]
+    parts = _exact(x).permute(order).unflatten(cut, (-1, height)).sum([cut + 1, *within])
+    left = [one for one in order if one not in inner]
+    total = parts.permute([left.index(one) for one in (*outer, *kept)]).sum(list(range(len(outer))))
+    total = total.to(x.dtype if dtype is None else dtype)
+    return total.view([1 if one in added else size for one, size in enumerate(x.shape)]) if keepdim else total
+
+
+def _divided(sizes: Sequence[int]) -> tuple[int, int] | None:
+    """How a row is divided into parts that are about as long as there are parts.
+
+    Args:
+        sizes: of the row's dimensions, the innermost last.
+
+    Returns: how many of the innermost dimensions belong to a part as a whole, and how much of the next one does, a
+    divisor of its size. None if no division comes near.
+    """
+    wanted, count = max(_SHORT, math.isqrt(math.prod(sizes))), 1
+    lengths: dict[tuple[int, int], int] = {}
+    for inner, size in enumerate(reversed(sizes)):
+        most = min(size - 1, _TOO_FAR * wanted // count)
+        lengths |= {(inner, height): count * height for height in range(1, most + 1) if size % height == 0}
+        count *= size
+    best = min(lengths, key=lambda one: abs(math.log(lengths[one] / wanted)), default=None)
+    return best if best is not None and lengths[best] * _TOO_FAR >= wanted else None
+
+
+def _mean(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    total = _sum(x, dim, keepdim, dtype=torch.float32)
+    if total is NotImplemented or dtype not in (None, x.dtype, torch.float32):
+        return NotImplemented
+    return (total / (x.numel() // total.numel())).to(x.dtype if dtype is None else dtype)
 
 
 def _exact(x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +270,7 @@ def _convolution_backward(
         elif wanted[0]:
             of_x = taken(True, False, False)[0]
         of_weight = taken(False, True, False)[1] if wanted[1] else None
-    of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
+    of_bias = _by_channels(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
 
 

@@ -439,9 +439,9 @@ def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Removes nodes that served the trace alone, and replaces others by simpler ones. Changes the graph in place.
 
-    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape, and aliases.
-    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
-    become numbers.
+    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or take
+    another view back, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
+    `where`, tensors of one number become numbers.
     """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
@@ -449,6 +449,8 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        if node.target is _aten.view.default and _is_as_before(node):
+            node.replace_all_uses_with(node.args[0].args[0])
         if node.target is _aten.view.default and _is_sum_with_ones(node.args[0]) and _size(node) == _kept(node.args[0]):
             node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
@@ -459,6 +461,13 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _is_as_before(view: fx.Node) -> bool:
+    """Whether a view takes another view back."""
+    before: Any = view.args[0]
+    values = [node.meta["val"] for node in (view, *before.args[:1])] if before.target is _aten.view.default else []
+    return len(values) == 2 and values[0].shape == values[1].shape and values[0].stride() == values[1].stride()
 
 
 def _is_sum_with_ones(node: fx.Node) -> bool:

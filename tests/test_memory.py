@@ -191,6 +191,18 @@ def test_memory_that_torch_needs_meanwhile_is_let_go_of():
     assert max(memory._at_once(arenas, others)) <= 66 << 20
 
 
+def test_memory_that_is_needed_when_lent_memory_is_gone_is_not_there_before():
+    """A small result while everything is lent, and one that is larger than anything that was lent, after all of it."""
+    lent = {values.Slot("given", f"g{at}", index=at, first=at, last=at): 32 << 20 for at in range(4)}
+    small = values.Slot("memory", "small", nbytes=1 << 20, first=0, last=1)
+    large = values.Slot("memory", "large", nbytes=64 << 20, first=5, last=6)
+    steps = [values.Launch(None, [(slot, 0)]) for slot in (*lent, small, large, large)]
+    steps[4] = values.Call(None, (), {}, None, False, True)
+    arenas = [arena for arena in memory.arenas_of(steps, [small, large], lent) if arena.lender is None]
+    moments = memory._moments(steps)
+    assert [(arena.begin, arena.size) for arena in arenas] == [(moments[0], 1 << 20), (moments[5], 64 << 20)]
+
+
 def loops_reading(value, output, at=lambda index: index):
     body = loops.Body()
     index = [at(one) for one in loops.coordinates(output.shape)]

@@ -111,7 +111,7 @@ LEFT = {
     "dilated": lambda m, x: F.max_pool2d(m.conv(x), 2, 1, 0, 2),
     "large": lambda m, x: F.max_pool2d(m.conv(x), 5, 1, 2),
     "one image": lambda m, x: F.max_pool2d(m.conv(x)[0], 2),
-    "float64": lambda m, x: F.max_pool2d(m.conv(x).double(), 2),
+    "float64": lambda m, x: F.max_pool2d(m.conv(x).double(), 2).float(),
 }
 
 

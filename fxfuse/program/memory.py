@@ -97,6 +97,9 @@ def arenas_of(
     blocks, moments = blocks_of(steps, slots, lent), _moments(steps)
     borrowed, blocks = _borrowed(blocks, lent, moments)
     others = _allocated_by_torch(steps, moments)
+    for slot, last in _deaths(lent, borrowed).items():
+        for moment in range(moments[last] + 1 if steps else 0):
+            others[moment] += lent[slot]
     ways = [[Arena.of(part, moments) for part in _groups(blocks, moments)]]
     while len(ways) <= MOST_CUTS and (cut := _cut(ways[-1], others, moments)) is not None:
         ways.append(cut)
@@ -143,6 +146,12 @@ def _borrowed(
     return [arena for arena in arenas if len(arena.blocks) > 1 or len(arena.blocks[0].slots) > 1], rest
 
 
+def _deaths(lent: Iterable[Slot], arenas: Iterable[Arena]) -> dict[Slot, int]:
+    """By lent slot: the number of the last step that uses its memory. 0 if none does."""
+    borrowed = {arena.lender: arena.last for arena in arenas}
+    return {slot: max(borrowed.get(slot, slot.last), 0) for slot in lent}
+
+
 def releases(
     steps: Sequence[Launch | Call], arenas: Iterable[Arena], lent: Mapping[Slot, int]
 ) -> dict[int, list[Slot]]:
@@ -152,13 +161,11 @@ def releases(
     """
     everywhere = range(len(steps))
     total = _allocated_by_torch(steps, everywhere)
-    dies = {slot: slot.last for slot in lent}
+    dies = _deaths(lent, arenas)
     for arena in arenas:
         if arena.lender is None:
             for step in range(min(block.first for block in arena.blocks), arena.last + 1):
                 total[step] += arena.size
-        else:
-            dies[arena.lender] = arena.last
     for slot, nbytes in lent.items():
         for step in range(dies[slot] + 1):
             total[step] += nbytes
@@ -167,7 +174,7 @@ def releases(
     dead: list[Slot] = []
     by_death: dict[int, list[Slot]] = {}
     for slot, last in dies.items():
-        by_death.setdefault(max(last, 0), []).append(slot)
+        by_death.setdefault(last, []).append(slot)
     for step in everywhere:
         nbytes = sum(lent[slot] for slot in dead)
         if nbytes >= SMALL and total[step] + nbytes > most:

@@ -1,0 +1,90 @@
+"""What a training step's trace takes apart for a GPU: sums of long rows. The rest is tested by what steps compute."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import randn
+from test_loops import GPUS, where_steps_are
+from test_training import calls_of, made, step_of
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxfuse
+from fxfuse.decompositions import decompositions
+from fxfuse.module import state_of
+
+LONG = {  # a tensor, and the dimensions that are added up
+    "rows": (lambda: randn(4097, 6), [0]),
+    "columns that lie in rows": (lambda: randn(5, 4096).t(), [0]),
+    "all": (lambda: randn(70, 80), None),
+    "images": (lambda: randn(16, 8, 14, 15), [0, 2, 3]),
+    "images in channels_last": (lambda: randn(16, 8, 14, 15).to(memory_format=torch.channels_last), [-4, -2, -1]),
+    "tokens whose number has no divisors": (lambda: randn(32, 197, 7), [0, 1]),
+    "between others": (lambda: randn(3, 50, 4, 60), [1, 3]),
+    "between others that are turned": (lambda: randn(60, 4, 50, 3).permute(3, 2, 1, 0), [1, 3]),
+    "of expanded rows": (lambda: randn(1, 3000, 5).expand(2, 3000, 5), [0, 1]),
+    "of parts": (lambda: randn(4096, 12)[:, ::2], [0]),
+    "millions": (lambda: randn(3000, 1500), None),
+}
+SHORT = {
+    "few elements": (lambda: randn(2048, 6), [0]),
+    "many rows": (lambda: randn(4096, 9000), [0]),
+    "a prime number": (lambda: randn(4099, 2), [0]),
+    "float64": (lambda: randn(4096, 6).double(), [0]),
+    "integers": (lambda: torch.arange(8192).view(4096, 2), [0]),
+}
+
+
+def traced(call, x):
+    """The call of x as a graph, taken apart as for a GPU, and the lengths of the rows that its sums add up."""
+    graph = make_fx(call, decomposition_table=decompositions("cuda"))(x)
+    sums = [node for node in graph.graph.nodes if "aten.sum" in str(node.target) or "aten.mean" in str(node.target)]
+    return graph, [node.args[0].meta["val"].numel() // node.meta["val"].numel() for node in sums]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("function", [torch.sum, torch.mean])
+@pytest.mark.parametrize("name", LONG)
+def test_long_sums_are_sums_of_parts(name, function, keepdim, dtype):
+    make, dims = LONG[name]
+    x, dims = make().to(dtype), dims or [*range(make().dim())]
+    graph, lengths = traced(lambda x: function(x, dims, keepdim), x)
+    length = math.prod(x.shape[dim] for dim in dims)
+    assert len(lengths) > 1 and math.prod(lengths) == length and max(lengths) <= 4 * max(128, math.isqrt(length))
+    result, expected = graph(x), function(x.double(), dims, keepdim)
+    assert (result.dtype, result.shape, result.stride()) == (dtype, expected.shape, expected.stride())
+    size = x.double().abs().sum(dims, keepdim) / (length if function is torch.mean else 1)
+    ulp = torch.finfo(dtype).eps * expected.abs()
+    assert ((result.double() - expected).abs() <= ulp + 32 * torch.finfo(torch.float32).eps * size).all()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_other_sums_stay(name):
+    make, dims = SHORT[name]
+    assert len(traced(lambda x: x.sum(dims), make())[1]) == 1
+
+
+def test_sums_in_another_dtype():
+    x = randn(4096, 6).bfloat16()
+    for dtype, count in ((torch.float32, 2), (torch.float64, 1)):
+        graph, lengths = traced(lambda x: x.sum(0, dtype=dtype), x)  # noqa: B023
+        assert graph(x).dtype == dtype and len(lengths) == count
+        torch.testing.assert_close(graph(x).double(), x.double().sum(0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_long_sums_are_kernels_of_ours(gpu, monkeypatch):
+    device = where_steps_are(gpu, monkeypatch)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(device)
+    x = randn(4, 1025, 16).to(device).requires_grad_()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    exact = step_of(copy.deepcopy(model).double(), x.detach().double().requires_grad_())
+    for one, other in zip(calls_of(fast, x), exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    (step,) = made(fast)
+    for _, graph in step.graphs:
+        (program,) = state_of(graph).programs.programs
+        assert "sum" not in program.calls, program.code
