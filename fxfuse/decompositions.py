@@ -175,30 +175,26 @@ _LONG: Final = 2048
 _SHORT: Final = 128
 """Elements of a part that need not be divided further."""
 _TOO_FAR: Final = 4
-"""Rows are left to torch if parts would be so many times longer or shorter than wanted: if a length is prime."""
+"""Rows stay whole if parts would be so many times longer or shorter than wanted: if a length is prime."""
 
 
 def _sum(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Of rows that are too few and too long for a GPU: the sums of their parts, and the sums of those.
+    """The sums of parts, and the sums of those: of rows that are too few and too long for a GPU, or that do not lie in
+    one piece (those of channels, in NCHW).
 
     Both are rows that kernels compute, together with what is added up. torch's own sum reads that from memory.
     """
     added = {one % x.dim() for one in dim} if dim else set(range(x.dim()))
-    length = math.prod(x.shape[one] for one in added)
-    if x.dtype not in _FLOATS or dtype not in (None, x.dtype, torch.float32):
-        return NotImplemented
-    if length <= _LONG or x.numel() // length >= _MANY:
-        return NotImplemented
     order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
-    kept = [one for one in range(x.dim()) if one not in added]
-    outer = [one for one in order if one in added]
-    divided = _divided([x.shape[one] for one in outer])
-    if divided is None:
+    outer = [one for one in order if one in added and x.shape[one] > 1]
+    divided = _divided(x, outer)
+    if x.dtype not in _FLOATS or dtype not in (None, x.dtype, torch.float32) or divided is None:
         return NotImplemented
     count, height = divided
-    inner = [outer.pop() for _ in range(count)]
+    outer = outer[: len(outer) - count]
+    inner, kept = added.difference(outer), [one for one in range(x.dim()) if one not in added]
     cut = order.index(outer[-1])
     within = [place + (place > cut) for place, one in enumerate(order) if one in inner]
     parts = _exact(x).permute(order).unflatten(cut, (-1, height)).sum([cut + 1, *within])
@@ -208,23 +204,29 @@ def _sum(
     return total.view([1 if one in added else size for one, size in enumerate(x.shape)]) if keepdim else total
 
 
-def _divided(sizes: Sequence[int]) -> tuple[int, int] | None:
-    """How a row is divided into parts that are about as long as there are parts.
-
-    Args:
-        sizes: of the row's dimensions, the innermost last.
+def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
+    """How rows along `dims` of x, the innermost last, are divided into parts.
 
     Returns: how many of the innermost dimensions belong to a part as a whole, and how much of the next one does, a
-    divisor of its size. None if no division comes near.
+    divisor of its size. None if rows stay whole.
     """
-    wanted, count = max(_SHORT, math.isqrt(math.prod(sizes))), 1
+    piece: list[int] = []
+    for dim in reversed(dims):  # the innermost dimensions that lie in one piece
+        if piece and x.stride(dim) != x.stride(piece[0]) * x.shape[piece[0]]:
+            break
+        piece.insert(0, dim)
+    length = math.prod(x.shape[dim] for dim in piece)
+    whole = None if len(piece) == len(dims) else (len(piece), 1)
+    if length <= _LONG or x.numel() // length >= _MANY:
+        return whole
+    wanted, count = max(_SHORT, math.isqrt(length)), 1  # parts that are about as long as there are parts
     lengths: dict[tuple[int, int], int] = {}
-    for inner, size in enumerate(reversed(sizes)):
-        most = min(size - 1, _TOO_FAR * wanted // count)
-        lengths |= {(inner, height): count * height for height in range(1, most + 1) if size % height == 0}
-        count *= size
+    for inner, dim in enumerate(reversed(piece)):
+        most = min(x.shape[dim] - 1, _TOO_FAR * wanted // count)
+        lengths |= {(inner, height): count * height for height in range(1, most + 1) if x.shape[dim] % height == 0}
+        count *= x.shape[dim]
     best = min(lengths, key=lambda one: abs(math.log(lengths[one] / wanted)), default=None)
-    return best if best is not None and lengths[best] * _TOO_FAR >= wanted else None
+    return best if best is not None and lengths[best] * _TOO_FAR >= wanted else whole
 
 
 def _mean(

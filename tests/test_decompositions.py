@@ -15,11 +15,12 @@ import fxfuse
 from fxfuse.decompositions import decompositions
 from fxfuse.module import state_of
 
-LONG = {  # a tensor, and the dimensions that are added up
+DIVIDED = {  # a tensor, and the dimensions that are added up
     "rows": (lambda: randn(4097, 6), [0]),
     "columns that lie in rows": (lambda: randn(5, 4096).t(), [0]),
     "all": (lambda: randn(70, 80), None),
     "images": (lambda: randn(16, 8, 14, 15), [0, 2, 3]),
+    "small images": (lambda: randn(3, 8, 5, 7), [0, 2, 3]),
     "images in channels_last": (lambda: randn(16, 8, 14, 15).to(memory_format=torch.channels_last), [-4, -2, -1]),
     "tokens whose number has no divisors": (lambda: randn(32, 197, 7), [0, 1]),
     "between others": (lambda: randn(3, 50, 4, 60), [1, 3]),
@@ -28,10 +29,13 @@ LONG = {  # a tensor, and the dimensions that are added up
     "of parts": (lambda: randn(4096, 12)[:, ::2], [0]),
     "millions": (lambda: randn(3000, 1500), None),
 }
-SHORT = {
+WHOLE = {
     "few elements": (lambda: randn(2048, 6), [0]),
     "many rows": (lambda: randn(4096, 9000), [0]),
     "a prime number": (lambda: randn(4099, 2), [0]),
+    "small images in channels_last": (lambda: randn(3, 8, 5, 7).to(memory_format=torch.channels_last), [0, 2, 3]),
+    "images of one pixel": (lambda: randn(300, 8, 1, 1), [0, 2, 3]),
+    "one row": (lambda: randn(1, 8), [0]),
     "float64": (lambda: randn(4096, 6).double(), [0]),
     "integers": (lambda: torch.arange(8192).view(4096, 2), [0]),
 }
@@ -47,9 +51,9 @@ def traced(call, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize("function", [torch.sum, torch.mean])
-@pytest.mark.parametrize("name", LONG)
-def test_long_sums_are_sums_of_parts(name, function, keepdim, dtype):
-    make, dims = LONG[name]
+@pytest.mark.parametrize("name", DIVIDED)
+def test_sums_of_parts(name, function, keepdim, dtype):
+    make, dims = DIVIDED[name]
     x, dims = make().to(dtype), dims or [*range(make().dim())]
     graph, lengths = traced(lambda x: function(x, dims, keepdim), x)
     length = math.prod(x.shape[dim] for dim in dims)
@@ -61,9 +65,9 @@ def test_long_sums_are_sums_of_parts(name, function, keepdim, dtype):
     assert ((result.double() - expected).abs() <= ulp + 32 * torch.finfo(torch.float32).eps * size).all()
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_other_sums_stay(name):
-    make, dims = SHORT[name]
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_sums_stay_whole(name):
+    make, dims = WHOLE[name]
     assert len(traced(lambda x: x.sum(dims), make())[1]) == 1
 
 

@@ -298,6 +298,8 @@ MOVES = {
     "gradient of a mean, overlapping": lambda x: spread(x, [3, 2], [2, 1], [1, 0], False, True, None),
     "gradient of a mean, with gaps": lambda x: spread(x, [2, 2], [3, 4], [0, 1], False, True, 3),
     "gradient of a mean of some": lambda x: spread(x, [3, 3], [2, 2], [1, 1], True, False, None),
+    "gradient of a mean of pixels": lambda x: spread(x, [3, 3], [1, 1], [1, 1], False, False, None),
+    "gradient of a mean of pixels, with steps": lambda x: spread(x, [3, 2], [2, 3], [1, 1], False, False, None),
     "gradient of means of parts": lambda x: torch.ops.aten._adaptive_avg_pool2d_backward(
         F.adaptive_avg_pool2d(x, (4, 1)).sin(), x
     ).flip(1),

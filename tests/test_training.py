@@ -2129,13 +2129,22 @@ def test_gradients_of_filters_lie_as_the_filters(memory_format):
     assert_errors_of_calls(fast, model, exact, x)
 
 
+ONE_PIXEL = {  # made of 5 x 5
+    "classifier of convolutions": lambda: nn.Conv2d(16, 32, 5),
+    "pooling": lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 32, 1)),
+    "pooling by a function": lambda: nn.Sequential(
+        Net(lambda m, x: F.adaptive_avg_pool2d(x, output_size=(1, 1))), nn.Conv2d(16, 32, 1)
+    ),
+}
+
+
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "anew"])
-def test_one_pixel_that_is_laid_out_anew_costs_no_copies_in_the_backward(in_place, monkeypatch):
-    """As where classifiers are convolutions."""
+@pytest.mark.parametrize("name", ONE_PIXEL)
+def test_one_pixel_that_is_laid_out_anew_costs_no_copies_in_the_backward(name, in_place, monkeypatch):
     monkeypatch.setattr(channels_last, "_gains", lambda x: True)
     monkeypatch.setattr(channels_last, "_elements", lambda values: math.inf)
     model = nn.Sequential(
-        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.ReLU(in_place),
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), ONE_PIXEL[name](), nn.ReLU(in_place),
         nn.Conv2d(32, 32, 1), nn.ReLU(in_place), nn.Flatten(), nn.Linear(32, 4),
     )  # fmt: skip
     fast, model, exact = triple(model)

@@ -745,23 +745,37 @@ def _max_pool_gradient(body: Body, given: Mapping[str, Any], result: Value) -> E
 
 
 def _avg_pool_backward(rank: int) -> Rule:
-    """The rule of average pooling's gradient, if every window counts the same number of pixels."""
+    """The rule of average pooling's gradient."""
 
     def rule(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-        gradient, count = given["grad_output"], given.get("divisor_override")
+        gradient, divisor = given["grad_output"], given.get("divisor_override")
         sides, around = (_numbers(given, name, rank, (0,)) for name in ("kernel_size", "padding"))
         steps = _numbers(given, "stride", rank, sides)
-        is_uneven = any(around) and not given["count_include_pad"] and count is None
-        if is_uneven or not _end_within(gradient, result, sides, steps, around):
+        if not _end_within(gradient, result, sides, steps, around):
             raise Unknown
-        count = math.prod(sides) if count is None else count
-        parts = [
-            body.choose(where, body.read(gradient, window, where), Const(0.0))
-            for window, _, where in _windows_at(gradient, coordinates(result.shape), sides, steps, around)
-        ]
-        return Call("div", (_joined("add", parts), Const(float(count))))
+        counts_all = divisor is not None or given["count_include_pad"] or not any(around)
+        count = Const(float(math.prod(sides) if divisor is None else divisor))
+        parts = []
+        for window, _, where in _windows_at(gradient, coordinates(result.shape), sides, steps, around):
+            part: Expr = body.read(gradient, window, where)
+            if not counts_all:
+                part = Call("div", (part, _pixels_in(body, window, result, sides, steps, around)))
+            parts.append(body.choose(where, part, Const(0.0)))
+        total = _joined("add", parts)
+        return Call("div", (total, count)) if counts_all else total
 
     return rule
+
+
+def _pixels_in(
+    body: Body, window: Sequence[Index], image: Value, sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
+) -> Expr:
+    """How many of a window's pixels lie in the image."""
+    rank, along = len(sides), []
+    for place, side, step, pad, size in zip(window[-rank:], sides, steps, around, image.shape[-rank:], strict=True):
+        wheres = [_needed(Inside(place * step + (at - pad), size)) for at in range(side)]
+        along.append(_joined("add", [body.choose(where, Const(1.0), Const(0.0)) for where in wheres]))
+    return _joined("mul", along)
 
 
 def _adaptive_avg_pool_backward(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
