@@ -33,7 +33,7 @@ from fxfuse.errors import CaptureError
 from fxfuse.functional import autocast_dtype
 from fxfuse.hooks import has_hooks, hooks_of
 from fxfuse.locks import free_in_children
-from fxfuse.proxies import BufferProxy, Proxy, answering
+from fxfuse.proxies import BufferProxy, Proxy, answering, modes_asked
 from fxfuse.recording import Recording, no_saved_tensors_hooks
 from fxfuse.state import Attributes, RandomState
 
@@ -233,8 +233,16 @@ class _Tracer(fx.Tracer):
         self._buffer_paths = {id(value): path for path, value in [*swapped, *root.named_buffers()]}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with _ranks_checked_later(), _own_functions_wrapped(), self._recording, answering():
+            with _ranks_checked_later(), _own_functions_wrapped(), self._recording, answering(), modes_asked(self._ask):
                 return super().trace(root, concrete_args)
+
+    def _ask(self, name: str) -> None:
+        """Called when the model asks for a mode. The trace ends: other calls may run under another."""
+        if threading.get_ident() == self._thread:
+            raise _StateError(
+                self._entered[-1][0] if self._entered else None,
+                f"it asks for a mode of torch (torch.{name}), which a graph does not hold",
+            )
 
     @contextlib.contextmanager
     def _leaves_called(self, root: nn.Module) -> Iterator[None]:

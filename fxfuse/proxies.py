@@ -39,9 +39,11 @@ class Proxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        if name in ("grad_fn", "grad"):
+            raise fx.proxy.TraceError(f"what a value's {name} is, is asked, and not known")
         if not hasattr(torch.Tensor, name):
             frame = sys._getframe(1)
-            if _is_users(frame) and self._is_surely_tensor():
+            if is_users(frame) and self._is_surely_tensor():
                 raise AttributeError(f"'Tensor' object has no attribute '{name}'")
             _check_no_question(self.node, frame, [f".{name}"])
         return _Attribute(self, name)
@@ -197,7 +199,7 @@ def answering() -> Iterator[None]:
     def asked(value: Any, classes: Any) -> bool:
         if plain(value, classes):
             return True
-        if not issubclass(type(value), Proxy) or not _is_users(_asking_frame()):
+        if not issubclass(type(value), Proxy) or not is_users(_asking_frame()):
             return False
         return issubclass(class_of(value.tracer, value.node), classes)
 
@@ -253,7 +255,7 @@ def _asking_frame() -> FrameType:
     return frame
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
     """Whether it runs code of the model, or of a library that is neither torch nor fxfuse."""
     return str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse")
 
@@ -287,6 +289,38 @@ def _tensor_class(tracer: Any, node: fx.Node) -> type | None:
     taken: set[str] = tracer.taken_for_tensors
     assumed = [item for item in node.graph.nodes if item.op == "placeholder" and item.target in taken]
     return torch.Tensor if node in assumed or node in tensors_of(root, node.graph, assumed) else None
+
+
+MODES: Final = (
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
+)  # fmt: skip
+"""torch's functions that say under which gradient mode and autocast code runs."""
+
+
+@contextlib.contextmanager
+def modes_asked(asked: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `asked` is called with the name of each of `MODES` that a model's code calls.
+
+    What torch's own modules ask decides only how they compute, not what.
+    """
+
+    def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if is_users(sys._getframe(1)):
+                asked(name)
+            return function(*args, **kwargs)
+
+        return told
+
+    with contextlib.ExitStack() as stack:
+        for name in MODES:
+            function = getattr(torch, name, None)
+            if function is not None:  # the last three are deprecated
+                stack.callback(setattr, torch, name, function)
+                setattr(torch, name, telling(name, function))
+        yield
 
 
 _CLASSES: Final[dict[str, type]] = {

@@ -116,7 +116,7 @@ class TrainingStep:
             results, more = self.run_forward(given)
         finally:
             torch._C._set_grad_enabled(True)
-        call = _Call(self, given, [each._version for each in given], random)
+        call = _Call(self, given, list(map(_version, given)), random)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
             # results get these segments in their history: a segment that kept a result itself would never be freed
@@ -370,6 +370,11 @@ def _is_batched(tensor: torch.Tensor) -> bool:
     )
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place. 0 of an inference tensor, of which torch does not know it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | None]:
     """Gradients that have gradients themselves. torch computes them, from the graph before it was traced.
 
@@ -378,7 +383,7 @@ def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, t
     """
     given, joint = call.given, call.step.joint
     if any(
-        each._version != before and number not in joint.changed
+        _version(each) != before and number not in joint.changed
         for number, (each, before) in enumerate(zip(given, call.versions, strict=True))
     ):
         raise FxfuseError(

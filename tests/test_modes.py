@@ -58,6 +58,7 @@ MODES = {
     "grad within inference": lambda: _nested(torch.inference_mode, lambda: torch.inference_mode(False)),
     "grad within no_grad": lambda: _nested(torch.no_grad, torch.enable_grad),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast in float16": lambda: torch.autocast("cpu", torch.float16),
     "autocast without gradients": lambda: _nested(torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)),
     "autocast off": lambda: torch.autocast("cpu", enabled=False),
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
@@ -157,6 +158,37 @@ def test_every_call_is_as_eagers_in_any_order_of_modes(name, seed):
                 torch.testing.assert_close(
                     have, want, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
                 )
+
+
+QUESTIONS = {
+    "gradients": lambda x: torch.is_grad_enabled(),
+    "inference mode": lambda x: torch.is_inference_mode_enabled(),
+    "autocast": lambda x: torch.is_autocast_enabled("cpu"),
+    "autocast's dtype": lambda x: torch.get_autocast_dtype("cpu") == torch.float16,
+    "whether x needs gradients": lambda x: x.requires_grad,
+    "where x comes from": lambda x: x.grad_fn is None,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("where", ["the model", "a child"])
+def test_what_a_model_asks_of_torch_is_asked_at_every_call(question, where):
+    if "autocast" in question and not hasattr(torch, "get_autocast_dtype"):
+        pytest.skip("this torch's functions take no device")
+    if where == "a child" and question == "where x comes from":
+        pytest.skip("AOTAutograd's own trace answers otherwise than a call")
+    model = Net(lambda m, x: F.relu(m.fc(x)) * (2.0 if QUESTIONS[question](x) else 3.0) + 1, fc=linear())
+    model = model if where == "the model" else nn.Sequential(linear(), nn.ReLU(), model, nn.Sigmoid())
+    fast, seen = fxfuse.optimize(model), set()
+    for _ in range(3):  # the third call is Dynamo's
+        for mode in ("grad", "no_grad", "inference", "autocast", "autocast in float16"):
+            for needs in (False, True):
+                with MODES[mode]():
+                    x = randn(3, 8).requires_grad_(needs)
+                    expected = model(x)
+                    torch.testing.assert_close(fast(x), expected, rtol=2e-2, atol=2e-2)
+                    seen.add(float(expected.detach().sum()))
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize("name", ["prelu", "feed forward", "gated", "in place"])

@@ -2186,3 +2186,29 @@ def test_a_buffer_that_a_transformation_leaves_behind():
         results += [model(x).detach() for _ in range(3)]
         torch.testing.assert_close(results[2], x / 8)
         torch.testing.assert_close(results[-1], x / 128)
+
+
+def test_a_buffer_that_an_inference_leaves_behind():
+    """Inference tensors do not count their changes."""
+
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x):
+            scale = self.scale * 0.5
+            if not torch.is_grad_enabled():
+                self.scale = scale
+            return self.linear(x) * scale.sum()
+
+    fast, model, exact = triple(Halved())
+    x = randn(3, 8)
+    warm(fast, x)
+    made(fast)
+    for each, given in ((fast, x), (model, x), (exact, x.double())):
+        with torch.inference_mode():
+            each(given)
+        assert each.scale.is_inference()
+    assert_errors_of_calls(fast, model, exact, x)

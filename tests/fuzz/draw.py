@@ -287,6 +287,7 @@ STATEFUL: list[Row] = [
     ("shape branch", 0, "", "{x}.relu() if {x}.shape[0] > 3 else {x}.tanh() * 2"),
     ("flag branch", 0, "self.flag = True", "{x}.relu() * 2 if self.flag else {x}"),
     ("training branch", 0, "", "{x} * 2 if self.training else {x}.tanh() + 1"),
+    ("gradients branch", 0, "", "{x} * 2 if torch.is_grad_enabled() else {x} - 1"),
     ("value branch", 0, "", "{x} * 2 if float({x}.detach().sum()) > 0 else {x}.tanh()"),
     ("complex", 0, "", "torch.view_as_real(torch.complex({x}.float(), {x}.float()) * 2).sum(-1).to({x}.dtype)"),
 ]
