@@ -186,7 +186,7 @@ def _sum(
 
     Both are rows that kernels compute, together with what is added up. torch's own sum reads that from memory.
     """
-    added = {one % x.dim() for one in dim} if dim else set(range(x.dim()))
+    added = {one % max(x.dim(), 1) for one in dim} if dim else set(range(x.dim()))
     order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
     outer = [one for one in order if one in added and x.shape[one] > 1]
     divided = _divided(x, outer)
@@ -232,8 +232,10 @@ def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
 def _mean(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
+    if dtype not in (None, x.dtype, torch.float32):
+        return NotImplemented
     total = _sum(x, dim, keepdim, dtype=torch.float32)
-    if total is NotImplemented or dtype not in (None, x.dtype, torch.float32):
+    if total is NotImplemented:
         return NotImplemented
     return (total / (x.numel() // total.numel())).to(x.dtype if dtype is None else dtype)
 

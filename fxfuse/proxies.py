@@ -43,7 +43,7 @@ class Proxy(fx.Proxy):
             raise fx.proxy.TraceError(f"what a value's {name} is, is asked, and not known")
         if not hasattr(torch.Tensor, name):
             frame = sys._getframe(1)
-            if is_users(frame) and self._is_surely_tensor():
+            if _is_users(frame) and self._is_surely_tensor():
                 raise AttributeError(f"'Tensor' object has no attribute '{name}'")
             _check_no_question(self.node, frame, [f".{name}"])
         return _Attribute(self, name)
@@ -199,7 +199,7 @@ def answering() -> Iterator[None]:
     def asked(value: Any, classes: Any) -> bool:
         if plain(value, classes):
             return True
-        if not issubclass(type(value), Proxy) or not is_users(_asking_frame()):
+        if not issubclass(type(value), Proxy) or not _is_users(_asking_frame()):
             return False
         return issubclass(class_of(value.tracer, value.node), classes)
 
@@ -255,7 +255,7 @@ def _asking_frame() -> FrameType:
     return frame
 
 
-def is_users(frame: FrameType) -> bool:
+def _is_users(frame: FrameType) -> bool:
     """Whether it runs code of the model, or of a library that is neither torch nor fxfuse."""
     return str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse")
 
@@ -308,7 +308,7 @@ def modes_asked(asked: Callable[[str], None]) -> Iterator[None]:
     def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def told(*args: Any, **kwargs: Any) -> Any:
-            if is_users(sys._getframe(1)):
+            if _is_users(sys._getframe(1)):
                 asked(name)
             return function(*args, **kwargs)
 
@@ -317,7 +317,7 @@ def modes_asked(asked: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in MODES:
             function = getattr(torch, name, None)
-            if function is not None:  # the last three are deprecated
+            if function is not None:  # not every torch has all of them
                 stack.callback(setattr, torch, name, function)
                 setattr(torch, name, telling(name, function))
         yield

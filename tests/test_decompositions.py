@@ -36,6 +36,7 @@ WHOLE = {
     "small images in channels_last": (lambda: randn(3, 8, 5, 7).to(memory_format=torch.channels_last), [0, 2, 3]),
     "images of one pixel": (lambda: randn(300, 8, 1, 1), [0, 2, 3]),
     "one row": (lambda: randn(1, 8), [0]),
+    "a number": (lambda: torch.tensor(2.0), [0]),
     "float64": (lambda: randn(4096, 6).double(), [0]),
     "integers": (lambda: torch.arange(8192).view(4096, 2), [0]),
 }
