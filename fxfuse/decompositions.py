@@ -194,12 +194,14 @@ def _sum(
         return NotImplemented
     count, height = divided
     outer = outer[: len(outer) - count]
-    inner, kept = added.difference(outer), [one for one in range(x.dim()) if one not in added]
-    cut = order.index(outer[-1])
-    within = [place + (place > cut) for place, one in enumerate(order) if one in inner]
-    parts = _exact(x).permute(order).unflatten(cut, (-1, height)).sum([cut + 1, *within])
-    left = [one for one in order if one not in inner]
-    total = parts.permute([left.index(one) for one in (*outer, *kept)]).sum(list(range(len(outer))))
+    first, kept = order.index(outer[0]), [one for one in order if one not in added]
+    before = [one for one in kept if order.index(one) < first]
+    left = [*before, *outer, *kept[len(before) :]]  # the partial sums of what is added next lie side by side
+    inner = [one for one in order if one not in left]
+    cut = left.index(outer[-1])
+    parts = _exact(x).permute([*left, *inner]).unflatten(cut, (-1, height))
+    parts = parts.sum([cut + 1, *(len(left) + 1 + place for place in range(len(inner)))])
+    total = parts.permute([left.index(one) for one in (*outer, *sorted(kept))]).sum(list(range(len(outer))))
     total = total.to(x.dtype if dtype is None else dtype)
     return total.view([1 if one in added else size for one, size in enumerate(x.shape)]) if keepdim else total
 
