@@ -233,7 +233,10 @@ class _Tracer(fx.Tracer):
         self._buffer_paths = {id(value): path for path, value in [*swapped, *root.named_buffers()]}
         with torch.inference_mode(False), torch.enable_grad(), no_saved_tensors_hooks(), self._leaves_called(root):
             self._modes = _modes()  # with gradients, so that whoever switches them off is noticed
-            with _ranks_checked_later(), _own_functions_wrapped(), self._recording, answering(), modes_asked(self._ask):
+            with (
+                _ranks_checked_later(), _own_functions_wrapped(), self._recording, answering(),
+                modes_asked(root, self._ask),
+            ):  # fmt: skip
                 return super().trace(root, concrete_args)
 
     def _ask(self, name: str) -> None:

@@ -22,7 +22,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxfuse.patterns.tensors import tensors_of
 
@@ -257,7 +257,12 @@ def _asking_frame() -> FrameType:
 
 def _is_users(frame: FrameType) -> bool:
     """Whether it runs code of the model, or of a library that is neither torch nor fxfuse."""
-    return str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse")
+    return not _is_torchs(str(frame.f_globals.get("__name__")))
+
+
+def _is_torchs(module: str) -> bool:
+    """Whether the Python module of this name belongs to torch or fxfuse."""
+    return module.split(".")[0] in ("torch", "fxfuse")
 
 
 def class_of(tracer: Any, node: fx.Node) -> type:
@@ -299,8 +304,9 @@ MODES: Final = (
 
 
 @contextlib.contextmanager
-def modes_asked(asked: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `asked` is called with the name of each of `MODES` that a model's code calls.
+def modes_asked(root: nn.Module, asked: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `asked` is called with the name of each of `MODES` that a model's code calls, as an attribute of torch or
+    by a name in a Python module that defines one of its layers.
 
     What torch's own modules ask decides only how they compute, not what.
     """
@@ -314,12 +320,16 @@ def modes_asked(asked: Callable[[str], None]) -> Iterator[None]:
 
         return told
 
+    functions = {name: getattr(torch, name) for name in MODES if hasattr(torch, name)}  # not every torch has all
+    by_identity = {id(function): telling(name, function) for name, function in functions.items()}
+    sources = {sys.modules.get(type(module).__module__) for module in root.modules()}
+    names = [vars(source) for source in sources if source is not None and not _is_torchs(source.__name__)]
     with contextlib.ExitStack() as stack:
-        for name in MODES:
-            function = getattr(torch, name, None)
-            if function is not None:  # not every torch has all of them
-                stack.callback(setattr, torch, name, function)
-                setattr(torch, name, telling(name, function))
+        for where in (vars(torch), *names):
+            for name, value in list(where.items()):
+                if id(value) in by_identity:
+                    stack.callback(where.__setitem__, name, value)
+                    where[name] = by_identity[id(value)]
         yield
 
 

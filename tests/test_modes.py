@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from helpers import Net, Net2, assert_same_kind, linear, randn
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -160,8 +160,13 @@ def test_every_call_is_as_eagers_in_any_order_of_modes(name, seed):
                 )
 
 
+class Asking(Net):
+    """A model that this file defines."""
+
+
 QUESTIONS = {
     "gradients": lambda x: torch.is_grad_enabled(),
+    "gradients, by a name": lambda x: is_grad_enabled(),
     "inference mode": lambda x: torch.is_inference_mode_enabled(),
     "autocast": lambda x: torch.is_autocast_enabled("cpu"),
     "autocast's dtype": lambda x: torch.get_autocast_dtype("cpu") == torch.float16,
@@ -177,7 +182,7 @@ def test_what_a_model_asks_of_torch_is_asked_at_every_call(question, where):
         pytest.skip("this torch's functions take no device")
     if where == "a child" and question == "where x comes from":
         pytest.skip("AOTAutograd's own trace answers otherwise than a call")
-    model = Net(lambda m, x: F.relu(m.fc(x)) * (2.0 if QUESTIONS[question](x) else 3.0) + 1, fc=linear())
+    model = Asking(lambda m, x: F.relu(m.fc(x)) * (2.0 if QUESTIONS[question](x) else 3.0) + 1, fc=linear())
     model = model if where == "the model" else nn.Sequential(linear(), nn.ReLU(), model, nn.Sigmoid())
     fast, seen = fxfuse.optimize(model), set()
     for _ in range(3):  # the third call is Dynamo's
