@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch._decomp import get_decompositions
 
+from fxfuse.problem import RESULT_DTYPES
+
 _aten: Final = torch.ops.aten
 
 
@@ -137,7 +139,7 @@ def _batch_norm_backward(
         )
     of_result, count = _exact(gradient), x.numel() // x.shape[1]
     deviation = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    of_bias, of_weight = _by_channels(of_result), _by_channels(of_result * deviation)
+    of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
     factor = scale if weight is None else scale * weight
     left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
@@ -162,12 +164,11 @@ def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     return x.unflatten(2, (rows // height, height)).transpose(1, 2), list(range(3, x.dim() + 1))
 
 
-def _by_channels(x: torch.Tensor) -> torch.Tensor:
-    """The sums over images and pixels."""
+def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
+    """Over images and pixels."""
     return x.sum([0, *range(2, x.dim())])
 
 
-_FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _MANY: Final = 8192
 """Rows that keep a GPU busy, however long they are: 32 threads for each are 2048 for each of 128 multiprocessors."""
 _LONG: Final = 2048
@@ -190,7 +191,7 @@ def _sum(
     order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
     outer = [one for one in order if one in added and x.shape[one] > 1]
     divided = _divided(x, outer)
-    if x.dtype not in _FLOATS or dtype not in (None, x.dtype, torch.float32) or divided is None:
+    if x.dtype not in RESULT_DTYPES or dtype not in (None, x.dtype, torch.float32) or divided is None:
         return NotImplemented
     count, height = divided
     outer = outer[: len(outer) - count]
@@ -276,7 +277,7 @@ def _convolution_backward(
         elif wanted[0]:
             of_x = taken(True, False, False)[0]
         of_weight = taken(False, True, False)[1] if wanted[1] else None
-    of_bias = _by_channels(_exact(gradient)) if wanted[2] else None
+    of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
 
 
