@@ -115,7 +115,7 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
             problem = gemm_problem.Problem(m, n, k, precision, layout, k, stride, n, alignment, alignment)
             problem = replace(problem, hopper=True, shared_memory=HOPPER_SHARED)
             yield from gemm.candidates(problem)[:first]
-            if precision in ("tf32x3", "tf32") and layout == "kn" and m > 16:
+            if precision != "fp16x3" and layout == "kn" and m > 16:
                 yield from gemm.candidates(replace(problem, x_layout="km", x_stride=m))[:first]
 
 

@@ -116,7 +116,7 @@ class TrainingStep:
             results, more = self.run_forward(given)
         finally:
             torch._C._set_grad_enabled(True)
-        call = _Call(self, given, list(map(_version, given)), random)
+        call = _Call(self, given, _versions(given), random)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
             # results get these segments in their history: a segment that kept a result itself would never be freed
@@ -370,9 +370,12 @@ def _is_batched(tensor: torch.Tensor) -> bool:
     )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. 0 of an inference tensor, of which torch does not know it."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed in place. 0 of an inference tensor, of which torch does not know it."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one of them is such a tensor
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | None]:
@@ -383,8 +386,8 @@ def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, t
     """
     given, joint = call.given, call.step.joint
     if any(
-        _version(each) != before and number not in joint.changed
-        for number, (each, before) in enumerate(zip(given, call.versions, strict=True))
+        now != before and number not in joint.changed
+        for number, (now, before) in enumerate(zip(_versions(given), call.versions, strict=True))
     ):
         raise FxfuseError(
             "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "

@@ -397,26 +397,36 @@ def hoppers(kernels):
 
 
 HOPPERS = [*(("bf16", tile) for tile in gemm.WGMMA_TILES), ("fp16", gemm.WGMMA_TILES[-1])]
+ORDERS = [
+    (*case, *order)
+    for case in HOPPERS
+    for order in (("nk", "mk"), ("kn", "mk"), ("kn", "km"))
+    if order[0] == "nk" or case[1].n & (case[1].n - 1) == 0
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("precision", "tile"), HOPPERS, ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}"
-)
-def test_matrix_product_by_warpgroups(precision, tile, monkeypatch):
+    ("precision", "tile", "layout", "x_layout"), ORDERS,
+    ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}",
+)  # fmt: skip
+def test_matrix_product_by_warpgroups(precision, tile, layout, x_layout, monkeypatch):
     monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
     dtype = PRECISIONS[precision]
     # part of a tile, several tiles with parts at the ends; fewer tiles of K than stages, and more
     for m, n, k in ((5, 8, 40), (tile.m + 6, tile.n + 12, 5 * 64 + 8)):
         x, bias, weight = integers(m, k, dtype=dtype), integers(n, dtype=dtype), integers(n, k, dtype=dtype)
+        own = with_gaps(x if x_layout == "mk" else x.T)  # every read has 16 bytes
+        other = with_gaps(weight if layout == "nk" else weight.T)
         problem = gemm_problem.Problem(
-            m, n, k, precision, "nk", k, k, n, multiprocessors=2, shared_memory=228 << 10, hopper=True
-        )
+            m, n, k, precision, layout, own.stride(0), other.stride(0), n, multiprocessors=2,
+            shared_memory=228 << 10, hopper=True, x_layout=x_layout,
+        )  # fmt: skip
         want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
         kernels = hoppers(gemm.candidates(problem))
-        assert kernels
+        assert kernels and (x_layout == "mk" or kernels == [*gemm.candidates(problem)])
         for kernel in kernels:
             out = torch.full((m, n), 99, dtype=dtype)
-            launch(kernel, EPILOGUE, (x, weight, out), (Operand(bias, (0, 0, 1)),))
+            launch(kernel, EPILOGUE, (own, other, out), (Operand(bias, (0, 0, 1)),))
             assert torch.equal(out, want), kernel.name
 
 
@@ -539,7 +549,8 @@ def test_of_rows_with_gaps_nothing_else_is_read(precision, layout, x_layout, sum
     [
         ("tf32x3", "nk", "mk", False), ("tf32x3", "kn", "km", False), ("tf32", "kn", "mk", False),
         ("bf16", "kn", "mk", False), ("tf32x3", "nk", "mk", True), ("tf32x3", "kn", "mk", True),
-        ("tf32x3", "kn", "km", True), ("bf16", "nk", "mk", True),
+        ("tf32x3", "kn", "km", True), ("bf16", "nk", "mk", True), ("bf16", "kn", "mk", True),
+        ("fp16", "kn", "km", True),
     ],
 )  # fmt: skip
 def test_products_of_batches(precision, layout, x_layout, by_warpgroups):

@@ -395,17 +395,27 @@ def test_warpgroups_come_first_where_they_were_the_fastest(m: int, n: int, k: in
     assert candidates(hopper(m, n, k))[0].name.startswith(f"gemm wgmma bf16 {expected}x64")
 
 
-def test_warpgroups_need_hopper_16_bits_rows_along_k_and_whole_reads() -> None:
+def test_warpgroups_need_hopper_16_bits_and_whole_reads() -> None:
     problem = hopper(4096, 4096, 4096)
     assert by_warpgroups(problem)
     for other in (
         replace(problem, hopper=False),
         hopper(4096, 4096, 4096, "tf32"),
-        replace(problem, weight_layout="kn"),
         replace(problem, x_alignment=8),
         hopper(4096, 4096, 4100),
     ):
         assert not by_warpgroups(other)
+
+
+def test_warpgroups_read_16_bits_in_every_order() -> None:
+    across = replace(hopper(4096, 4096, 4096), weight_layout="kn")
+    for problem in (across, replace(across, x_layout="km")):
+        tiles = {kernel.type.split("<Bf16, ")[1].split(", Major")[0] for kernel in by_warpgroups(problem)}
+        assert tiles and not any(tile.startswith(("192, 192", "128, 96")) for tile in tiles)  # a product is a slab
+    # and nothing else reads x across rows
+    assert by_warpgroups(replace(across, x_layout="km")) == [*candidates(replace(across, x_layout="km"))]
+    assert not candidates(replace(across, x_layout="km", hopper=False))
+    assert not by_warpgroups(replace(across, weights=2))
 
 
 def test_float32_by_warpgroups_needs_sums_of_some_length_and_results_of_some_size() -> None:

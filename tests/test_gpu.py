@@ -670,6 +670,27 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
 
 
 @NEEDS_HOPPER
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "tile", [tile for tile in gemm.WGMMA_TILES if tile.n in (64, 128, 256)], ids=lambda tile: f"{tile.m}x{tile.n}"
+)
+def test_warpgroups_read_across_rows(tile, dtype, turned, monkeypatch, forget):
+    """A weight as (K, N); and x as (K, M), as products for a weight's gradient have both."""
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+    monkeypatch.setattr(gemm, "_TILES", ())
+    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
+    monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
+    monkeypatch.setenv("FXFUSE_TUNE", "0")
+    expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+    for rows, features, depth in ((8, 8, 8), (80, 200, 133), (5000, 1000, 72), (1000, 520, 2052)):
+        model = Net(lambda s, x: F.relu((x.t() if turned else x) @ s.w), w=torch.randn(depth, features))
+        shape = (depth, rows) if turned else (rows, -(-depth // 8) * 8)
+        x = gpu_tensor(*shape, dtype=dtype)
+        assert expected in check(model, x if turned else x[:, :depth], dtype)
+
+
+@NEEDS_HOPPER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "tile", [tile for tile in gemm.WGMMA_TILES if tile.goes_on], ids=lambda tile: f"{tile.m}x{tile.n}"
@@ -1399,6 +1420,9 @@ FOR_THE_SANITIZER = {  # dtypes, what is offered, and problems: parts of tiles, 
     "Gemm<WgmmaGemmConfig<": (DTYPES[2:], only(WGMMA[2]), a_linear, (300, 203, 648)),
     "SplitGemm<WgmmaGemmConfig<": (DTYPES[1:], only(WGMMA[3], splits=3), a_linear, (300, 203, 648)),
     "WgmmaGemm<": (DTYPES[1:], only(WGMMA[0]), a_linear, (77, 203, 136), (2300, 2003, 72)),
+    "Gemm<WgmmaGemmConfig<Bf16, 128, 128, 1, 3, 2, Major::kMN": (
+        DTYPES[2:], only(WGMMA[2]), a_linear, (300, 200, 648, True)
+    ),
     "WgmmaGemm<WgmmaGemmConfig<Bf16, 64": (DTYPES[2:], only(WGMMA[5]), a_linear, (5000, 1003, 72)),
     ", 1, 2>": (DTYPES[1:], {}, a_gated_unit, (1, 203, 136), (5, 35, 520)),
     "MatrixRows, 2>": (DTYPES[1:], only(WGMMA[0]), a_gated_unit, (77, 203, 136), (2300, 1003, 72)),

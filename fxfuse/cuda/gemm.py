@@ -157,10 +157,12 @@ def _tiles(problem: Problem) -> list[Tile]:
     A tile has no more stages than K has tiles: with fewer stages more thread blocks share a multiprocessor.
     """
     depth = problem.tiles_k
-    tiles = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
+    tiles: tuple[Tile, ...] = _TILES_TF32X3 if problem.precision == "tf32x3" else _TILES
     hoppers: tuple[Tile, ...] = ()
     if _has_wgmma(problem):
         hoppers = WGMMA_TF32X3_TILES if problem.precision == "tf32x3" else WGMMA_TILES
+    if problem.x_layout == "km" and problem.element_bytes == 2:
+        tiles = ()  # only wgmma reads 16 bits across rows
     staged = [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
@@ -175,7 +177,7 @@ def _has_wgmma(problem: Problem) -> bool:
     if problem.precision == "tf32x3":
         offered = problem.k >= LEAST_WGMMA_TF32X3_K and multiplier(problem) == "Tf32x3"
     else:
-        offered = problem.precision in ("fp16", "bf16") and problem.weight_layout == "nk"
+        offered = problem.precision in ("fp16", "bf16") and (problem.weights == 1 or problem.weight_layout == "nk")
     return problem.hopper and offered and min(_accesses(problem)) == MAX_ACCESS
 
 
@@ -372,8 +374,8 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False
     if problem.x_layout == "km" and tile.m * problem.element_bytes < SWIZZLED_BYTES:
         return False
-    if tile.splits_weight and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
-        return False  # a warpgroup copies whole rows of the weight, and transposes whole columns
+    if tile.wgmma and problem.weight_layout == "kn" and tile.n & (tile.n - 1):
+        return False  # tf32x3: a warpgroup copies whole rows of the weight; 16 bits: products begin with a slab
     if (problem.precision, problem.weight_layout, tile.m, tile.n) == ("tf32", "kn", 64, 64):
         return False  # ptxas 13.0 keeps it to 96 registers on sm_80 and spills two
     if (problem.precision, tile.m, tile.n) == ("tf32x3", 64, 128) and problem.windows is not None:
@@ -435,7 +437,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         family, header = f"{family} wgmma", WGMMA_HEADER
         config = (
             f"WgmmaGemmConfig<{multiplier(problem)}, {tile.m}, {tile.n}, {tile.warps_n}, {tile.stages}, "
-            f"{tile.resident}, {rows}{', 2' if problem.weights == 2 else ''}>"
+            f"{tile.resident}, Major::{_MAJOR[problem.weight_layout]}, {rows}{', 2' if problem.weights == 2 else ''}>"
         )
     else:
         access_x, access_weight = _accesses(problem)

@@ -77,7 +77,8 @@ class Problem:
     weights: int = 1
     """2 for a gated linear: the epilogue also takes x's product with a second weight of the first one's layout."""
     x_layout: XLayout = "mk"
-    """"mk": rows of K elements. "km": rows of M elements; only in float32 with a "kn" weight (a weight's gradient)."""
+    """"mk": rows of K elements. "km": rows of M elements (a weight's gradient); only with a "kn" weight, and in 16
+    bits only by wgmma."""
     batches: int = 1
     """Number of products. Their rows of out follow each other; x and weight are `x_step` and `weight_step` apart."""
     x_step: int = 0

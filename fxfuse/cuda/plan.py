@@ -4,8 +4,7 @@
   epilogue at once. They allocate the output and nothing else, unless the report says so. The bias is one of the
   epilogue's operands, so the kernels know nothing of it.
 - The library candidate is the anchor by torch's library, followed by one generated pass (pointwise.py). Where no kernel
-  here can match the library, as in 16 bits on Hopper, it is chosen: a fused region is never slower than what it
-  replaced.
+  here can match the library, it is chosen: a fused region is never slower than what it replaced.
 - A convolution on NCHW may also run by way of channels_last.
 
 A chain is one generated pass; there is nothing to choose.
@@ -26,7 +25,6 @@ from fxfuse import build, ops
 from fxfuse.chain import plan_pass
 from fxfuse.cuda import codegen, gpu, pointwise, tune
 from fxfuse.cuda.exactness import precision_of
-from fxfuse.cuda.gemm import FEW_ROWS
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import by_address_on_device, empty_strided, on_device, queue_by_address, queue_tensors
 from fxfuse.cuda.pooling import Pooling
@@ -34,7 +32,7 @@ from fxfuse.cuda.prepare import Convert, Input, prepare
 from fxfuse.cuda.region import Region, with_bias, with_parameters
 from fxfuse.errors import BuildError, UnsupportedError
 from fxfuse.expression import Acc, Call, postorder
-from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, ends_aligned, flatten, group
+from fxfuse.layout import CHANNELS_LAST, channels_last_strides, contiguous_strides, flatten, group
 from fxfuse.operands import OperandPlan, plan_operands
 from fxfuse.pooling import Separate
 from fxfuse.problem import (
@@ -139,8 +137,6 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     pooling = Pooling.of(region) if region.problem.pool else None
     first = _library_candidate(region) if pooling is None else _pooled_library_candidate(region, pooling)
     library = [first, *_channels_last_candidates(region, pooling)]
-    if first.name == LIBRARY_ALONE and _is_for_library(region):
-        return library
     try:
         fused = _fused_candidates(region)
     except UnsupportedError as error:
@@ -151,20 +147,6 @@ def _ranked(region: Region) -> list[tune.Candidate]:
     if pooling is not None:
         fused = [pooling.after(candidate) for candidate in fused]
     return [*library, *fused] if _library_is_faster(region) else [*fused, *library]
-
-
-def _is_for_library(region: Region) -> bool:
-    """Whether a region that the library alone can run (LIBRARY_ALONE) has no fused candidates.
-
-    This is so for products in 16 bits, in which libraries are ahead, with two exceptions. Products of few rows wait for
-    the weight. Rows that are not aligned are read and written element by element by libraries.
-    """
-    problem, shape = region.problem, region.prepared.result_shape
-    if problem.kind not in PRODUCTS or problem.x.dtype == torch.float32:
-        return False
-    if problem.kind not in CONVOLUTIONS and not ends_aligned(problem.x.dtype, shape[-1], *problem.x.shape[-1:]):
-        return False
-    return math.prod(shape[:-1]) > FEW_ROWS[-1]
 
 
 def _is_tiny(region: Region) -> bool:

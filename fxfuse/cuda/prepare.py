@@ -112,20 +112,31 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
 
 
 def _x_matrix(
-    problem: Problem, multiplied: Precision, layout: gemm_problem.Layout
+    problem: Problem, multiplied: Precision, layout: gemm_problem.Layout, by_wgmma: bool
 ) -> tuple[Input, gemm_problem.XLayout, int]:
-    """x, its layout ("mk": K contiguous, "km": M contiguous) and its row stride."""
+    """x, its layout ("mk": K contiguous, "km": M contiguous) and its row stride.
+
+    Args:
+        by_wgmma: whether wgmma can read the weight. In 16 bits only it reads x as "km".
+    """
     meta, batched = problem.x, problem.kind == "bmm"
     if len(meta.shape) == 2 + batched:
         (m, k), (of_m, of_k) = meta.shape[-2:], meta.strides[-2:]
         turned = of_m == 1 and of_k >= m > 1 < k
-        if turned and multiplied in ("tf32x3", "tf32") and layout == "kn" and problem.kind != "gated_linear":
+        reads_it = multiplied in ("tf32x3", "tf32") or (by_wgmma and _is_read_whole(meta, of_k))
+        if turned and reads_it and layout == "kn" and problem.kind != "gated_linear":
             return Input(meta), "km", of_k
     if batched:
         within = Input(meta) if of_k == 1 or k == 1 else _copied(meta, contiguous_strides(meta.shape))
         return within, "mk", within.meta.strides[1]
     rows, stride = _rows(meta)
     return rows, "mk", stride
+
+
+def _is_read_whole(meta: TensorMeta, row_stride: int) -> bool:
+    """Whether every read of a matrix in 16 bits, or of several, can have 16 bytes, as wgmma's kernels need it."""
+    steps = (row_stride, *meta.strides[:-2])
+    return meta.dtype.itemsize == 2 and math.gcd(16, meta.alignment, *(step * 2 for step in steps)) == 16
 
 
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
@@ -176,9 +187,10 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
         raise UnsupportedError(f"a weight of shape {matrix.shape} is no matrix")
     features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape[-2:]
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
-    x, x_layout, x_stride = _x_matrix(problem, multiplied, layout)
-    shape = tuple(acc.shape)
     device = gpu.properties(problem.x.device)
+    by_wgmma = _is_hopper(device) and _is_read_whole(weight.meta, weight_stride)
+    x, x_layout, x_stride = _x_matrix(problem, multiplied, layout, by_wgmma)
+    shape = tuple(acc.shape)
     judged_by = eager_error(problem) if multiplied in _EXACT else None
 
     def candidates(result: Layout) -> Sequence[Kernel]:

@@ -66,8 +66,9 @@ FIRST_ROUNDS, HOPELESS = 3, 1.3
 """After FIRST_ROUNDS runs, candidates whose median is more than HOPELESS times the fastest median are dropped."""
 SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
-ISSUE_SHARE: Final = 0.125
-"""Share of the CPU's time that counts: some models wait for the CPU, but most, and all CUDA graphs, for the GPU."""
+WAIT_SHARE: Final = 0.5
+"""Share that counts of the time by which issuing a call takes longer than the GPU needs for it. A model of such calls
+waits for the CPU, and all of that time counts; in a CUDA graph, or between long kernels, none of it does."""
 CALL_SHARE: Final = 1.0
 """The share where all candidates are calls of torch. A program does not shorten their time on the CPU, while kernels
 of ours are entries in its list."""
@@ -363,8 +364,9 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                 for candidate, run in ready:
                     if candidate.name in times:
                         with _left_out_if_it_fails(candidate) as failure:
-                            share = CALL_SHARE if candidate.is_called else ISSUE_SHARE
-                            times[candidate.name] += share * _time_to_issue(run, tensors)
+                            share = CALL_SHARE if candidate.is_called else WAIT_SHARE
+                            waits = _time_to_issue(run, tensors) - times[candidate.name]
+                            times[candidate.name] += share * max(0.0, waits)
                         if failure:
                             del times[candidate.name]
     except torch.cuda.OutOfMemoryError:

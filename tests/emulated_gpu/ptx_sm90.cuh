@@ -106,7 +106,7 @@ struct Matrix {
 struct SwizzledMatrix {
     uint32_t low;
 
-    explicit SwizzledMatrix(uint32_t address) : low((address & 0x3ffff) >> 4) {}
+    explicit SwizzledMatrix(uint32_t address, uint32_t slab = 0) : low((address & 0x3ffff) >> 4 | slab >> 4 << 16) {}
     SwizzledMatrix operator+(uint32_t pieces) const {
         SwizzledMatrix moved = *this;
         moved.low += pieces;
@@ -114,9 +114,13 @@ struct SwizzledMatrix {
     }
 
     // As the hardware permutes: bits of the address, wherever rows begin.
-    uint32_t word(int row, int word) const {
-        const uint32_t address = ((low & 0x3fff) << 4) + row * 128 + word * 4;
-        return load_shared_4(address ^ (address >> 7 & 7) << 4);
+    static uint32_t load(uint32_t address) { return load_shared_4(address ^ (address >> 7 & 7) << 4); }
+    uint32_t word(int row, int word) const { return load(((low & 0x3fff) << 4) + row * 128 + word * 4); }
+
+    // Turned, in 16 bits: the word that has the two m or n from `index` (even) on, of k.
+    uint32_t word_of(int index, int k) const {
+        const uint32_t slab = (low >> 16 & 0x3fff) << 4;
+        return load(((low & 0x3fff) << 4) + index / 64 * slab + k * 128 + index % 64 * 2);
     }
 };
 
@@ -163,19 +167,25 @@ void start_product(float (&d)[kSums], ReadA read_a, ReadB read_b, bool adds) {
     });
 }
 
-template <int kPerWord, class Matrix, class Element>
+template <int kPerWord, bool kTurned = false, class Matrix, class Element>
 auto row_reader(Matrix matrix, Element element) {
     return [=](float* row, int index) {
-        for (int i = 0; i < 8 * kPerWord; ++i) row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
+        for (int i = 0; i < 8 * kPerWord; ++i) {
+            if constexpr (kTurned) {
+                row[i] = element(matrix.word_of(index & ~1, i), index % 2);
+            } else {
+                row[i] = element(matrix.word(index, i / kPerWord), i % kPerWord);
+            }
+        }
     };
 }
 
-template <int kPerWord, size_t kSums, class Matrix, class Element>
+template <int kPerWord, bool kTurnedA = false, bool kTurnedB = false, size_t kSums, class Matrix, class Element>
 void start_product(float (&d)[kSums], Matrix a, Matrix b, bool adds, Element element) {
     const int row = emulation::current / emulation::kWarp % 4 * 16 + emulation::current % emulation::kWarp / 4;
-    const auto row_of_a = row_reader<kPerWord>(a, element);
+    const auto row_of_a = row_reader<kPerWord, kTurnedA>(a, element);
     start_product<kPerWord>(d, [=](float* to, int half) { row_of_a(to, row + half * 8); },
-                            row_reader<kPerWord>(b, element), adds);
+                            row_reader<kPerWord, kTurnedB>(b, element), adds);
 }
 
 // Registers are read when the product is waited for: as late as the hardware may read them.
@@ -203,13 +213,13 @@ template <size_t kSums, class Matrix>
 void wgmma_tf32(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     start_product<1>(d, a, b, adds, tf32_of);
 }
-template <size_t kSums, class Matrix>
+template <bool kTurnedA = false, bool kTurnedB = false, size_t kSums, class Matrix>
 void wgmma_f16(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
-    start_product<2>(d, a, b, adds, f16_of);
+    start_product<2, kTurnedA, kTurnedB>(d, a, b, adds, f16_of);
 }
-template <size_t kSums, class Matrix>
+template <bool kTurnedA = false, bool kTurnedB = false, size_t kSums, class Matrix>
 void wgmma_bf16(float (&d)[kSums], Matrix a, Matrix b, bool adds) {
-    start_product<2>(d, a, b, adds, bf16_of);
+    start_product<2, kTurnedA, kTurnedB>(d, a, b, adds, bf16_of);
 }
 
 }  // namespace fxfuse::ptx

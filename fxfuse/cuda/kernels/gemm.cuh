@@ -126,8 +126,8 @@ struct Gemm {
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
-    using TileX = OperandTile<Element, Rows::kMajor, kTileM>;
-    using TileW = OperandTile<Element, Config::kWeightMajor, kTileN>;
+    using TileX = typename Config::template Tile<Rows::kMajor, kTileM>;
+    using TileW = typename Config::template Tile<Config::kWeightMajor, kTileN>;
     using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
     using CopyW = TileCopy<TileW, kThreads, Config::kAccessW, Rows::kRagged>;
     using ReadX = Fragments<TileX, Side::kA>;

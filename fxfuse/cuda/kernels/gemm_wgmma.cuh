@@ -1,5 +1,5 @@
 // The matrix products of gemm.cuh, and convolutions on channels_last, by Hopper's own instructions (mainloop_wgmma.cuh),
-// built for sm_90a: x and the weight are of 16 bits, K contiguous in both, and every read has 16 bytes.
+// built for sm_90a: x and the weight are of 16 bits, and every read has 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,11 @@
 namespace fxfuse {
 
 // See WgmmaShape, and TileAfterTile for kWeights.
-template <class Mma, int kTileM, int kTileN, int kGroupsN, int kStages, int kBlocksPerSm, class Rows_ = MatrixRows,
-          int kWeights_ = 1>
+template <class Mma, int kTileM, int kTileN, int kGroupsN, int kStages, int kBlocksPerSm, Major kWeightMajor_,
+          class Rows_ = MatrixRows, int kWeights_ = 1>
 struct WgmmaGemmConfig : WgmmaShape<Mma, kTileM, kTileN, kGroupsN, kStages, kBlocksPerSm> {
-    static constexpr Major kWeightMajor = Major::kK;
+    static constexpr Major kWeightMajor = kWeightMajor_;
+    static_assert(kWeights_ == 1 || kWeightMajor == Major::kK, "two weights share a tile's rows");
     static constexpr int kAccessX = kChunkBytes, kAccessW = kChunkBytes;
     static constexpr bool kGuarded = false;
     static constexpr int kWeights = kWeights_;
@@ -46,7 +47,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using typename Base::Columns, typename Base::Origin, typename Base::RowsOfTurn, typename Base::Store, typename Base::Sum;
     using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::kWeights, Base::tile_count;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
-    using TileOfOne = OperandTile<Element, Major::kK, Base::kTileCols>;
+    using TileOfOne = typename Config::template Tile<Config::kWeightMajor, Base::kTileCols>;
     using CopyOfOne = TileCopy<TileOfOne, kThreads, Config::kAccessW, Rows::kRagged>;
 
     struct CopyW {
@@ -82,7 +83,8 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
             const Origin at(problem, ahead);
             const auto copy = [&](const Element* weight) {
                 weight = Base::weight_of(problem, weight, at.batch);
-                return CopyOfOne(weight + at.col * problem.weight_stride, problem.weight_stride,
+                return CopyOfOne(weight + at.col * (Config::kWeightMajor == Major::kK ? problem.weight_stride : 1),
+                                 problem.weight_stride,
                                  static_cast<int>(problem.n - at.col), static_cast<int>(problem.k), thread);
             };
             return CopyW{copy(weights.of[0]), copy(weights.of[kWeights - 1])};

@@ -47,6 +47,9 @@ struct MainloopShape {
     static __device__ __forceinline__ uint32_t warp_m(uint32_t thread) { return thread / 32 % kWarpsM * kWarpTileM; }
     static __device__ __forceinline__ uint32_t warp_n(uint32_t thread) { return thread / 32 / kWarpsM * kWarpTileN; }
 
+    template <Major kMajor, int kExtent>
+    using Tile = OperandTile<Element, kMajor, kExtent>;
+
     // Of Shape, which is this or has it as its base.
     template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
     using Loop = Mainloop<Shape, CopyX, CopyW, Fragments<TileX, Side::kA>, Fragments<TileW, Side::kB>, TileX::kBytes,

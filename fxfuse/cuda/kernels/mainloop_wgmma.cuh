@@ -39,6 +39,9 @@ struct WgmmaShape {
         return thread / 32 / (kGroupsM * 4) * kGroupColumns;
     }
 
+    template <Major kMajor, int kExtent>
+    using Tile = OperandTile<Element, kMajor, kExtent, kMajor == Major::kMN>;
+
     template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
     using Loop = WgmmaMainloop<Shape, CopyX, CopyW, TileX, TileW>;
 };
@@ -57,11 +60,13 @@ struct WgmmaStages {
     static constexpr uint32_t kStageBytes = TileX::kBytes + TileW::kBytes;
     static constexpr bool kAlone = Shape::kLeastBlocks == 1;
     static constexpr int kCopiesAhead = Shape::kStages - (kAlone ? 2 : 1);
-    static constexpr int kRowBytes = TileX::kRowBytes;
-    static_assert(TileX::kMajor == Major::kK && TileW::kMajor == Major::kK && kRowBytes == 128);
+    // For each m or n in either order: 64 of them are 64 rows, or a slab of 64 rows of K.
+    static constexpr int kRowBytes = 128;
+    static constexpr bool kTurnedX = TileX::kMajor == Major::kMN, kTurnedW = TileW::kMajor == Major::kMN;
     // Columns of one instruction.
     static constexpr int kColumns = Shape::kGroupColumns > 128 ? Shape::kGroupColumns / 2 : Shape::kGroupColumns;
     static constexpr int kProducts = Shape::kGroupColumns / kColumns, kSums = kColumns / 2;
+    static_assert(!kTurnedW || kColumns % 64 == 0, "a product begins with a slab");
 
     // `shared`: the address of kStages * kStageBytes, a multiple of 1024.
     __device__ __forceinline__ WgmmaStages(uint32_t shared, uint32_t thread)
@@ -117,18 +122,31 @@ private:
         return stage == first_ + (Shape::kStages - 1) * kStageBytes ? first_ : stage + kStageBytes;
     }
 
+    // From a product's part of K to the next one's: within a row, or rows further on.
+    template <class Tile>
+    static constexpr int step_bytes() {
+        const int elements = kMmaBytesOfK / static_cast<int>(sizeof(typename Shape::Element));
+        return Tile::kMajor == Major::kK ? kMmaBytesOfK : elements * kRowBytes;
+    }
+    template <class Tile>
+    static constexpr uint32_t slab() {
+        return Tile::kMajor == Major::kK ? 0 : Tile::kSlabBytes;
+    }
+
     __device__ __forceinline__ void multiply(Sum& sum, uint32_t stage) const {
         // Of the first lane: what is the same for a warp goes to registers of which descriptors are made.
-        const ptx::SwizzledMatrix a(__shfl_sync(~0u, stage + first_row_ * kRowBytes, 0));
-        const ptx::SwizzledMatrix b(__shfl_sync(~0u, stage + TileX::kBytes + first_column_ * kRowBytes, 0));
+        const ptx::SwizzledMatrix a(__shfl_sync(~0u, stage + first_row_ * kRowBytes, 0), slab<TileX>());
+        const ptx::SwizzledMatrix b(__shfl_sync(~0u, stage + TileX::kBytes + first_column_ * kRowBytes, 0),
+                                    slab<TileW>());
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
             for (int i = 0; i < kProducts; ++i) {
                 float(&part)[kSums] = *reinterpret_cast<float(*)[kSums]>(&sum.value[0][i * kColumns / kMmaN]);
-                start_product(Mma{}, part, a + step * (kMmaBytesOfK / kChunkBytes),
-                              b + (step * kMmaBytesOfK + i * kColumns * kRowBytes) / kChunkBytes, true);
+                start_product<kTurnedX, kTurnedW>(
+                    Mma{}, part, a + step * step_bytes<TileX>() / kChunkBytes,
+                    b + (step * step_bytes<TileW>() + i * kColumns * kRowBytes) / kChunkBytes, true);
             }
         }
         ptx::wgmma_commit();

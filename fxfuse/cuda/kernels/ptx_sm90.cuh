@@ -114,11 +114,14 @@ struct Matrix {
 
 // Rows of 128 bytes that follow one another, in which pieces of 16 bytes are permuted by XOR with the row's number modulo
 // 8 (OperandTile in shared_tile.cuh). The first row is at a multiple of 1024; the products' part of K begins at `address`.
+// A row is of one m or n; or of one k and 64 m or n, of which the next 64 are `slab` bytes further on. Products need to be
+// told which (kTurned).
 struct SwizzledMatrix {
     uint32_t low;
     static constexpr uint32_t kHigh = 1024 >> 4 | 1u << 30;  // from 8 rows to the next 8, and the kind of permutation
 
-    __device__ __forceinline__ explicit SwizzledMatrix(uint32_t address) : low((address & 0x3ffff) >> 4) {}
+    __device__ __forceinline__ explicit SwizzledMatrix(uint32_t address, uint32_t slab = 0)
+        : low((address & 0x3ffff) >> 4 | slab >> 4 << 16) {}
     __device__ __forceinline__ SwizzledMatrix operator+(uint32_t pieces) const {
         SwizzledMatrix moved = *this;
         moved.low += pieces;
@@ -128,7 +131,7 @@ struct SwizzledMatrix {
 
 // d = a * b + d, or a * b unless `adds`: a is 64 rows x 32 bytes of K, b as many columns as d has pairs of sums (64, 96 or
 // 128) x 32 bytes, d 64 rows x these columns in float32. Warp w of the group has rows 16 w to 16 w + 15: d[4 n + i] is
-// what d[i] is in mma.cuh, of columns 8 n to 8 n + 7.
+// what d[i] is in mma.cuh, of columns 8 n to 8 n + 7. In 16 bits either may be turned (SwizzledMatrix).
 #define FXFUSE_NAMES_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -152,24 +155,29 @@ struct SwizzledMatrix {
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
     "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 // `at`: numbers of the assembly's operands after the sums.
-#define FXFUSE_WGMMA(name, sums, columns, kind, transposed, at_a, at_b, at_high, at_adds) \
-    template <class Matrix> \
+#define FXFUSE_WGMMA(name, sums, columns, kind, turns, at_a, at_b, at_high, at_adds, at_turned_a, at_turned_b) \
+    template <bool kTurnedA = false, bool kTurnedB = false, class Matrix> \
     __device__ __forceinline__ void name(float (&d)[sums], Matrix a, Matrix b, bool adds) { \
         asm volatile( \
             "{\n.reg .pred adds;\n.reg .b64 a, b;\nmov.b64 a, {" at_a ", " at_high "};\nmov.b64 b, {" at_b ", " at_high "};\n" \
             "setp.ne.b32 adds, " at_adds ", 0;\n" \
-            "wgmma.mma_async.sync.aligned.m64n" columns kind " {" FXFUSE_NAMES_##sums "}, a, b, adds, 1, 1" transposed \
-            ";\n}\n" \
+            "wgmma.mma_async.sync.aligned.m64n" columns kind " {" FXFUSE_NAMES_##sums "}, a, b, adds, 1, 1" \
+            turns(at_turned_a, at_turned_b) ";\n}\n" \
             : FXFUSE_SUMS_##sums \
-            : "r"(a.low), "r"(b.low), "n"(Matrix::kHigh), "r"(static_cast<uint32_t>(adds))); \
+            : "r"(a.low), "r"(b.low), "n"(Matrix::kHigh), "r"(static_cast<uint32_t>(adds)), "n"(int{kTurnedA}), \
+              "n"(int{kTurnedB})); \
     }
-#define FXFUSE_WGMMAS(name, kind, transposed) \
-    FXFUSE_WGMMA(name, 32, "64", kind, transposed, "%32", "%33", "%34", "%35") \
-    FXFUSE_WGMMA(name, 48, "96", kind, transposed, "%48", "%49", "%50", "%51") \
-    FXFUSE_WGMMA(name, 64, "128", kind, transposed, "%64", "%65", "%66", "%67")
-FXFUSE_WGMMAS(wgmma_tf32, "k8.f32.tf32.tf32", "")
-FXFUSE_WGMMAS(wgmma_f16, "k16.f32.f16.f16", ", 0, 0")
-FXFUSE_WGMMAS(wgmma_bf16, "k16.f32.bf16.bf16", ", 0, 0")
+#define FXFUSE_WGMMAS(name, kind, turns) \
+    FXFUSE_WGMMA(name, 32, "64", kind, turns, "%32", "%33", "%34", "%35", "%36", "%37") \
+    FXFUSE_WGMMA(name, 48, "96", kind, turns, "%48", "%49", "%50", "%51", "%52", "%53") \
+    FXFUSE_WGMMA(name, 64, "128", kind, turns, "%64", "%65", "%66", "%67", "%68", "%69")
+#define FXFUSE_NO_TURNS(a, b) ""
+#define FXFUSE_TURNS(a, b) ", " a ", " b
+FXFUSE_WGMMAS(wgmma_tf32, "k8.f32.tf32.tf32", FXFUSE_NO_TURNS)
+FXFUSE_WGMMAS(wgmma_f16, "k16.f32.f16.f16", FXFUSE_TURNS)
+FXFUSE_WGMMAS(wgmma_bf16, "k16.f32.bf16.bf16", FXFUSE_TURNS)
+#undef FXFUSE_TURNS
+#undef FXFUSE_NO_TURNS
 #undef FXFUSE_WGMMAS
 #undef FXFUSE_WGMMA
 

@@ -5,7 +5,8 @@
 //   K-major    a row of the matrix is one m or n, K is contiguous     (x, and w as (N, K))
 //   MN-major   a row of the matrix is one k, m or n is contiguous     (w as (K, N), x as (K, M))
 // Within a row of a tile, 16-byte chunks are permuted by XOR with the row number, so that both the writes of cp.async
-// (along rows) and the reads of fragments (across rows) touch every bank once.
+// (along rows) and the reads of fragments (across rows) touch every bank once. Hopper's wgmma reads MN-major tiles in
+// slabs: 128 bytes of every row, one row after another, then the next 128 bytes of every row.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ constexpr int kTileBytesOfK = 128;  // a K-major row then covers all 32 banks
 
 enum class Major { kK, kMN };
 
-template <class T, Major kMajor_, int kExtent>
+template <class T, Major kMajor_, int kExtent, bool kInSlabs = false>
 struct OperandTile {
     using Element = T;
     static constexpr Major kMajor = kMajor_;
@@ -30,10 +31,16 @@ struct OperandTile {
     static constexpr int kCols = kMajor == Major::kK ? kTileK : kExtent;
     static constexpr int kRowBytes = kCols * kElementBytes;
     static constexpr int kBytes = kRows * kRowBytes;
+    static constexpr int kSlabBytes = kRows * 8 * kChunkBytes;
     static_assert(kRowBytes % (8 * kChunkBytes) == 0, "8 chunks are permuted, and every row starts at bank 0");
 
     // Of a byte of the tile.
     static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t byte) {
+        if constexpr (kInSlabs) {
+            const uint32_t of_slab = kSlabBytes / kRows;
+            return byte / of_slab * kSlabBytes + row * of_slab +
+                   (byte % of_slab / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
+        }
         return row * kRowBytes + (byte / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
     }
 

@@ -8,18 +8,18 @@ namespace fxfuse {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Starts d = a * b + d, or a * b unless `adds` (ptx_sm90.cuh).
+// Starts d = a * b + d, or a * b unless `adds` (ptx_sm90.cuh). kTurned: of operands whose rows are of one k each.
 template <int kSums, class Matrix>
 __device__ __forceinline__ void start_product(Tf32, float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     ptx::wgmma_tf32(d, a, b, adds);
 }
-template <int kSums, class Matrix>
+template <bool kTurnedA = false, bool kTurnedB = false, int kSums, class Matrix>
 __device__ __forceinline__ void start_product(Fp16, float (&d)[kSums], Matrix a, Matrix b, bool adds) {
-    ptx::wgmma_f16(d, a, b, adds);
+    ptx::wgmma_f16<kTurnedA, kTurnedB>(d, a, b, adds);
 }
-template <int kSums, class Matrix>
+template <bool kTurnedA = false, bool kTurnedB = false, int kSums, class Matrix>
 __device__ __forceinline__ void start_product(Bf16, float (&d)[kSums], Matrix a, Matrix b, bool adds) {
-    ptx::wgmma_bf16(d, a, b, adds);
+    ptx::wgmma_bf16<kTurnedA, kTurnedB>(d, a, b, adds);
 }
 
 }  // namespace fxfuse
