@@ -84,8 +84,8 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
             const auto copy = [&](const Element* weight) {
                 weight = Base::weight_of(problem, weight, at.batch);
                 return CopyOfOne(weight + at.col * (Config::kWeightMajor == Major::kK ? problem.weight_stride : 1),
-                                 problem.weight_stride,
-                                 static_cast<int>(problem.n - at.col), static_cast<int>(problem.k), thread);
+                                 problem.weight_stride, static_cast<int>(problem.n - at.col),
+                                 static_cast<int>(problem.k), thread);
             };
             return CopyW{copy(weights.of[0]), copy(weights.of[kWeights - 1])};
         };

@@ -31,15 +31,14 @@ struct OperandTile {
     static constexpr int kCols = kMajor == Major::kK ? kTileK : kExtent;
     static constexpr int kRowBytes = kCols * kElementBytes;
     static constexpr int kBytes = kRows * kRowBytes;
-    static constexpr int kSlabBytes = kRows * 8 * kChunkBytes;
+    static constexpr int kSlabRowBytes = 8 * kChunkBytes, kSlabBytes = kRows * kSlabRowBytes;
     static_assert(kRowBytes % (8 * kChunkBytes) == 0, "8 chunks are permuted, and every row starts at bank 0");
 
     // Of a byte of the tile.
     static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t byte) {
         if constexpr (kInSlabs) {
-            const uint32_t of_slab = kSlabBytes / kRows;
-            return byte / of_slab * kSlabBytes + row * of_slab +
-                   (byte % of_slab / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
+            return byte / kSlabRowBytes * kSlabBytes + row * kSlabRowBytes +
+                   (byte % kSlabRowBytes / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
         }
         return row * kRowBytes + (byte / kChunkBytes ^ swizzle(row)) * kChunkBytes + byte % kChunkBytes;
     }
