@@ -207,7 +207,10 @@ def answering() -> Iterator[None]:
     def as_ever() -> Iterator[None]:
         before, builtins.isinstance = builtins.isinstance, plain  # a module imports others
         try:
-            yield
+            with contextlib.ExitStack() as modes:
+                for _ in range(torch._C._len_torch_function_stack()):
+                    modes.enter_context(torch.overrides._pop_mode_temporarily())
+                yield
         finally:
             builtins.isinstance = before
 
@@ -222,8 +225,9 @@ def answering() -> Iterator[None]:
 
 
 class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets modules that a trace happens to import find Python's own isinstance: Dynamo, which torch imports when it is
-    first needed (by torch.utils.checkpoint, say), would know no other for good."""
+    """Lets modules that a trace happens to import find Python's own isinstance, and no mode that records what they do
+    with tensors: Dynamo, which torch imports when it is first needed (by torch.utils.checkpoint, say), would know no
+    other for good. A module whose import fails half-way may never be imported again."""
 
     def __init__(self, as_ever: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._as_ever = as_ever

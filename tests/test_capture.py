@@ -459,6 +459,30 @@ def test_questions_about_a_values_class(name):
     assert_as_eager(model, fxfuse.optimize(model), X)
 
 
+IMPORTED_LATE = """
+import torch
+ones = torch.ones(2)
+assert ones.requires_grad is False and float(ones.sum()) == 2 and isinstance(ones, torch.Tensor)
+factor = ones[0].item() + 1
+"""
+
+
+def test_a_module_that_a_forward_imports_works_with_tensors(tmp_path, monkeypatch):
+    """As Dynamo does in older versions of torch, when torch.utils.checkpoint imports it."""
+
+    def forward(m, x):
+        import imported_late
+
+        return m.fc(x).relu() * imported_late.factor
+
+    (tmp_path / "imported_late.py").write_text(IMPORTED_LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Net(forward, fc=linear()).eval()
+    fast = fxfuse.optimize(model)
+    assert len(fxfuse.explain(fast).regions) == 1
+    assert_as_eager(model, fast, X)
+
+
 class Sparing(nn.Module):
     """Returns less than it could, after a question that no graph answers."""
 

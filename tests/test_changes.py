@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import COPIES, Net, assert_as_eager, epilogues, linear, randn
+from helpers import COPIES, Net, assert_as_eager, epilogues, linear, randn, skip_if_python
 from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -366,6 +366,7 @@ def test_hooks_on_children_of_what_dynamo_captured():
     fast, x = fxfuse.optimize(copy.deepcopy(model)), randn(4, 8)
     for _ in range(4):
         assert_as_eager(model, fast, x)
+    skip_if_python(fast)
     assert fxfuse.explain(fast).dynamo
     handles = [net.a.register_forward_hook(lambda module, args, result: result + 1) for net in (model, fast)]
     for _ in range(5):
@@ -437,7 +438,11 @@ def test_compilers_see_attributes_that_were_set():
         def forward(self, x):
             return self.fc(x).relu() * 2 if self.flag else self.fc(x)
 
-    model = Model().eval()
+    model, plain = Model().eval(), Model().eval()
+    its_own = torch.compile(plain, backend="eager")
+    before, plain.flag = its_own(randn(4, 8)), False
+    if (its_own(randn(4, 8)) < 0).any() == (before < 0).any():
+        pytest.skip(f"torch {torch.__version__}: Dynamo does not see attributes that are set")
     fast = fxfuse.optimize(copy.deepcopy(model))
     compiled = torch.compile(fast, backend="eager")
     for flag in (True, False, True):
