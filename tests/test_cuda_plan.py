@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxfuse import build
-from fxfuse.cuda import exactness, plan
+from fxfuse.cuda import exactness, gpu, plan
 from fxfuse.pooling import Separate
 from fxfuse.problem import Problem, TensorMeta
 
@@ -150,6 +150,22 @@ def test_an_anchor_alone_runs_by_the_library_without_a_pass(ranked, monkeypatch)
     x, weight, bias = torch.randn(3, 256), torch.randn(8, 256), torch.randn(8)
     assert torch.equal(library.build()(x, weight, bias, []), torch.nn.functional.linear(x, weight, bias))
     assert library.name == plan.LIBRARY_ALONE and not loaded
+
+
+def test_a_product_that_becomes_float32_is_written_so_by_the_library(ranked, monkeypatch):
+    """A gradient of a weight under autocast: kernels of ours do, too."""
+    if not hasattr(torch.ops.aten.mm, "dtype"):
+        pytest.skip(f"torch {torch.__version__}: its products write 16 bits")
+    called = []
+    x, weight = (meta(768, 768, dtype=torch.bfloat16) for _ in range(2))
+    widened = Problem("mm", (), x=x, weight=weight, bias=None, epilogue="float32(acc)", operands=())
+    assert plan.LIBRARY in [candidate.name for candidate in ranked(widened)]  # a GPU's tensors that lie on a CPU
+    monkeypatch.setattr(gpu, "standing_in", lambda: None)
+    library = next(candidate for candidate in ranked(widened) if candidate.always)
+    assert library.name == plan.LIBRARY_ALONE
+    monkeypatch.setattr(torch, "mm", lambda *tensors, **options: called.append((len(tensors), options)))
+    library.build()(torch.empty(0), torch.empty(0), None, [])
+    assert called == [(2, {"out_dtype": torch.float32})]
 
 
 def test_a_convolutions_bias_is_added_by_a_pass_of_ours(ranked):

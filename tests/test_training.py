@@ -409,6 +409,21 @@ def test_autocast(name):
     made(fast)
 
 
+def test_gradients_of_weights_under_autocast_are_converted_by_the_products_kernel():
+    """Autograd turns them over twice, and names the layout and the device of the conversion."""
+    fast, model, exact = triple(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    x = randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            found = [step_of(fast, x), step_of(model, x)]
+    assert_errors_as_eagers(*found, step_of(exact, x.double()), noise=2**-7)
+    (step,) = made(fast)
+    (backward,) = step.backwards
+    (end,) = (node for node in backward.graph.nodes if node.op == "output")
+    products = [node for node in end.args[0] if node.target is fxfuse.functional.mm]
+    assert [node.args[-1] for node in products] == ["float32(acc)", "float32(acc)"]
+
+
 def test_autocast_left_before_the_backward():
     fast, model, exact = triple(mlp())
     for call in range(4):

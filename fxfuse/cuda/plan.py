@@ -279,6 +279,8 @@ def _library_candidate(region: Region) -> tune.Candidate:
     biased = problem.kind in CONVOLUTIONS and problem.bias is not None  # torch adds it in a slower pass of its own
     if isinstance(region.expression, Acc) and output == problem.x.dtype and not biased:
         return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: anchor_alone(problem), always=True, library=True)
+    if _is_widened_product(region):
+        return tune.Candidate(LIBRARY_ALONE, LIBRARY_ALONE, lambda: _widened_product, always=True, library=True)
     by_pass = _bias_by_pass(region)
     expression, metas = with_bias(problem, region.expression) if by_pass else (region.expression, problem.operands)
     shape, strides = prepared.result_shape, prepared.result_strides
@@ -291,6 +293,25 @@ def _library_candidate(region: Region) -> tune.Candidate:
 
     computes = Pass(expression, len(metas) > len(problem.operands), "library")
     return tune.Candidate(LIBRARY, LIBRARY, compiled, always=True, library=True, computes=computes)
+
+
+def _is_widened_product(region: Region) -> bool:
+    """Whether a region is a product in 16 bits that becomes float32, which torch's library can write (since 2.8).
+
+    Gradients of weights under autocast are.
+    """
+    problem = region.problem
+    is_one = problem.kind == "mm" and problem.x.dtype in (torch.float16, torch.bfloat16)
+    is_widened = region.expression == Call("float32", (Acc(),)) and region.output == torch.float32
+    return is_one and is_widened and hasattr(torch.ops.aten.mm, "dtype") and gpu.standing_in() is None
+
+
+def _widened_product(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A Run."""
+    assert weight is not None
+    return torch.mm(x, weight, out_dtype=torch.float32)
 
 
 def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidate:
