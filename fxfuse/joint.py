@@ -472,7 +472,7 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
     Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or take
     another view back, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
-    `where`, tensors of one number become numbers.
+    `where`, tensors of one number become numbers. Conversions of what leaves the graph name only the dtype.
     """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
@@ -486,12 +486,25 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
             node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
             node.target = _aten.bernoulli_.float  # draws in the order of memory, as dropout does in eager
+        if node.target is _aten._to_copy.default and all(user.op == "output" for user in node.users):
+            node.kwargs = _without_its_own(node)
         if node.target is _aten.where.self:
             _, first, second = node.args
             if _is_number(first, second):
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _without_its_own(conversion: fx.Node) -> dict[str, Any]:
+    """The arguments of a conversion but for its argument's own layout and device, which autograd names.
+
+    So a gradient of a weight is converted by the kernel that computes it. Elsewhere what is converted stays a value of
+    its own: others read it, and it takes half of the memory.
+    """
+    before = conversion.args[0].meta["val"]  # type: ignore[union-attr]
+    own = {"layout": before.layout, "device": before.device}
+    return {name: value for name, value in conversion.kwargs.items() if name not in own or value != own[name]}
 
 
 def _is_as_before(view: fx.Node) -> bool:

@@ -4,7 +4,6 @@ view, addmm or mm, view                             → linear or matmul of any 
 _native_batch_norm_legit_no_training, getitem 0     → batch_norm
 view, view back (where something was overwritten)   → nothing
 transpose, transpose back (gradients of weights)    → nothing
-_to_copy(dtype, its own layout and device)          → _to_copy(dtype), of what leaves the graph
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ def recompose(root: nn.Module, graph: fx.Graph) -> None:
             _recompose_batch_norm(graph, node)
         elif _is_view(node):
             _remove_view_back(graph, node)
-        elif target is _aten._to_copy:
-            _say_only_dtype(node)
         elif (away := _transposed(node)) is not None:
             _remove_transposed_back(graph, node, away)
 
@@ -181,15 +178,3 @@ def _remove_transposed_back(graph: fx.Graph, node: fx.Node, away: fx.Node) -> No
     node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")  # what leaves stays a view
     if not node.users:
         _erase_unused(graph, node)
-
-
-def _say_only_dtype(node: fx.Node) -> None:
-    """Leaves out a conversion's layout and device where they are its argument's, if its result only leaves the graph.
-
-    So a gradient of a weight is converted by the kernel that computes it. Elsewhere what is converted stays a value of
-    its own: others read it, and it takes half of the memory.
-    """
-    x = noted(node.args[0])
-    if isinstance(x, torch.Tensor) and all(user.op == "output" for user in node.users):
-        own = {"layout": x.layout, "device": x.device}
-        node.kwargs = {name: value for name, value in node.kwargs.items() if name not in own or value != own[name]}
