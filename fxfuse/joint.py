@@ -446,6 +446,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
         with backward.graph.inserting_before(placeholder):
             if node.name not in taken:
                 taken[node.name] = backward.graph.create_node("placeholder", node.name, name=node.name)
+                taken[node.name].name = node.name  # fx gives no name twice, those of erased nodes included
                 taken[node.name].meta = dict(node.meta)
         made = taken[node.name]
         after = [one for one in backward.graph.nodes if one.op == "placeholder"][-1]
