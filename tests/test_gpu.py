@@ -651,16 +651,26 @@ def test_windows_in_every_tile(tile, dtype, monkeypatch, forget):
         assert f"{tile.m}x{tile.n}x" in in_channels_last(nn.Conv2d(channels, 72, kernel, padding=1, stride=2), x, dtype)
 
 
+@pytest.fixture
+def by_this_tile(monkeypatch, forget):
+    """A function that leaves 16 bits one tile of warpgroups, and says what names of its kernels contain."""
+
+    def choose(tile, dtype):
+        monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
+        monkeypatch.setattr(gemm, "_TILES", ())
+        monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
+        monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
+        monkeypatch.setenv("FXFUSE_TUNE", "0")
+        return f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+
+    return choose
+
+
 @NEEDS_HOPPER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tile", gemm.WGMMA_TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
-def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
-    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
-    monkeypatch.setattr(gemm, "_TILES", ())
-    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
-    monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
-    monkeypatch.setenv("FXFUSE_TUNE", "0")
-    expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+def test_every_tile_of_warpgroups(tile, dtype, by_this_tile):
+    expected = by_this_tile(tile, dtype)
     # one tile, or parts of some; more than run at once; fewer and more tiles of K than stages
     for rows, features, depth in ((5, 8, 8), (77, 200, 136), (5000, 1000, 72), (40000, 520, 648)):
         model = Net(lambda s, x: F.relu(s.fc(x) + x[:, :1]), fc=nn.Linear(depth, features))
@@ -675,14 +685,9 @@ def test_every_tile_of_warpgroups(tile, dtype, monkeypatch, forget):
 @pytest.mark.parametrize(
     "tile", [tile for tile in gemm.WGMMA_TILES if tile.n in (64, 128, 256)], ids=lambda tile: f"{tile.m}x{tile.n}"
 )
-def test_warpgroups_read_across_rows(tile, dtype, turned, monkeypatch, forget):
+def test_warpgroups_read_across_rows(tile, dtype, turned, by_this_tile):
     """A weight as (K, N); and x as (K, M), as products for a weight's gradient have both."""
-    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
-    monkeypatch.setattr(gemm, "_TILES", ())
-    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
-    monkeypatch.setattr(plan, "LIBRARY_PRODUCTS", 2**63)
-    monkeypatch.setenv("FXFUSE_TUNE", "0")
-    expected = f"wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+    expected = by_this_tile(tile, dtype)
     for rows, features, depth in ((8, 8, 8), (80, 200, 133), (5000, 1000, 72), (1000, 520, 2052)):
         model = Net(lambda s, x: F.relu((x.t() if turned else x) @ s.w), w=torch.randn(depth, features))
         shape = (depth, rows) if turned else (rows, -(-depth // 8) * 8)
@@ -695,11 +700,8 @@ def test_warpgroups_read_across_rows(tile, dtype, turned, monkeypatch, forget):
 @pytest.mark.parametrize(
     "tile", [tile for tile in gemm.WGMMA_TILES if tile.goes_on], ids=lambda tile: f"{tile.m}x{tile.n}"
 )
-def test_gated_units_by_every_tile(tile, dtype, monkeypatch, forget):
-    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,))
-    monkeypatch.setattr(gemm, "FEW_ROWS", (0,))
-    monkeypatch.setenv("FXFUSE_TUNE", "0")
-    expected = f"gated gemm wgmma {'fp16' if dtype == torch.float16 else 'bf16'} {tile.m}x{tile.n}x"
+def test_gated_units_by_every_tile(tile, dtype, by_this_tile):
+    expected = f"gated gemm {by_this_tile(tile, dtype)}"
     for rows, features, depth in ((16, 8, 8), (77, 200, 136), (5000, 1003, 72), (9000, 520, 648)):
         unit = {"f": nn.Linear(depth, features), "g": nn.Linear(depth, features, bias=features != 200)}
         model = Net(lambda s, x: F.silu(s.f(x)) * s.g(x) + x[:, :1], **unit)
