@@ -666,6 +666,7 @@ class Replays:
             again = self._recorded_again(args, kwargs)
             if again is not None:
                 return again[0].replay(again[1])
+        is_new = False
         if not _is_watched():
             with self._lock:  # the graph's buffers are in use until the results are copied
                 leaves: list[torch.Tensor] = []
@@ -677,7 +678,9 @@ class Replays:
                     if recording is not None:
                         self._remember(recording, args, kwargs, leaves)
                         return recording.replay(leaves)
-        return forward(module, *args, **kwargs)
+                    is_new = True  # the next call of this kind is captured
+        with stream_capture.replaying() if is_new else contextlib.nullcontext():
+            return forward(module, *args, **kwargs)
 
     def _remember(
         self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[torch.Tensor]
@@ -731,7 +734,8 @@ class Replays:
                 raise Unfit(f"there are {GRAPHS} graphs for other kinds of call")
             if self._pool is None or self._pool.device != device:
                 self._pool = Pool(device)
-            found = self._found[key] = _record(module, forward, args, kwargs, lent, self._pool)
+            with stream_capture.replaying():
+                found = self._found[key] = _record(module, forward, args, kwargs, lent, self._pool)
         if isinstance(found, Unfit):
             raise found
         return found

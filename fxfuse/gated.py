@@ -6,6 +6,7 @@ how its parts run: see patterns/gated.py, which puts them together.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,12 @@ def split(problem: Problem) -> Parts:
     alone, first_operands = renumbered(rewrite(cut, lambda node: Acc() if node is _PRODUCT else node))
     rest, second_operands = renumbered(rewrite(problem.expression, lambda n: Operand(_FIRST) if n is cut else n))
     chosen = tuple(problem.operands[index] for index in first_operands)
-    first = Problem("linear", (), str(alone), problem.x, gate, gate_bias, chosen, problem.fp32)
+    part = dataclasses.replace(problem, kind="linear", options=(), written=None)
+    first = dataclasses.replace(part, epilogue=str(alone), weight=gate, bias=gate_bias, operands=chosen)
     result = evaluate_all(first, anchor_meta(first))[first.expression]
     meta = TensorMeta.of(result, problem.x.device)
     others = tuple(meta if index == _FIRST else problem.operands[index] for index in second_operands)
-    second = Problem("linear", (), str(rest), problem.x, problem.weight, problem.bias, others, problem.fp32)
+    second = dataclasses.replace(part, epilogue=str(rest), operands=others)
     return Parts(first, second, first_operands, second_operands, gate_bias is not None)
 
 

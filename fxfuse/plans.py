@@ -254,7 +254,7 @@ def _problem(
     weight_meta, bias_meta = (None if tensor is None else _meta(tensor) for tensor in (weight, bias))
     return Problem(
         kind, options, epilogue, _meta(x), weight_meta, bias_meta, tuple(map(_meta, operands)), fp32, pool,
-        as_written(region, epilogue),
+        as_written(region, epilogue), stream_capture.will_be_replayed(),
     )  # fmt: skip
 
 

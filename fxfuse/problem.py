@@ -115,6 +115,8 @@ class Problem:
     """The fields of the MaxPool that is applied to the epilogue's result; empty if there is none."""
     written: Expr | None = None
     """The epilogue as the model wrote it, which torch runs; None if `epilogue` is that."""
+    replayed: bool = False
+    """Whether the call becomes a part of a CUDA graph, so that the CPU's time for it does not matter."""
 
     @property
     def expression(self) -> Expr:

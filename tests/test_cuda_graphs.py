@@ -22,7 +22,8 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 
 import fxfuse
-from fxfuse import cuda_graphs
+from fxfuse import cuda_graphs, plans
+from fxfuse.module import state_of
 from fxfuse.program.observed import Operators
 from fxfuse.state import seed as seed_all
 
@@ -148,6 +149,19 @@ class TestCalls:
             assert_as_eager(model, fast, randn(*shape, seed=replayed))
             assert len(replays) == replayed
         assert len(set(replays)) == 2 and report(fast) == ("2 CUDA graphs captured",)
+
+    def test_kernels_are_chosen_for_replays(self):
+        """Where the CPU issues nothing. A call that cannot be replayed has other plans."""
+        fast, plain = (fxfuse.optimize(block(), cuda_graphs=flag) for flag in (True, False))
+        for net in (fast, plain):
+            net(randn(5, 8))
+            with BaseTorchFunctionMode():  # a replay would call no function
+                net(randn(3, 8))
+        for net, expected in ((fast, [True, False]), (plain, [False, False])):
+            for region in state_of(net).regions:
+                problems = plans.problems_of(region.number)
+                rows = {problem.x.shape[0]: problem.replayed for problem in problems}
+                assert [rows[5], rows[3]] == expected
 
     @pytest.mark.parametrize("named", [(), ("y",), ("x", "y"), ("y", "x")], ids=str)
     def test_a_call_like_the_one_before_is_recognised_at_once(self, named, replays, monkeypatch):

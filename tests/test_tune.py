@@ -288,6 +288,31 @@ def test_a_candidate_that_fails_while_it_is_measured_is_left_out(gpu, monkeypatc
 MEASURE = tune._measure
 
 
+@pytest.mark.parametrize(("replayed", "expected"), [(False, "launched"), (True, "called")])
+def test_a_call_that_takes_the_cpu_long_is_worth_a_slower_kernel_unless_it_is_replayed(
+    replayed, expected, gpu, monkeypatch
+):
+    """In microseconds on the GPU and on the CPU, with a third whose CPU's time is hidden behind the GPU's."""
+    times = {"called": (6, 30), "launched": (8, 10), "slow": (20, 10)}
+
+    def running(name):
+        run = lambda *tensors: name  # noqa: E731
+        run.times = times[name]
+        return lambda: run
+
+    monkeypatch.setattr(tune, "gpu_timer", lambda *device: lambda run, tensors: run.times[0] * 1e-6)
+    monkeypatch.setattr(tune, "_time_to_issue", lambda run, tensors: run.times[1] * 1e-6)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tune, "_measure", MEASURE)
+    candidates = [tune.Candidate(name, name, running(name), always=True) for name in times]
+    plan = tune.draft(dataclasses.replace(problem(), replayed=replayed), candidates)()
+    assert plan.kernel == expected
+    on_the_gpu = {name: seconds for name, (seconds, _) in times.items()}
+    if not replayed:
+        on_the_gpu |= {"called": 6 + (30 - 6) / 2, "launched": 8 + (10 - 8) / 2}
+    assert {name: round(time * 1e6, 6) for name, time in plan.measured} == on_the_gpu
+
+
 def test_a_new_generator_is_measured_against_the_old_choice(gpu, monkeypatch):
     gpu.times = {"a": 2.0, "b": 1.0, "new": 0.5}
     gpu(problem(), gpu.candidates("a", "b"))

@@ -68,7 +68,8 @@ SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
 WAIT_SHARE: Final = 0.5
 """Share that counts of the time by which issuing a call takes longer than the GPU needs for it. A model of such calls
-waits for the CPU, and all of that time counts; in a CUDA graph, or between long kernels, none of it does."""
+waits for the CPU, and all of that time counts; between long kernels none of it does, nor in a CUDA graph: there the
+share is 0 (`Problem.replayed`)."""
 CALL_SHARE: Final = 1.0
 """The share where all candidates are calls of torch. A program does not shorten their time on the CPU, while kernels
 of ours are entries in its list."""
@@ -360,7 +361,7 @@ def _measure(problem: Problem, ready: Sequence[tuple[Candidate, Run]]) -> dict[s
                         del samples[candidate.name]
                 contest = [(candidate, run) for candidate, run in contest if candidate.name in samples]
             times = {name: statistics.median(taken) for name, taken in samples.items()}
-            if times and min(times.values()) < SHORT:
+            if times and min(times.values()) < SHORT and not problem.replayed:
                 for candidate, run in ready:
                     if candidate.name in times:
                         with _left_out_if_it_fails(candidate) as failure:
@@ -427,7 +428,7 @@ def _key(problem: Problem, other: tuple[str, int] | None = None) -> str:
         *(other or _gpu(problem.x.device)), gpu.torch_version(), gpu.cuda_version(),
         build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, *ops.own_code(problem.expression), problem.pool,
-        precision_of(problem),
+        precision_of(problem), problem.replayed,
         tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
         problem.weight and tensor(problem.weight, True),
         problem.bias and tensor(problem.bias, True),

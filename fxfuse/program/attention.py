@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fxfuse import packaged
+from fxfuse import packaged, stream_capture
 from fxfuse.cuda import attention, exactness, gpu, tune
 from fxfuse.errors import FxfuseError
 from fxfuse.expression import Operand
@@ -129,7 +129,12 @@ def by_hand(device: torch.device, tensors: Sequence[Value], added: Value | None,
         TensorMeta(value.shape, value.strides, value.dtype, device, math.gcd(value.slot.alignment, value.offset))
         for value in (*tensors, *(() if added is None else (added,)))
     ]
-    return _if_quicker(Problem(BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:])))
+    return _if_quicker(
+        Problem(
+            BY_HAND, (("scale", scale),), "acc", metas[0], None, None, tuple(metas[1:]),
+            replayed=stream_capture.will_be_replayed(),
+        )
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxfuse import build
+from fxfuse import build, stream_capture
 from fxfuse.cuda import codegen, gpu, tune
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.launch import empty_strided, on_device, queue_by_address
@@ -55,7 +55,8 @@ def quickest(
 def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[str, object], ...]) -> Problem:
     """The problem for tensors like these; `options` are what else decides the result."""
     first, *others = (TensorMeta.of(tensor, tensor.device, alignment(tensor)) for tensor in tensors)
-    return Problem(kind, options, "acc", first, None, None, tuple(others))
+    replayed = stream_capture.will_be_replayed()
+    return Problem(kind, options, "acc", first, None, None, tuple(others), replayed=replayed)
 
 
 def _candidate(
