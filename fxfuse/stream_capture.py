@@ -27,6 +27,11 @@ def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor.is_cuda for tensor in tensors) and gpu.is_capturing()
 
 
+_for_good: Final[dict[int, torch.Tensor]] = {}
+"""By identity, what graphs of others read: nobody says when one of them is gone."""
+_own = threading.local()
+
+
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
     """Inside, this thread's calls will be replayed as a CUDA graph, or are captured for that."""
@@ -40,11 +45,6 @@ def replaying() -> Iterator[None]:
 def will_be_replayed() -> bool:
     """Whether this thread's call will be replayed: then the CPU's time for it does not matter."""
     return bool(getattr(_own, "replayed", False))
-
-
-_for_good: Final[dict[int, torch.Tensor]] = {}
-"""By identity, what graphs of others read: nobody says when one of them is gone."""
-_own = threading.local()
 
 
 def keep(tensors: Iterable[torch.Tensor]) -> None:

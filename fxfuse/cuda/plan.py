@@ -300,16 +300,15 @@ def _is_widened_product(region: Region) -> bool:
 
     Gradients of weights under autocast are.
     """
-    problem = region.problem
-    is_one = problem.kind == "mm" and problem.x.dtype in (torch.float16, torch.bfloat16)
-    is_widened = region.expression == Call("float32", (Acc(),)) and region.output == torch.float32
-    return is_one and is_widened and hasattr(torch.ops.aten.mm, "dtype") and gpu.standing_in() is None
+    is_widened = region.expression == Call("float32", (Acc(),))  # not of float32: casts to the same dtype are gone
+    is_one = region.problem.kind == "mm" and is_widened
+    return is_one and hasattr(torch.ops.aten.mm, "dtype") and gpu.standing_in() is None
 
 
 def _widened_product(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """A Run."""
+    """The Run of such a region."""
     assert weight is not None
     return torch.mm(x, weight, out_dtype=torch.float32)
 

@@ -171,7 +171,7 @@ def _remove_view_back(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _remove_transposed_back(graph: fx.Graph, node: fx.Node, away: fx.Node) -> None:
-    """`node` is the transpose of `away`."""
+    """Replaces `node`, the transpose of `away`, by the matrix of which `away` is the transpose."""
     origin = _transposed(away)
     if origin is None or len(_sizes(noted(origin)) or ()) != 2:
         return

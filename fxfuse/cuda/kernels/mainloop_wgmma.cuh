@@ -61,7 +61,7 @@ struct WgmmaStages {
     static constexpr bool kAlone = Shape::kLeastBlocks == 1;
     static constexpr int kCopiesAhead = Shape::kStages - (kAlone ? 2 : 1);
     // For each m or n in either order: 64 of them are 64 rows, or a slab of 64 rows of K.
-    static constexpr int kRowBytes = 128;
+    static constexpr int kRowBytes = TileX::kSlabRowBytes;
     static constexpr bool kTurnedX = TileX::kMajor == Major::kMN, kTurnedW = TileW::kMajor == Major::kMN;
     // Columns of one instruction.
     static constexpr int kColumns = Shape::kGroupColumns > 128 ? Shape::kGroupColumns / 2 : Shape::kGroupColumns;
