@@ -462,7 +462,7 @@ def _make_views_again(forward: fx.GraphModule, backward: fx.GraphModule, known: 
 def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """The base of a value, and the views that lead from the base to it."""
     views: list[fx.Node] = []
-    while node not in known and (is_view(node) or node.target is _aten._unsafe_view.default):
+    while node not in known and is_view(node):
         views.insert(0, node)
         node = node.args[0]
     return node, views

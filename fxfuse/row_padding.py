@@ -131,8 +131,12 @@ def is_view(node: fx.Node) -> bool:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
         return False
+    if not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is _aten._unsafe_view.default:  # its schema has no alias, for autograd's sake
+        return True
     first = node.target._schema.arguments[0].alias_info
-    return first is not None and not first.is_write and isinstance(node.args[0], fx.Node)
+    return first is not None and not first.is_write
 
 
 def _source(matrix: Any) -> fx.Node | None:

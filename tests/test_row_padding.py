@@ -83,6 +83,8 @@ def test_what_loops_make_has_gaps(function, shapes, dtype):
         (lambda x, y: x @ y, ((20, 101), (101, 16))),  # given, and read once
         (lambda x, y: (x.exp(), x.exp() @ y)[::-1], ((20, 101), (101, 16))),
         (lambda x, y: (x.exp().view(-1), x.exp().view(-1).view(20, 101) @ y), ((20, 101), (101, 16))),
+        # no view for autograd, but it shares the memory
+        (lambda x, y: (torch.ops.aten._unsafe_view(x.exp(), [10, 202]), x.exp() @ y), ((20, 101), (101, 16))),
     ],
 )
 def test_what_stays_as_it_is(function, shapes):
