@@ -30,6 +30,7 @@ from fxfuse import plans
 from fxfuse.capture import Captured
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError, FxfuseWarning
+from fxfuse.graph_breaks import broken, parts_of
 from fxfuse.in_parts import compiled_by_parts, has_parts
 from fxfuse.module import FusedModule, state_of
 from fxfuse.replacement import Settings
@@ -81,7 +82,7 @@ def compile_graph(
             return by_parts
     fused = fused_graph(gm, settings, Replays(lends=True) if cuda_graphs else False)
     _graphs[fused] = callers
-    return plans.prepared_by_first_call(fused)
+    return prepared(fused)
 
 
 def _on_gpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -148,13 +149,23 @@ def _callers(gm: fx.GraphModule) -> tuple[_Caller, ...]:
 
 
 def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | Literal[False] = False) -> FusedModule:
-    """The graph with its regions fused, and those of the graphs that it checkpoints."""
+    """The graph with its regions fused, and those of the graphs that it checkpoints or that it is broken into."""
+    gm = broken(gm, lambda part: fused_graph(part, settings))
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
             body, node.target = node.args[0].target, recomputed
             setattr(gm, body, fused_graph(getattr(gm, body), settings))
     return FusedModule(Captured(gm, graph), settings, cuda_graphs)
+
+
+_FIRST_CALLS: Final = 6
+"""Calls among which each part of a graph makes its training step, if all calls are of one kind."""
+
+
+def prepared(fused: FusedModule) -> Callable[..., Any]:
+    """A graph whose first call computes by torch and compiles all kernels: those of all parts together."""
+    return plans.prepared_by_first_calls(fused, _FIRST_CALLS if parts_of(fused) else 1)
 
 
 def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:

@@ -62,7 +62,7 @@ def compiled_by_parts(
         half.recompile()
         module = FusedModule(Captured(half, copy.deepcopy(half.graph), is_laid_out=True), settings)
         note(module)
-        run = plans.prepared_by_first_call(module.forward)
+        run = plans.prepared_by_first_calls(module.forward)
 
         def call(*args: Any) -> Any:
             with torch.no_grad():

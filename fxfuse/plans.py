@@ -508,15 +508,20 @@ def preparing() -> Iterator[Drafts]:
         drafts.close()
 
 
-def prepared_by_first_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `call`: its first run computes by torch and compiles all kernels that it needs (`preparing`)."""
-    ready = False
+def preparing_together() -> contextlib.AbstractContextManager[Any]:
+    """`preparing`; inside of it nothing: the outer one makes the plans, so that all kernels are compiled together."""
+    return preparing() if getattr(_collecting, "pending", None) is None else contextlib.nullcontext()
+
+
+def prepared_by_first_calls(call: Callable[..., Any], calls: int = 1) -> Callable[..., Any]:
+    """Wraps `call`: its first runs compute by torch and compile all kernels that they need (`preparing`)."""
+    left = calls
 
     def run(*args: Any) -> Any:
-        nonlocal ready
-        if ready:
+        nonlocal left
+        if not left:
             return call(*args)
-        ready = True
+        left -= 1
         with preparing():
             return call(*args)
 

@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import checkpoints, ops, plans, stream_capture
+from fxfuse import checkpoints, ops, stream_capture
 from fxfuse.hooks import hooks_of, keep_otherwise
 from fxfuse.locks import free_in_children
 from fxfuse.segments import buckets_now
@@ -337,7 +337,7 @@ def _fused(
     gm: fx.GraphModule, example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:  # fmt: skip
     """The backend for `torch.compile`. Dynamo keeps it for ever, so it must not hold the model."""
-    from fxfuse.backend import fused_graph
+    from fxfuse.backend import fused_graph, prepared
     from fxfuse.module import drop_source_with
 
     drop_source_with(type(gm).forward)
@@ -345,10 +345,10 @@ def _fused(
     known = graphs()
     if known is not None:
         known.add(fused)
-    prepared = plans.prepared_by_first_call(fused)
+    call = prepared(fused)
 
     def run(*inputs: Any) -> Any:
-        results = prepared(*inputs)
+        results = call(*inputs)
         made = _capturing.made
         if made is not None:
             made.append(results)
@@ -434,6 +434,8 @@ def _is_watched(values: Sequence[Any]) -> bool:
 
 def _is_dynamos(error: Exception) -> bool:
     """Whether an error is Dynamo's, because it cannot capture. Errors of the model have other classes."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith(
-        "torch._dynamo"
-    )
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or type(error).__module__.startswith(_CAPTURING)
+
+
+_CAPTURING: Final = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
+"""The modules whose errors may leave Dynamo: it computes with fake tensors and symbols for sizes."""

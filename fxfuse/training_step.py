@@ -131,7 +131,7 @@ class TrainingStep:
         if self._is_prepared:
             return self._forwarded(given)
         self._is_prepared = True
-        with plans.preparing():
+        with plans.preparing_together():
             found = self._forwarded(given)
             self._try_backward(given, *found)
         return found

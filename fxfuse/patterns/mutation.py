@@ -95,7 +95,7 @@ def asks_shape(node: fx.Node) -> bool:
     return is_attribute or getattr(node.target, "__module__", "") == "fxfuse.patterns.questions"
 
 
-_SWITCHES: Final = frozenset(
+SWITCHES: Final = frozenset(
     {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
 )
 """Functions in Dynamo's graphs that change what the operations after them compute."""
@@ -114,7 +114,7 @@ class Mutations:
         section = 0
         for index, node in enumerate(graph.nodes):
             self.order[node] = index
-            section += node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+            section += node.op == "call_function" and getattr(node.target, "__name__", "") in SWITCHES
             self._section[node] = section
             written = self._written(node)
             if written:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Final, TypeVar
 
+import torch
 from torch import fx, nn
 
 from fxfuse import plans
@@ -13,7 +14,9 @@ from fxfuse.backend import compiled_graphs
 from fxfuse.channels_last import Layouts, bytes_of
 from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
+from fxfuse.graph_breaks import parts_of
 from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, is_fused, state_of, stops
+from fxfuse.patterns.anchors import noted
 from fxfuse.problem import Plan
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
@@ -128,7 +131,9 @@ def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
     whole = _recaptured(fast)
     for path, module in fast.named_modules():
         if path in whole:
-            yield from ((path, trace) for trace in whole[path])
+            for trace in whole[path]:
+                yield path, trace
+                yield from ((_joined(path, part), trace.get_submodule(part)) for part in parts_of(trace))  # type: ignore[misc]
         elif isinstance(module, FusedModule) and not any(_is_below(path, other) for other in whole):
             used = [trace for trace in (module, *state_of(module).variants.values()) if _is_used(trace, module)]
             yield from ((path, trace) for trace in used or [module])
@@ -156,6 +161,27 @@ def _dynamo_report(name: str, fast: FusedModule) -> Iterator[str]:
         what = f"'{whole}'" if whole else "the model"
         count = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
         yield f"{what} was captured by Dynamo as {count}, since tracing stopped at {reason}"
+        for graph in graphs:
+            yield from _breaks_report(what, graph)
+
+
+def _breaks_report(what: str, graph: FusedModule) -> Iterator[str]:
+    """How many parts one of Dynamo's graphs is broken into, and what stands between them."""
+    parts = parts_of(graph)
+    if parts:
+        whole = state_of(graph).captured.graph
+        assert whole is not None, "Dynamo's graphs have one"
+        between = [node for node in whole.nodes if any(map(_is_tensor, node.all_input_nodes))]
+        names = Counter(name_of(node) for node in between if node.op != "output" and node.target not in parts)
+        shown = ", ".join(name for name, _ in names.most_common(6))
+        yield (
+            f"{what} runs in {len(parts)} parts: what stands between them ({shown}) depends on sizes that data decide, "
+            "or has a gradient that cannot be traced, and runs node by node"
+        )
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(noted(node), torch.Tensor)
 
 
 def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
@@ -169,7 +195,7 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
     what = f"'{path}'" if path else "the model"
     if training is None:
         return
-    if training.reason is not None:
+    if training.reason is not None and not parts_of(module):
         yield f"gradients of {what} come from torch: {training.reason}"
     if training.captured_without_step:
         yield (

@@ -1,0 +1,207 @@
+"""Breaks one of Dynamo's graphs around what no trace can hold.
+
+If data decide a size (`tolist`, `nonzero`, a split into what each expert gets), the sizes of what follows differ from
+call to call; and an operator of a stranger may have a gradient that looks at data. A graph with one such node could
+have neither a program nor a training step. So such nodes run one by one, as torch runs them, and what lies between
+them are graphs of their own:
+
+    x ─ linear ─ relu ─ topk ─ tolist ─ split ─ cat ─ linear ─ gelu
+        └──── part_1 ────┘    (node by node)         └─ part_2 ─┘
+
+The order of the nodes stays as it is, so that in-place changes and random numbers do, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxfuse.patterns.anchors import noted
+from fxfuse.patterns.mutation import SWITCHES, asks_shape
+from fxfuse.row_padding import is_view
+
+PART: Final = "fxfuse_part_"
+"""The beginning of the names of parts: a submodule of each graph that is broken."""
+WORTH: Final = 12
+"""Operations from which a run of them is worth a part: a training step costs the CPU what some ten operators cost."""
+_OWN: Final = frozenset({"aten", "prims", "prim", "higher_order", "fxfuse"})
+"""The namespaces of operators whose gradients can be traced."""
+_VIEWS: Final = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "chunk",
+     "split", "unbind", "select", "narrow", "detach", "getitem", "view_as", "expand_as", "movedim", "swapaxes"}
+)  # fmt: skip
+"""Methods and functions that compute nothing: their results are, as a rule, views."""
+
+
+def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> fx.GraphModule:
+    """The graph with its breaks; `gm` itself if there are none. `gm` gets the parts as submodules.
+
+    Args:
+        gm: a graph of Dynamo's, with fake values in its nodes.
+        made: makes a module of a part.
+    """
+    stays = {node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr", "output")}
+    apart = {node for node in gm.graph.nodes if node not in stays and _is_apart(node)}
+    if not apart:
+        return gm
+    apart |= _switches(gm.graph, apart)
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for nodes in _runs(gm.graph, apart):
+        computing = sum(not (node in stays or _is_light(node)) for node in nodes)
+        is_part = computing >= WORTH and apart.isdisjoint(nodes)
+        for node in nodes:
+            if not is_part or node.op == "get_attr":
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        if is_part:
+            _add_part(gm, graph, [node for node in nodes if node.op != "get_attr"], copied, made)
+    return fx.GraphModule(gm, graph)
+
+
+def parts_of(module: nn.Module) -> list[str]:
+    """The names of the parts of a module that was made of a broken graph."""
+    return [name for name, _ in module.named_children() if name.startswith(PART)]
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Whether a node must run by itself."""
+    values = pytree.tree_leaves([noted(node), fx.node.map_arg((node.args, node.kwargs), noted)])
+    return any(map(_is_decided_by_data, values)) or not _has_traceable_gradient(node)
+
+
+def _switches(graph: fx.Graph, apart: Set[fx.Node]) -> set[fx.Node]:
+    """The nodes that begin or end a mode (autocast, no_grad) inside of which there is a break, or that may do so."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    switches = [node for node in order if getattr(node.target, "__name__", "") in SWITCHES]
+    pairs = [(begin, end) for begin in switches for end in begin.users if end in switches]
+    grad_modes = [node for node in switches if node.target is torch._C._set_grad_enabled]
+    pairs += [pair for pair in zip(grad_modes[::2], grad_modes[1::2], strict=False) if pair[0].args != pair[1].args]
+    whole = {
+        node
+        for begin, end in pairs
+        if not any(order[begin] < order[one] < order[end] for one in apart)
+        for node in (begin, end)
+    }
+    return set(switches) - whole
+
+
+def _is_decided_by_data(value: Any) -> bool:
+    """Whether a number, or a size of a tensor, is known only once the graph runs."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes half a second to import
+
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    numbers = (*value.shape, *value.stride()) if _is_strided(value) else (value,)
+    return any(isinstance(number, symbolic) and bool(free_unbacked_symbols(number)) for number in numbers)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _has_traceable_gradient(node: fx.Node) -> bool:
+    """Whether the gradient of a stranger's operator, if there will be one, can be traced: it is, of fake values."""
+    target: Any = node.target
+    namespace = getattr(target, "_qualified_op_name", getattr(target, "namespace", "aten")).partition("::")[0]
+    if node.op != "call_function" or not isinstance(target, _OPERATORS) or namespace in _OWN:
+        return True
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), noted)
+    fake = [value for value in pytree.tree_leaves([args, kwargs]) if isinstance(value, torch.Tensor)]
+    wanted = [value for value in fake if value.requires_grad]
+    mode = getattr(fake[0], "fake_mode", None) if fake else None
+    if mode is None or not wanted or not torch.is_grad_enabled():
+        return True
+    again = {id(value): value.detach().requires_grad_(value.requires_grad) for value in fake}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda value: again[id(value)], (args, kwargs))
+    try:
+        with mode:
+            results = [leaf for leaf in pytree.tree_leaves(target(*args, **kwargs)) if _has_gradient(leaf)]
+            ones = list(map(torch.ones_like, results))
+            torch.autograd.grad(results, [again[id(value)] for value in wanted], ones, allow_unused=True)
+    except Exception:  # whatever a stranger's gradient raises, a trace of it would raise, too
+        return False
+    return True
+
+
+_OPERATORS: Final = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _runs(graph: fx.Graph, apart: Set[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The nodes in their order, in runs of nodes that are all apart, or all arguments or results, or neither."""
+    run: list[fx.Node] = []
+    kind: Any = None
+    for node in graph.nodes:
+        now = node.op if node.op in ("placeholder", "output") else node in apart
+        if node.op == "get_attr" and run:
+            now = kind
+        if run and now != kind:
+            yield run
+            run = []
+        kind = now
+        run.append(node)
+    yield run
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether a node makes no more than a view of the only tensor that it takes, or asks it for its shape."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return len(node.all_input_nodes) == 1 and (name in _VIEWS or asks_shape(node) or is_view(node))
+
+
+def _add_part(
+    gm: fx.GraphModule, graph: fx.Graph, nodes: Sequence[fx.Node], copied: dict[fx.Node, fx.Node],
+    made: Callable[[fx.GraphModule], nn.Module],
+) -> None:  # fmt: skip
+    """Adds a part to the graph: a call of the module that is made of these nodes.
+
+    Args:
+        copied: the nodes of `graph` by those that they are copies of. It is added to.
+    """
+    inside = set(nodes)
+    behind = _made_behind([node for node in nodes if not inside.issuperset(node.users)], inside)
+    inner = inside.difference(behind)
+    leaving = [node for node in nodes if node in inner and not inner.issuperset(node.users)]
+    part, own = fx.Graph(), dict[fx.Node, fx.Node]()
+    taken = dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside)
+    arguments = [node for node in taken if node.op != "get_attr"]
+    for node in arguments:
+        own[node] = part.create_node("placeholder", node.name, name=node.name, type_expr=node.type)
+        own[node].meta = dict(node.meta)
+    for node in (*(node for node in taken if node.op == "get_attr"), *nodes):
+        own[node] = part.node_copy(node, own.__getitem__)
+    part.output(tuple(own[node] for node in leaving))
+    name = next(name for name in map(f"{PART}{{}}".format, itertools.count(1)) if not hasattr(gm, name))
+    gm.add_submodule(name, made(fx.GraphModule(gm, part)))
+    results = graph.call_module(name, tuple(copied[node] for node in arguments))
+    for number, node in enumerate(leaving):
+        copied[node] = graph.call_function(operator.getitem, (results, number))
+        copied[node].meta = dict(node.meta)
+    for node in behind:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+
+
+def _made_behind(leaving: Sequence[fx.Node], inside: Set[fx.Node]) -> list[fx.Node]:
+    """The views that are made behind a part: results of a training step share no memory, nor do they show what the
+    part was given.
+    """
+    views: dict[fx.Node, list[fx.Node]] = {}
+    counts = Counter[fx.Node]()
+    for node in leaving:
+        base, views[node] = node, []
+        while base in inside and _is_light(base):
+            views[node].insert(0, base)
+            base = base.all_input_nodes[0]
+        counts[base] += 1
+        views[node].insert(0, base)
+    shared = [of for of in views.values() if counts[of[0]] > 1 or of[0] not in inside]
+    return list(dict.fromkeys(view for of in shared for view in of[1:]))

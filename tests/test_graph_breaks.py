@@ -1,0 +1,246 @@
+"""Graphs of Dynamo's that are broken around what no trace can hold: graph_breaks.py."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import randn
+from torch import nn
+
+import fxfuse
+from fxfuse import graph_breaks
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS, state_of
+
+CALLS = 6
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "WORTH", 2)
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that a router chooses: data decide how many rows each gets."""
+
+    def __init__(self, count=3, features=8):
+        super().__init__()
+        self.before, self.router = nn.Linear(features, features), nn.Linear(features, count)
+        self.experts = nn.ModuleList(nn.Linear(features, features) for _ in range(count))
+        self.after = nn.Linear(features, features)
+
+    def counts(self, chosen):
+        return (chosen[:, None] == torch.arange(len(self.experts))).sum(0)
+
+    def forward(self, x):
+        x = F.gelu(self.before(x)) * 0.5 + x
+        score, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        groups = x[order].split(self.counts(chosen).tolist())
+        done = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        done = torch.zeros_like(x).index_add(0, order, done) * score[:, None]
+        return torch.tanh(self.after(done)).square() + x
+
+
+def parts_in(fast):
+    """The parts of a model's only graph of Dynamo's."""
+    (graph,) = state_of(fast).recapture.graphs
+    return [graph.get_submodule(name) for name in graph_breaks.parts_of(graph)]
+
+
+def gradients(model, call, *inputs):
+    """The results and the gradients of all parameters and inputs of a loss that every element decides."""
+    leaves = [*(item for item in inputs if item.requires_grad), *model.parameters()]
+    result = call(*inputs)
+    loss = (result * torch.arange(result.shape[-1], dtype=result.dtype).cos()).sum()
+    return result, torch.autograd.grad(loss, leaves)
+
+
+def assert_trains_as(model, fast, *inputs):
+    double = copy.deepcopy(model).double()
+    twins = [item.detach().double().requires_grad_() for item in inputs]
+    want, expected = gradients(double, double, *twins)
+    have, found = gradients(model, fast, *inputs)
+    torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+needs_dynamo = pytest.mark.skipif(not DYNAMO_KEEPS_OBJECTS, reason="models are captured by Dynamo from torch 2.6")
+
+
+@needs_dynamo
+def test_what_lies_between_sizes_that_data_decide_trains_by_steps():
+    torch.manual_seed(0)
+    model = Experts()
+    fast = fxfuse.optimize(model)
+    for seed in range(CALLS):
+        assert_trains_as(model, fast, randn(16, 8, seed=seed).requires_grad_())
+    first, last = parts_in(fast)
+    assert [len(state_of(part).training.steps) for part in (first, last)] == [1, 1]
+    report = fxfuse.explain(fast)
+    assert any("the model runs in 2 parts" in line and "split" in line for line in report.dynamo), report.dynamo
+    assert not any("come from torch" in line for line in report.training), report.training
+
+
+@needs_dynamo
+@torch.no_grad()
+def test_they_have_programs():
+    torch.manual_seed(0)
+    model = Experts().eval()
+    fast = fxfuse.optimize(model)
+    for seed in range(CALLS):
+        x = randn(16, 8, seed=seed)
+        torch.testing.assert_close(fast(x), model(x))
+    assert [len(state_of(part).programs.programs) for part in parts_in(fast)] == [1, 1]
+
+
+class OwnLength(Experts):
+    """The counts themselves are as many as data decide, which no graph of Dynamo's holds."""
+
+    def counts(self, chosen):
+        return chosen.bincount(minlength=len(self.experts))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad])
+def test_what_dynamo_cannot_hold_runs_as_python(mode):
+    torch.manual_seed(0)
+    model = OwnLength()
+    fast = fxfuse.optimize(model)
+    with mode():
+        for seed in range(CALLS):
+            x = randn(16, 8, seed=seed)
+            torch.testing.assert_close(fast(x), model(x))
+
+
+class Grouped(nn.Module):
+    """With an operator of a stranger's whose gradient reads data."""
+
+    def __init__(self, features=8):
+        super().__init__()
+        self.before, self.after = nn.Linear(features, features), nn.Linear(features, features)
+        self.weight = nn.Parameter(randn(2, features, features, seed=9))
+
+    def forward(self, x, ends):
+        x = torch.tanh(self.before(x)) * 2 + x
+        return F.gelu(self.after(torch.ops.fxfuse_test_breaks.grouped(x, self.weight, ends))) + x
+
+
+def _groups(ends):
+    ends = ends.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    library = torch.library.Library("fxfuse_test_breaks", "DEF")
+
+    def forward(x, weight, ends):
+        return torch.cat([x[a:b] @ weight[at] for at, (a, b) in enumerate(_groups(ends))])
+
+    def backward(ctx, gradient):
+        x, weight, ends = ctx.saved_tensors
+        pieces = [(gradient[a:b], x[a:b]) for a, b in _groups(ends)]
+        of_x = torch.cat([piece @ weight[at].t() for at, (piece, _) in enumerate(pieces)])
+        return of_x, torch.stack([own.t() @ piece for piece, own in pieces]), None
+
+    library.define("grouped(Tensor x, Tensor weight, Tensor ends) -> Tensor")
+    library.impl("grouped", forward, "CPU")
+    torch.library.register_fake("fxfuse_test_breaks::grouped", lambda x, weight, ends: torch.empty_like(x))
+    torch.library.register_autograd(
+        "fxfuse_test_breaks::grouped", backward,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )  # fmt: skip
+    yield
+    library._destroy()
+
+
+def graph_of(model, *inputs):
+    """Dynamo's graph of a model."""
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm.forward, fullgraph=True)(*inputs)
+    (graph,) = graphs
+    return graph
+
+
+def broken(graph):
+    """The graph with its breaks, and its parts as graph modules."""
+    found = graph_breaks.broken(graph, lambda part: part)
+    return found, [found.get_submodule(name) for name in graph_breaks.parts_of(found)]
+
+
+def test_what_lies_around_a_gradient_that_reads_data_trains_by_steps(grouped):
+    torch.manual_seed(0)
+    model = Grouped()
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend="fxfuse")
+    double = copy.deepcopy(model).double()
+    for seed in range(CALLS):
+        x, ends = randn(16, 8, seed=seed).requires_grad_(), torch.tensor([3 + seed, 16])
+        have, found = gradients(model, lambda x: fast(x, ends), x)  # noqa: B023
+        want, expected = gradients(double, lambda x: double(x, ends), x.detach().double().requires_grad_())  # noqa: B023
+        for one, other in zip((have, *found), (want, *expected), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    (graph,) = fxfuse.compiled_graphs(fast)
+    parts = [graph.get_submodule(name) for name in graph_breaks.parts_of(graph)]
+    assert [len(state_of(part).training.steps) for part in parts] == [1, 1]
+
+
+def test_a_graph_that_a_trace_can_hold_stays_whole(grouped):
+    graph = graph_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), randn(4, 8))
+    assert broken(graph)[0] is graph
+    with torch.no_grad():  # no gradient, so none that reads data
+        graph = graph_of(Grouped(), randn(4, 8), torch.tensor([2, 4]))
+        assert broken(graph)[0] is graph
+
+
+class Views(nn.Module):
+    """A value and views of it leave what lies before the break."""
+
+    def forward(self, x):
+        made = torch.tanh(x) * 2
+        flat = made.reshape(-1)
+        first = flat[: int((made[0] > 0).sum())]  # as many as data decide
+        return made + 1, flat.exp().sin(), first.sum()
+
+
+@needs_dynamo
+def test_no_two_results_of_a_part_share_memory():
+    x = randn(4, 6)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = graph_of(Views(), x)
+    whole, (first, *_) = broken(graph)
+    memory = [leaf.untyped_storage().data_ptr() for leaf in first(x)]
+    assert len(set(memory)) == len(memory)
+    for have, want in zip(whole(x), Views()(x), strict=True):
+        torch.testing.assert_close(have, want)
+
+
+class Modes(nn.Module):
+    """Modes with a break inside, and without one."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = F.relu(x @ x).float() + 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = F.relu(x @ x).tanh()
+            x = x[: int((x[0] > 0).sum())]
+            x = F.relu(x @ x.t()).tanh()
+        with torch.no_grad():
+            x = x.sin().cos()
+        return x.exp().float()
+
+
+@needs_dynamo
+def test_modes_with_a_break_inside_are_not_in_parts():
+    x = randn(8, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = graph_of(Modes(), x)
+    whole, parts = broken(graph)
+    names = [[getattr(node.target, "__name__", "") for node in part.graph.nodes] for part in (*parts, whole)]
+    assert names[0].count("_enter_autocast") == names[0].count("_exit_autocast") == 1
+    assert names[-1].count("_enter_autocast") == names[-1].count("_exit_autocast") == 1
+    assert sum("_enter_autocast" in one for one in names) == 2
+    torch.testing.assert_close(whole(x)[0], Modes()(x))
