@@ -1051,6 +1051,15 @@ def test_memory_like_that_of_what_lies_nowhere(like, device):
         assert "cat" not in checked(Net(forward), device, 1, 6, dtype=dtype).calls
 
 
+def test_memory_that_a_number_fills(device):
+    """As torch subtracts a tensor from a number in a trace: so begins every gradient of a SiLU."""
+
+    def forward(m, x):
+        return (torch.ops.aten.fill(torch.empty_like(x), 1.5) - x.cumsum(-1)).cumsum(-1)
+
+    assert not {"fill", "empty_like", "sub"} & checked(Net(forward), device, 5, 8).calls.keys()
+
+
 def test_memory_of_which_the_first_element_is_overwritten(device):
     def forward(m, x):
         v = torch.ones(4096, device=x.device)

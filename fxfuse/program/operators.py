@@ -830,6 +830,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.copy_: _overwrite,
     _aten.full: _fill("fill_value"),
     _aten.full_like: _fill("fill_value"),
+    _aten.fill: _fill("value"),
     _aten.new_full: _fill("fill_value"),
     _aten.zeros: _fill(None),
     _aten.zeros_like: _fill(None),
