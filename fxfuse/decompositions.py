@@ -50,7 +50,8 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
     if device != "cpu":
         sums = dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _sum)
         means = dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)
-        return {**known, **sums, **means, _aten.convolution_backward.default: _convolution_backward}
+        others = {_aten.var.correction: _var, _aten.convolution_backward.default: _convolution_backward}
+        return {**known, **sums, **means, **others}
     norms = (_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm_backward.default)
     return {**known, **{norm: _if_pixels(known[norm]) for norm in norms}}
 
@@ -241,6 +242,20 @@ def _mean(
     if total is NotImplemented:
         return NotImplemented
     return (total / (x.numel() // total.numel())).to(x.dtype if dtype is None else dtype)
+
+
+def _var(
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """By the squares of what is left without the mean."""
+    mean = _mean(x, dim, True, dtype=torch.float32)
+    free = 0 if mean is NotImplemented else x.numel() // mean.numel() - (1 if correction is None else correction)
+    if free <= 0:
+        return NotImplemented
+    squares = (_exact(x) - mean).square()
+    total = _sum(squares, dim, keepdim)
+    total = squares.sum(list(range(x.dim())) if dim is None else dim, keepdim) if total is NotImplemented else total
+    return (total / free).to(x.dtype)
 
 
 def _exact(x: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,29 @@ def test_sums_of_parts(name, function, keepdim, dtype):
     assert ((result.double() - expected).abs() <= ulp + 32 * torch.finfo(torch.float32).eps * size).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("correction", [None, 0, 2])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_variances_of_parts(name, correction, dtype):
+    make, dims = DIVIDED[name]
+    x, dims = (make() + 50).to(dtype), dims or [*range(make().dim())]
+    for keepdim in (False, True):
+        graph, lengths = traced(lambda x: torch.var(x, dims, correction=correction, keepdim=keepdim), x)  # noqa: B023
+        assert "aten.var" not in graph.code and len(lengths) >= 4  # of parts and of those, of x and of squares
+        result, expected = graph(x), torch.var(x.double(), dims, correction=correction, keepdim=keepdim)
+        assert (result.dtype, result.shape, result.stride()) == (dtype, expected.shape, expected.stride())
+        torch.testing.assert_close(result.double(), expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
+
+
+def test_variances_that_are_not_finite_or_of_nothing_left():
+    x = randn(4096, 3)
+    x[7, 0], x[9, 1] = math.inf, math.nan
+    torch.testing.assert_close(traced(lambda x: x.var(0), x)[0](x), x.var(0), equal_nan=True)
+    for correction in (4096, 5000):
+        graph, _ = traced(lambda x: torch.var(x, 0, correction=correction), x)  # noqa: B023
+        assert "aten.var" in graph.code
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_other_sums_stay_whole(name):
     make, dims = WHOLE[name]
