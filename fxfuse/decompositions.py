@@ -50,8 +50,8 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
     if device != "cpu":
         sums = dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _sum)
         means = dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)
-        others = {_aten.var.correction: _var, _aten.convolution_backward.default: _convolution_backward}
-        return {**known, **sums, **means, **others}
+        known |= {_aten.var.correction: _var, _aten.convolution_backward.default: _convolution_backward}
+        return {**known, **sums, **means}
     norms = (_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm_backward.default)
     return {**known, **{norm: _if_pixels(known[norm]) for norm in norms}}
 

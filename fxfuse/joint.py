@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxfuse import checkpoints
@@ -34,6 +32,7 @@ from fxfuse.problem import TensorMeta
 from fxfuse.program import merge, observed
 from fxfuse.program.memory import SMALL
 from fxfuse.program.values import Refused, device_of
+from fxfuse.resampling import Resampling
 from fxfuse.row_padding import is_view, pad_rows, take_padded
 
 _aten: Final = torch.ops.aten
@@ -160,7 +159,7 @@ class Traced:
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
         # restores the grad mode if the graph changes it and then fails
-        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph), _PoolingByMean():
+        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph), Resampling():
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}
@@ -196,35 +195,6 @@ class Traced:
         """The graph's result in its own structure."""
         sources = {"given": given, "result": results, "constant": self.constants}
         return pytree.tree_unflatten([sources[kind][number] for kind, number in self.places], self.structure)
-
-
-_POOLS: Final = {
-    pool: dims
-    for dims, name in (((-2, -1), "adaptive_avg_pool2d"), ((-3, -2, -1), "adaptive_avg_pool3d"))
-    for pool in (*(getattr(where, name) for where in (F, torch._C._nn, _aten)), getattr(_aten, name).default)
-}
-"""The dimensions of an image, by the functions that pool them."""
-
-
-class _PoolingByMean(TorchFunctionMode):
-    """Images that are pooled to one pixel become their means.
-
-    So they do in torch, too. But if the image is in channels_last, torch gives the pixel other strides in place, and
-    the gradient of that is three copies.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _POOLS:
-            pooled = _pooled_by_mean(_POOLS[function], *args, **(kwargs or {}))
-            if pooled is not None:
-                return pooled
-        return function(*args, **(kwargs or {}))
-
-
-def _pooled_by_mean(dims: tuple[int, ...], input: torch.Tensor, output_size: Any) -> torch.Tensor | None:
-    """None if more than one pixel is left. The parameters are torch's."""
-    sizes = output_size if isinstance(output_size, Sequence) else [output_size]
-    return input.mean(dims, keepdim=True) if all(size == 1 for size in sizes) else None
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
