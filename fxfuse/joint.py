@@ -443,7 +443,8 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
     Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or take
     another view back, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
-    `where`, tensors of one number become numbers. Conversions of what leaves the graph name only the dtype.
+    `where`, tensors of one number become numbers. Conversions of what leaves the graph name only the dtype. Conjugates
+    and negatives are computed: a program's tensors are what lies in memory.
     """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
@@ -455,6 +456,9 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
             node.replace_all_uses_with(node.args[0].args[0])
         if node.target is _aten.view.default and _is_sum_with_ones(node.args[0]) and _size(node) == _kept(node.args[0]):
             node.target, node.args = _aten.sum.dim_IntList, node.args[0].args[:2]
+        if node.target in _NOT_LAZY:
+            node.target = _NOT_LAZY[node.target]
+            node.meta["val"] = node.target(node.args[0].meta["val"])
         if node.target is _aten.bernoulli.p and _is_fresh(node.args[0]):
             node.target = _aten.bernoulli_.float  # draws in the order of memory, as dropout does in eager
         if node.target is _aten._to_copy.default and all(user.op == "output" for user in node.users):
@@ -465,6 +469,10 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+_NOT_LAZY: Final = {_aten._conj.default: _aten._conj_physical.default, _aten._neg_view.default: _aten.neg.default}
+"""Operators that torch computes when somebody reads the result, and those that compute at once."""
 
 
 def _without_its_own(conversion: fx.Node) -> dict[str, Any]:

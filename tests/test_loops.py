@@ -1060,6 +1060,17 @@ def test_memory_that_a_number_fills(device):
     assert not {"fill", "empty_like", "sub"} & checked(Net(forward), device, 5, 8).calls.keys()
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_memory_that_is_replaced(rows, device):
+    """As a trace without in-place changes has them."""
+
+    def forward(m, x):
+        like = torch.ops.aten.new_empty_strided(x, (5, 8), (8, 1))
+        return (torch.ops.aten.copy(like, x.cumsum(-1)[:rows]) + 1).cumsum(-1)
+
+    assert not {"copy", "new_empty_strided"} & checked(Net(forward), device, 5, 8).calls.keys()
+
+
 def test_memory_of_which_the_first_element_is_overwritten(device):
     def forward(m, x):
         v = torch.ones(4096, device=x.device)

@@ -2217,3 +2217,30 @@ def test_a_buffer_that_an_inference_leaves_behind():
             each.scale = each.scale * 0.5
     for _ in range(3):
         assert_errors_of_calls(fast, model, exact, x)
+
+
+class Rotated(nn.Module):
+    """Positions as turns of complex numbers; the gradient of their product is one with a conjugate."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("turns", torch.polar(torch.ones(6, 4), torch.arange(24.0).view(6, 4)))
+
+    def forward(self, x):
+        x = torch.tanh(self.before(x) * 2)
+        turned = torch.view_as_complex(x.view(2, 6, 4, 2)) * self.turns
+        return torch.tanh(self.after(torch.view_as_real(turned).flatten(2)) * 2), turned.conj().imag
+
+
+def test_complex_numbers_have_programs():
+    torch.manual_seed(0)
+    model, x = Rotated(), randn(2, 6, 8).requires_grad_()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    double = copy.deepcopy(model)
+    double.turns = double.turns.to(torch.complex128)
+    exact = step_of(double.double(), x.detach().double().requires_grad_())
+    assert_errors_as_eagers(calls_of(fast, x, count=4), step_of(model, x), exact)
+    (step,) = made(fast)
+    for name, graph in step.graphs:
+        assert state_of(graph).programs.programs, (name, state_of(graph).programs.reason)

@@ -318,6 +318,10 @@ def _copy(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _overwrite(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     if given["self"] is not result:
         raise Unknown
+    return _replaced(body, given, result)
+
+
+def _replaced(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     return _cast(body, given["src"], coordinates(result.shape), result.dtype)
 
 
@@ -828,6 +832,7 @@ _RULES: Final[Mapping[Any, Rule]] = {
     _aten.clone: _copy,
     _aten._to_copy: _copy,
     _aten.copy_: _overwrite,
+    _aten.copy: _replaced,
     _aten.full: _fill("fill_value"),
     _aten.full_like: _fill("fill_value"),
     _aten.fill: _fill("value"),
