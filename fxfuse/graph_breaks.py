@@ -41,7 +41,7 @@ _VIEWS: Final = frozenset(
 
 
 def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> fx.GraphModule:
-    """The graph with its breaks; `gm` itself if there are none. `gm` gets the parts as submodules.
+    """The graph with its breaks; `gm` itself if there are none, or no parts. `gm` gets the parts as submodules.
 
     Args:
         gm: a graph of Dynamo's, with fake values in its nodes.
@@ -62,7 +62,7 @@ def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> f
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         if is_part:
             _add_part(gm, graph, [node for node in nodes if node.op != "get_attr"], copied, made)
-    return fx.GraphModule(gm, graph)
+    return fx.GraphModule(gm, graph) if parts_of(gm) else gm
 
 
 def parts_of(module: nn.Module) -> list[str]:
@@ -122,8 +122,9 @@ def _has_traceable_gradient(node: fx.Node) -> bool:
     try:
         with mode:
             results = [leaf for leaf in pytree.tree_leaves(target(*args, **kwargs)) if _has_gradient(leaf)]
-            ones = list(map(torch.ones_like, results))
-            torch.autograd.grad(results, [again[id(value)] for value in wanted], ones, allow_unused=True)
+            if results:
+                ones = list(map(torch.ones_like, results))
+                torch.autograd.grad(results, [again[id(value)] for value in wanted], ones, allow_unused=True)
     except Exception:  # whatever a stranger's gradient raises, a trace of it would raise, too
         return False
     return True

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randn
+from helpers import Net, linear, randn
 from torch import nn
 
 import fxfuse
@@ -194,6 +194,28 @@ def test_a_graph_that_a_trace_can_hold_stays_whole(grouped):
     with torch.no_grad():  # no gradient, so none that reads data
         graph = graph_of(Grouped(), randn(4, 8), torch.tensor([2, 4]))
         assert broken(graph)[0] is graph
+
+
+def test_an_operator_without_a_gradient_is_no_break():
+    library = torch.library.Library("fxfuse_test_whole", "DEF")
+    try:
+        library.define("rounded(Tensor x) -> Tensor")
+        library.impl("rounded", lambda x: x.detach().round(), "CPU")
+        torch.library.register_fake("fxfuse_test_whole::rounded", lambda x: torch.empty_like(x))
+        model = Net(
+            lambda m, x: torch.ops.fxfuse_test_whole.rounded(m.fc(x).tanh() * 2) + m.fc(x).exp().sin(), fc=linear()
+        )
+        graph = graph_of(model, randn(4, 8))
+        assert broken(graph)[0] is graph
+    finally:
+        library._destroy()
+
+
+def test_a_graph_with_short_runs_stays_whole(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "WORTH", 100)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = graph_of(Views(), randn(4, 6))
+    assert broken(graph)[0] is graph
 
 
 class Views(nn.Module):
