@@ -67,7 +67,10 @@ def assert_trains_as(model, fast, *inputs):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
-needs_dynamo = pytest.mark.skipif(not DYNAMO_KEEPS_OBJECTS, reason="models are captured by Dynamo from torch 2.6")
+needs_dynamo = pytest.mark.skipif(
+    not DYNAMO_KEEPS_OBJECTS,
+    reason="from torch 2.6 models are captured by Dynamo, and operators have gradients in Python",
+)
 
 
 @needs_dynamo
@@ -171,6 +174,7 @@ def broken(graph):
     return found, [found.get_submodule(name) for name in graph_breaks.parts_of(found)]
 
 
+@needs_dynamo
 def test_what_lies_around_a_gradient_that_reads_data_trains_by_steps(grouped):
     torch.manual_seed(0)
     model = Grouped()
@@ -188,6 +192,7 @@ def test_what_lies_around_a_gradient_that_reads_data_trains_by_steps(grouped):
     assert [len(state_of(part).training.steps) for part in parts] == [1, 1]
 
 
+@needs_dynamo
 def test_a_graph_that_a_trace_can_hold_stays_whole(grouped):
     graph = graph_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), randn(4, 8))
     assert broken(graph)[0] is graph
@@ -196,6 +201,7 @@ def test_a_graph_that_a_trace_can_hold_stays_whole(grouped):
         assert broken(graph)[0] is graph
 
 
+@needs_dynamo
 def test_an_operator_without_a_gradient_is_no_break():
     library = torch.library.Library("fxfuse_test_whole", "DEF")
     try:
@@ -211,6 +217,7 @@ def test_an_operator_without_a_gradient_is_no_break():
         library._destroy()
 
 
+@needs_dynamo
 def test_a_graph_with_short_runs_stays_whole(monkeypatch):
     monkeypatch.setattr(graph_breaks, "WORTH", 100)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
