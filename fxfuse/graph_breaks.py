@@ -77,7 +77,7 @@ def _is_apart(node: fx.Node) -> bool:
 
 
 def _switches(graph: fx.Graph, apart: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes that begin or end a mode (autocast, no_grad) inside of which there is a break, or that may do so."""
+    """The nodes that begin or end a mode (autocast, no_grad), except in pairs without a break between them."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     switches = [node for node in order if getattr(node.target, "__name__", "") in SWITCHES]
     pairs = [(begin, end) for begin in switches for end in begin.users if end in switches]
@@ -85,9 +85,9 @@ def _switches(graph: fx.Graph, apart: Set[fx.Node]) -> set[fx.Node]:
     pairs += [pair for pair in zip(grad_modes[::2], grad_modes[1::2], strict=False) if pair[0].args != pair[1].args]
     whole = {
         node
-        for begin, end in pairs
-        if not any(order[begin] < order[one] < order[end] for one in apart)
-        for node in (begin, end)
+        for pair in pairs
+        if not any(order[pair[0]] < order[one] < order[pair[1]] for one in apart)
+        for node in pair
     }
     return set(switches) - whole
 

@@ -95,8 +95,11 @@ def _each(value: Any, count: int) -> Sequence[Any]:
 
 
 def _repeated(input: torch.Tensor, factors: Sequence[int]) -> torch.Tensor:
-    """Each pixel repeated by a power of two (of other numbers torch rounds the reciprocal, and with it positions): a
-    view, which kernels read. The gradient is a sum. The channels stay last if they are."""
+    """Each pixel repeated, as a view that kernels read. The gradient is a sum. The channels stay last if they are.
+
+    Args:
+        factors: by dimension, powers of two. Of other numbers torch rounds the reciprocal, and with it positions.
+    """
     last = list(range(2, input.dim()))
     channels_last = FORMATS.get(input.dim())
     is_last = channels_last is not None and input.is_contiguous(memory_format=channels_last)

@@ -129,9 +129,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of its only tensor argument: an operator's result, or an element of one."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
-        return False
-    if not isinstance(node.args[0], fx.Node):
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.all_input_nodes != [node.args[0]]:
         return False
     if node.target is _aten._unsafe_view.default:  # its schema has no alias, for autograd's sake
         return True
