@@ -19,6 +19,8 @@ namespace fxfuse_guard {
 
 constexpr int kDiffers = 1, kNoPlainTensor = 2;
 
+enum Task : uint64_t { kCompare, kNote, kMarkAlone, kReadVersions, kTellApart };
+
 // A sequence of words that is either written down or compared with what was.
 struct Words {
     uint64_t* at;
@@ -94,34 +96,58 @@ inline void mark_alone(PyObject* list, uint64_t offset, uint8_t* marks) {
     }
 }
 
+// Whether none of the first tensors of a list shares its memory with another one of the list.
+inline bool are_apart(PyObject* list, uint64_t offset, Py_ssize_t first) {
+    std::unordered_set<const c10::StorageImpl*> memory;
+    memory.reserve(first);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+        const auto* storage = tensor_of(PyList_GET_ITEM(list, i), offset)->storage().unsafeGetStorageImpl();
+        if (i < first ? !memory.insert(storage).second : memory.count(storage) != 0) return false;
+    }
+    return true;
+}
+
+// How often each tensor of a list was changed in place; 0 for inference tensors, which do not count it.
+inline void read_versions(PyObject* list, uint64_t offset, uint64_t* versions) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+        const c10::VariableVersion& counter = tensor_of(PyList_GET_ITEM(list, i), offset)->version_counter();
+        versions[i] = counter.enabled() ? counter.current_version() : 0;
+    }
+}
+
 // Whether tensors and tables are as they were, or notes how they are; and where the tensors lie.
 inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* addresses) {
-    Words words{reinterpret_cast<uint64_t*>(arguments[1]), arguments[2] != 0};
+    Words words{reinterpret_cast<uint64_t*>(arguments[3]), arguments[0] == kNote};
     words.alike = hold(reinterpret_cast<PyObject*>(arguments[5]), reinterpret_cast<PyObject*>(arguments[6]));
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     words.next(bits(keys.included_));
     words.next(bits(keys.excluded_));
     const Py_ssize_t count = PyList_GET_SIZE(list);
     for (Py_ssize_t i = 0; i < count && words.alike; ++i) {
-        describe(PyList_GET_ITEM(list, i), arguments[0], arguments[4], words, addresses + i);
+        describe(PyList_GET_ITEM(list, i), arguments[1], arguments[4], words, addresses + i);
     }
     return words.alike;
 }
 
 }  // namespace fxfuse_guard
 
-// arguments: offset, words, whether to note them, addresses, how much of their alignment matters, and two lists:
-// dictionaries, and what they must hold. `context`: a list of tensors. The caller holds all of them.
-// Without words: marks, a byte each in the place of addresses, the tensors that have their memory alone.
+// arguments: a task, the offset, and where the answers for tensors go: addresses, marks of a byte each, or versions. To
+// compare or note, also: words, how much of the addresses' alignment matters, and two lists: dictionaries, and what they
+// must hold. To tell apart, in place of the answers: how many tensors. `context`: a list of tensors. The caller holds all
+// of them.
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile
     auto* list = reinterpret_cast<PyObject*>(context);
     int code = 0;
     try {
-        if (arguments[1] == 0) {
-            mark_alone(list, arguments[0], reinterpret_cast<uint8_t*>(arguments[3]));
-        } else if (!compare(list, arguments, reinterpret_cast<uint64_t*>(arguments[3]))) {
+        if (arguments[0] == kMarkAlone) {
+            mark_alone(list, arguments[1], reinterpret_cast<uint8_t*>(arguments[2]));
+        } else if (arguments[0] == kReadVersions) {
+            read_versions(list, arguments[1], reinterpret_cast<uint64_t*>(arguments[2]));
+        } else if (arguments[0] == kTellApart) {
+            code = are_apart(list, arguments[1], arguments[2]) ? 0 : kDiffers;
+        } else if (!compare(list, arguments, reinterpret_cast<uint64_t*>(arguments[2]))) {
             code = kDiffers;
         }
     } catch (const std::exception&) {

@@ -14,6 +14,9 @@ from torch import nn
 from fxfuse import build
 from fxfuse.errors import UnsupportedError
 
+_COMPARE, _NOTE, _MARK_ALONE, _READ_VERSIONS, _TELL_APART = range(5)
+"""Tasks, as in guard.h."""
+
 SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of programs")
 
 
@@ -35,17 +38,21 @@ class Guard:
         Raises ToolchainError, BuildError or UnsupportedError if the state cannot be read.
         """
         self._tables = list(tables)
-        self._members = [member for table in tables for member in table.values()]
+        self._members: list[Any] = []
+        self.note_tables()
         self._offset, self._call = _offset(), build.load(SOURCE)
         self._words = array("Q", bytes(8 * (2 + sum(5 + 2 * tensor.dim() for tensor in tensors))))
-        self._place = self._words.buffer_info()[0]
         self._count = len(tensors)
         self.addresses = array("Q", bytes(8 * len(tensors)))
-        self._rest = alignment, id(self._tables), id(self._members)
+        self._rest = self._words.buffer_info()[0], alignment, id(self._tables), id(self._members)
         try:
-            self._call(b"", id(tensors), self._offset, self._place, 1, self.addresses.buffer_info()[0], *self._rest)
+            self._call(b"", id(tensors), _NOTE, self._offset, self.addresses.buffer_info()[0], *self._rest)
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from None
+
+    def note_tables(self) -> None:
+        """Notes the objects that the tables hold now. Called where others were found to be as good."""
+        self._members[:] = [member for table in self._tables for member in table.values()]
 
     def holds(self, tensors: list[torch.Tensor], addresses: array[int]) -> bool:
         """Whether `tensors` are like the noted ones, and the tables hold the same objects.
@@ -55,7 +62,7 @@ class Guard:
         if len(tensors) != self._count:
             return False
         try:
-            self._call(b"", id(tensors), self._offset, self._place, 0, addresses.buffer_info()[0], *self._rest)
+            self._call(b"", id(tensors), _COMPARE, self._offset, addresses.buffer_info()[0], *self._rest)
         except RuntimeError:
             return False
         return True
@@ -63,8 +70,23 @@ class Guard:
     def alone(self, tensors: list[torch.Tensor]) -> bytes:
         """For each of some plain tensors, 1 if no tensor but these uses its memory, else 0."""
         marks = array("B", bytes(len(tensors)))
-        self._call(b"", id(tensors), self._offset, 0, 0, marks.buffer_info()[0])
+        self._call(b"", id(tensors), _MARK_ALONE, self._offset, marks.buffer_info()[0])
         return marks.tobytes()
+
+    def are_apart(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        """Whether none of some plain tensors shares its memory with another of them, or with one of the others."""
+        both = [*tensors, *others]
+        try:
+            self._call(b"", id(both), _TELL_APART, self._offset, len(tensors))
+        except RuntimeError:
+            return False
+        return True
+
+    def versions(self, tensors: list[torch.Tensor]) -> array[int]:
+        """How often each of some plain tensors was changed in place: `_version`. 0 for inference tensors."""
+        versions = array("Q", bytes(8 * len(tensors)))
+        self._call(b"", id(tensors), _READ_VERSIONS, self._offset, versions.buffer_info()[0])
+        return versions
 
 
 @functools.cache

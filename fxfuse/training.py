@@ -80,10 +80,14 @@ class Training:
         bound = self._binding.of(args, kwargs)
         if bound is None or not functional._needs_gradient(bound.tensors):
             return forward(*args, **kwargs)
-        if not self._leaves.are_as_before():  # for example, a dropout has another probability
-            self._begin()
-            return self.call(forward, args, kwargs)
-        step = next((step for step in self.steps if step.is_for(bound)), None)
+        step = self._step_for(bound)
+        if step is None or not self._leaves.rest_is_as_before():
+            if not self._leaves.are_as_before():  # for example, a dropout has another probability
+                self._begin()
+                return self.call(forward, args, kwargs)
+            for each in self.steps:
+                each.note_tables()
+            step = self._step_for(bound)
         if step is None and _may_have_step(bound):
             if stream_capture.is_captured(bound.tensors):
                 self._tell_of_capture()
@@ -99,6 +103,9 @@ class Training:
         if step is None and not self.were_in_parts:
             self.were_in_parts = any(map(is_in_parts, bound.tensors))
         return forward(*args, **kwargs) if step is None else step(bound.tensors)
+
+    def _step_for(self, bound: Bound) -> TrainingStep | None:
+        return next((step for step in self.steps if step.is_for(bound)), None)
 
     def _tell_of_capture(self) -> None:
         """Warns that a capture gets torch's own forward and backward, which every replay then computes."""
@@ -117,7 +124,7 @@ class Training:
                 attributes = dict(zip(binding.paths, bound.attributes, strict=True))
                 given = [tensors[at] for at in first_of(tensors)]
                 joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
-                step = TrainingStep(joint, self._fused, bound, returned)
+                step = TrainingStep(joint, self._fused, bound, returned, self._leaves.tables)
             except Refused as refused:
                 self.reason = str(refused)
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,16 +41,20 @@ class TrainingStep:
     """Runs the forward and the backward of one kind of call that needs gradients."""
 
     def __init__(
-        self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned
-    ) -> None:
+        self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned,
+        tables: Sequence[dict[Any, Any]],
+    ) -> None:  # fmt: skip
         """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
 
         Args:
             fused: makes a module of a graph module, with its regions fused.
             bound: a call of this kind.
             returned: what the graph itself returned in a call of this kind.
+            tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
         """
-        self.joint, self._distinct = joint, first_of(bound.tensors)
+        self.joint, self._distinct, self._guard = joint, first_of(bound.tensors), Guard(bound.tensors, tables)
+        self._changed = [self._distinct[number] for number in joint.changed]
+        self._unchanged = [at for number, at in enumerate(self._distinct) if number not in joint.changed]
         first = {id(bound.tensors[at]): at for at in self._distinct}
         self._ties = [(first[id(each)], at) for at, each in enumerate(bound.tensors) if first[id(each)] != at]
         places = joint.reference.places
@@ -66,6 +71,14 @@ class TrainingStep:
         of_kept = {at: number for at, (kind, number) in enumerate(joint.kept) if kind == "given"}
         self.segments = segments(joint.backward, len(joint.kept), of_kept, buckets_now())
         self.forward, self.backwards = fused(joint.forward), [fused(segment.graph) for segment in self.segments]
+        begins = {"given": 0, "result": len(self._distinct), "more": len(self._distinct) + joint.results}
+        self._kept = [
+            tuple(begins[kind] + at for kind, at in map(joint.kept.__getitem__, segment.kept))
+            for segment in self.segments
+        ]
+        """By segment: what it takes, by position among the given tensors, the results and what is kept beside them."""
+        self.ways: list[_Ways] = []
+        """By segment: how what it takes gets to its backward; empty until the forward has run once."""
         self._lendable: list[list[int]] = []
         """By segment: the positions of kept tensors that are worth lending. No later segment takes them."""
         behind: set[int] = set()
@@ -75,7 +88,6 @@ class TrainingStep:
             behind.update(segment.kept)
         self._is_prepared = False
         self._constants, self._settings, self.autocast = bound.constants, settings_of(device), _autocast()
-        self._guard = Guard(bound.tensors)
         self._addresses = array("Q", bytes(8 * len(bound.tensors)))
 
     def is_for(self, bound: Bound) -> bool:
@@ -89,12 +101,14 @@ class TrainingStep:
             and self._changes_alone(bound.tensors)
         )
 
+    def note_tables(self) -> None:
+        """Called where the tables hold other objects, which are equal."""
+        self._guard.note_tables()
+
     def _changes_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether no given tensor shares memory with another one that the forward writes into."""
-        if not self.joint.changed:
-            return True
-        memory = Counter(tensors[at].untyped_storage()._cdata for at in self._distinct)
-        return all(memory[tensors[self._distinct[n]].untyped_storage()._cdata] == 1 for n in self.joint.changed)
+        changed, others = ([tensors[at] for at in places] for places in (self._changed, self._unchanged))
+        return not changed or self._guard.are_apart(changed, others)
 
     @property
     def graphs(self) -> Iterator[tuple[str, nn.Module]]:
@@ -116,15 +130,18 @@ class TrainingStep:
             results, more = self.run_forward(given)
         finally:
             torch._C._set_grad_enabled(True)
-        call = _Call(self, given, _versions(given), random)
+        call = _Call(self, given, self.versions(given), random)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
             # results get these segments in their history: a segment that kept a result itself would never be freed
             detached = [each.detach() for each in results]
-            kept = self._kept_of(number, given, detached, more)
-            token = (_Function.apply(call, number, kept, (), *token, *call.of(number)),)
-        kept = self._kept_of(0, given, results, more)
-        return self.joint.reference.output(given, _Function.apply(call, 0, kept, results, *token, *call.of(0)))
+            token = (_applied(call, number, (*given, *detached, *more), (), *token, *call.of(number)),)
+        applied = _applied(call, 0, (*given, *results, *more), results, *token, *call.of(0))
+        return self.joint.reference.output(given, applied)
+
+    def versions(self, given: list[torch.Tensor]) -> array[int]:
+        """How often each given tensor was changed in place."""
+        return self._guard.versions(given)
 
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """The results, and the tensors that are kept beside them. The first call also prepares the backward."""
@@ -133,6 +150,7 @@ class TrainingStep:
         self._is_prepared = True
         with plans.preparing_together():
             found = self._forwarded(given)
+            self.ways = [_Ways.of(taken, given, *found) for taken in self._kept]
             self._try_backward(given, *found)
         return found
 
@@ -150,19 +168,11 @@ class TrainingStep:
             zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
             values = self.begun(zeros)
             for number in range(len(self.segments)):
-                kept = self._kept_of(number, given, results, more)
+                kept = self.ways[number].taken((*given, *results, *more))
                 # True, as in a real backward. There is no program yet, which would overwrite lent memory
                 _, values = self.run_segment(number, kept, values, True)
         except torch.cuda.OutOfMemoryError:  # then the kernels are compiled at the first backward
             logger.info("fxfuse: too little memory to prepare the backward beside the forward")
-
-    def _kept_of(
-        self, number: int, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
-        more: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """The tensors of the forward that a segment takes. All others may be changed in the meantime."""
-        sources = {"given": given, "result": results, "more": more}
-        return [sources[kind][at] for kind, at in map(self.joint.kept.__getitem__, self.segments[number].kept)]
 
     def begun(self, gradients: Sequence[torch.Tensor]) -> Values:
         """The first values of a backward: the gradients of results, by name, in the traced strides."""
@@ -211,12 +221,50 @@ Values: TypeAlias = dict[str, torch.Tensor]
 """Values of the backward's nodes, by name."""
 
 
+class _Ways:
+    """How what a segment takes gets from the forward to its backward.
+
+    Autograd keeps what others have, too, and sees if they change it in the meantime. That takes time for each tensor.
+    What only the backward has is kept in a tuple.
+    """
+
+    def __init__(self, taken: Sequence[int], seen: Sequence[int]) -> None:
+        """
+        Args:
+            taken: the positions of what the segment takes, in its order.
+            seen: those that others have.
+        """
+        others = [at for at in taken if at not in seen]
+        self.taken = _getter(taken)
+        self.seen, self.unseen = _getter(seen), _getter(others)
+        order = {at: place for place, at in enumerate((*seen, *others))}
+        self.in_order = _getter([order[at] for at in taken])
+        """Of what was seen, then the rest: in the order in which the segment takes it."""
+
+    @staticmethod
+    def of(
+        taken: Sequence[int], given: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
+        more: Sequence[torch.Tensor],
+    ) -> _Ways:  # fmt: skip
+        known = {_beginning(tensor) for tensor in (*given, *results)}
+        shared = [at + len(given) + len(results) for at, tensor in enumerate(more) if _beginning(tensor) in known]
+        first = set(range(len(given) + len(results))).union(shared)
+        return _Ways(taken, [at for at in taken if at in first])
+
+
+def _getter(places: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """A function that takes the elements at these places, all of them in one call into C."""
+    if len(places) == 1:
+        return lambda items: (items[places[0]],)
+    return operator.itemgetter(*places) if places else lambda items: ()
+
+
 class _Call(NamedTuple):
     """What the segments of one call of a step share."""
 
     step: TrainingStep
-    given: Sequence[torch.Tensor]
-    versions: Sequence[int]
+    given: list[torch.Tensor]
+    versions: array[int]
     """The version counter of each given tensor after the forward."""
     random: TorchRandomState | None
     """The random state before the call, if the call draws random numbers."""
@@ -291,12 +339,14 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, number: int, kept: Sequence[torch.Tensor], results: tuple[torch.Tensor, ...],
+        ctx: Any, call: _Call, number: int, there: Sequence[torch.Tensor], results: tuple[torch.Tensor, ...],
         *given: torch.Tensor,
     ) -> Any:  # fmt: skip
         ctx.call, ctx.number, ctx.lent = call, number, False
         ctx.set_materialize_grads(False)  # unused results have no gradient, nor has what only they depend on
-        ctx.save_for_backward(*kept)
+        ways = call.step.ways[number]
+        ctx.save_for_backward(*ways.seen(there))
+        ctx.unseen = ways.unseen(there)
         if number > 0:
             return torch.empty(0, device=call.step.device)
         differentiable = call.step.joint.differentiable
@@ -306,7 +356,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[Any, ...]:
-        call, number, kept = ctx.call, ctx.number, ctx.saved_tensors
+        call, number, seen = ctx.call, ctx.number, ctx.saved_tensors
         if ctx.lent:
             raise FxfuseError(
                 "an earlier backward of this graph has failed, and what the forward kept for it may be gone; "
@@ -320,6 +370,9 @@ class _Function(torch.autograd.Function):
             found = [handed.derivable[at] for at in numbers]
         else:
             ctx.lent = is_last = not (handed.are_batched or _keeps_graph())
+            kept = list(step.ways[number].in_order((*seen, *ctx.unseen)))
+            if is_last:
+                ctx.unseen = ()
             found, values = step.run_segment(number, kept, handed.values, is_last, handed.are_batched)
             if handed.defined is not None:
                 depends = map(step.joint.depends.__getitem__, numbers)
@@ -332,6 +385,10 @@ class _Function(torch.autograd.Function):
         token = torch.empty(0, device=step.device)
         token.handed = handed._replace(values=values)  # type: ignore[attr-defined]
         return None, None, None, None, token, *found
+
+
+_applied: Final[Callable[..., Any]] = super(torch.autograd.Function, _Function).apply
+"""_Function.apply, which first asks for each argument whether torch.func wraps it. Steps have no such arguments."""
 
 
 def _begun(call: _Call, gradients: Sequence[torch.Tensor | None]) -> _Handed:
@@ -370,14 +427,6 @@ def _is_batched(tensor: torch.Tensor) -> bool:
     )
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was changed in place. 0 of an inference tensor, of which torch does not know it."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # one of them is such a tensor
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | None]:
     """Gradients that have gradients themselves. torch computes them, from the graph before it was traced.
 
@@ -387,7 +436,7 @@ def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, t
     given, joint = call.given, call.step.joint
     if any(
         now != before and number not in joint.changed
-        for number, (now, before) in enumerate(zip(_versions(given), call.versions, strict=True))
+        for number, (now, before) in enumerate(zip(call.step.versions(given), call.versions, strict=True))
     ):
         raise FxfuseError(
             "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import randn
 from test_loops import GPUS, where_steps_are
-from test_training import calls_of, made, step_of
+from test_training import as_exact, assert_errors_as_eagers, calls_of, made, step_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -116,3 +116,20 @@ def test_long_sums_are_kernels_of_ours(gpu, monkeypatch):
     for _, graph in step.graphs:
         (program,) = state_of(graph).programs.programs
         assert "sum" not in program.calls, program.code
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_batch_normalisation_is_three_kernels(gpu, monkeypatch):
+    """Statistics of parts; those of the batch, with the running ones; and what is normalised."""
+    device = where_steps_are(gpu, monkeypatch)
+    x = (randn(6, 8, 23, 24) + 3).to(device, memory_format=torch.channels_last).requires_grad_()
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8, momentum=0.3)).to(device)
+    fast, exact = fxfuse.optimize(copy.deepcopy(model)), copy.deepcopy(model).double()
+    for _ in range(4):
+        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+        assert_errors_as_eagers(*found)
+    for one, other in zip(fast.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-6)
+    (step,) = made(fast)
+    (program,) = state_of(step.forward).programs.programs
+    assert program.launches == 6 and not program.calls, [one.what for one in program.steps]

@@ -1232,6 +1232,15 @@ SUMS_OF_THE_SAME = {
         (2, 30, 30, 40),
     ),
     "rows, one of a sum of them": (lambda x: ((x - x.mean(-1, True)).square().sum(-1), x.sum(-1)), (3, 4, 96)),
+    "what is made of a mean and of the variance": (
+        lambda x: (lambda m: (lambda v: (m, (v + 0.1).rsqrt(), m * 0.1, v * 2))((x - m[:, None]).square().mean(-1)))(
+            x.mean(-1)
+        ),
+        (40, 96),
+    ),
+    "a sum that is read again where another one is added up": (
+        lambda x: (lambda mean: (mean, mean.sin(), (x * mean.sin()[:, None]).square().mean(-1)))(x.mean(-1)), (40, 96),
+    ),
 }  # fmt: skip
 
 

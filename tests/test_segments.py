@@ -188,7 +188,7 @@ def saved_by(result):
     """What each segment of a step keeps."""
     function = result.grad_fn
     while function is not None and hasattr(function, "saved_tensors"):
-        yield function.saved_tensors
+        yield (*function.saved_tensors, *function.unseen)
         following = [one for one, _ in function.next_functions if one is not None and hasattr(one, "saved_tensors")]
         function = following[0] if following else None
 

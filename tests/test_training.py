@@ -1897,7 +1897,7 @@ def test_what_the_forward_kept_is_gone_after_its_last_use(is_view):
     x = randn(1024, 512)
     warm(fast, x)
     result = fast(x)
-    kept = result.grad_fn.saved_tensors
+    kept = result.grad_fn.unseen
     backward(result)
     assert sum(each.untyped_storage().nbytes() == 0 for each in kept) >= 3
     found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
@@ -1926,7 +1926,7 @@ def test_a_step_keeps_memory_and_no_views_of_it(autocast):
         warm(fast, x)
         for _ in range(6):
             result = fast(x)
-            kept = result.grad_fn.saved_tensors
+            kept = result.grad_fn.unseen
             assert not any(each._is_view() for each in kept)
             own = {each.data_ptr() for each in (*fast.parameters(), x, result)}
             memory = [each.untyped_storage().data_ptr() for each in kept if each.data_ptr() not in own]
@@ -2037,7 +2037,7 @@ def test_what_somebody_else_holds_stays():
     x = randn(1024, 512)
     warm(fast, x)
     result = fast(x)
-    others = [each.detach() for each in result.grad_fn.saved_tensors]
+    others = [each.detach() for each in (*result.grad_fn.saved_tensors, *result.grad_fn.unseen)]
     before = [each.clone() for each in others]
     backward(result)
     torch.testing.assert_close(others, before, rtol=0, atol=0)

@@ -25,10 +25,11 @@ from fxfuse.cuda import loops as kernels
 from fxfuse.errors import FxfuseError, MissingKernelError
 from fxfuse.expression import Call as ExpressionCall
 from fxfuse.expression import Operand
-from fxfuse.program.indices import Element
+from fxfuse.program.indices import Element, variable
 from fxfuse.program.loops import (
     Inexact,
     Inside,
+    Leaf,
     Loops,
     Read,
     all_leaves,
@@ -39,6 +40,7 @@ from fxfuse.program.loops import (
     read_along_rows,
     reads_alike,
     rows_pay,
+    substituted,
     times_read,
     with_memory,
     work_of,
@@ -406,10 +408,11 @@ class _Plan:
             and all(source.kind == "given" and source not in self._writers for source in _sources(loops))
         )
 
-    def may_join(self, number: int, others: Sequence[int]) -> bool:
-        """Whether a step may be computed together with earlier steps, at the place of the first."""
+    def may_join(self, number: int, others: Sequence[int], loops: Loops | None = None) -> bool:
+        """Whether a step, or these loops in its place, may be computed together with earlier steps, at the place of the
+        first."""
         assert others[-1] < number, "kernels are asked for in their order"
-        loops = self.computed[number]
+        loops = loops or self.computed[number]
         reads, writes = _sources(loops), {store.output.slot for store in loops.stores}
         return not any(self._is_torchs(one) or self._conflict(one, reads, writes) for one in range(others[0], number))
 
@@ -555,13 +558,15 @@ class _Plan:
             self._writers[slot] = sorted(number if writer == other else writer for writer in self._writers[slot])
 
     def _compute_together(self) -> None:
-        """Lets one kernel compute several results that read the same memory, so that it is read once.
+        """Lets one kernel compute several results of the same memory, so that it is read once.
 
-        For example the sum of gradients, and the sum of their products with the normalised input.
+        For example the sum of gradients, and the sum of their products with the normalised input. Or the variance of a
+        batch, and the running variance that is made of it.
         """
         readers: dict[Slot, list[int]] = {}
-        for number, loops in self.computed.items():
-            for slot in _sources(loops):
+        for number in range(len(self._steps)):
+            loops = self._loops_of(number)
+            for slot in () if loops is None else _sources(loops):
                 readers.setdefault(slot, []).append(number)
         end, ends = len(self._steps), dict[int, int]()
         for number in reversed(range(len(self._steps))):
@@ -570,22 +575,54 @@ class _Plan:
         for number in sorted(self.computed):
             if number not in self.computed:
                 continue
-            near = {one for slot in _sources(self.computed[number]) for one in readers[slot]}
+            made = {store.output.slot for store in self.computed[number].stores}
+            near = {one for slot in _sources(self.computed[number]) | made for one in readers.get(slot, ())}
             for other in sorted(one for one in near if number < one < ends[number]):
-                one, two = self.computed[number], self.computed.get(other)
+                one, two = self.computed[number], self._without_results_of(number, other)
                 if two is None or not _share_reads(one, two):
                     continue
                 whole = beside(one, two)
                 if whole is None or not _fits(whole) or len(whole.stores) > MOST_RESULTS or not rows_pay(whole):
                     continue
-                if not self.may_join(other, [number]):
+                if not self.may_join(other, [number], two):
                     continue
                 self.made |= {
                     store.output.slot: store.output for store in two.stores if self.begins(other, store.output.slot)
                 }
                 self.computed[number] = whole
-                del self.computed[other]
+                self.computed.pop(other, None)
                 self._goes_into(number, other, [store.output.slot for store in two.stores])
+
+    def _without_results_of(self, number: int, other: int) -> Loops | None:
+        """The loops of step `other`, in which the results of step `number` are computed anew, not read.
+
+        In one kernel with step `number` they are computed once. None if there are no such loops.
+        """
+        one, two = self.computed[number], self._loops_of(other)
+        read = {} if two is None else {read.slot: read.dtype for read in two.reads}
+        results = [store for store in one.stores if store.output.slot in read]
+        if two is None or not results:
+            return two
+        if not all(
+            read[store.output.slot] == store.output.dtype and self._is_there_until(number, store.output, other)
+            for store in results
+        ):
+            return None
+        producers = {store.output.slot: Loops(store.output, store.expression, one.leaves) for store in results}
+        whole = inlined(two, producers)
+        try:
+            kinds = [loops.kinds[store.expression] for loops in (whole, two) for store in loops.stores]
+        except Inexact:
+            return None
+        reads_more = not _places_read(whole) <= _places_read(one) | _places_read(two)
+        return None if reads_more or kinds[: len(two.stores)] != kinds[len(two.stores) :] else whole
+
+    def _is_there_until(self, number: int, output: Value, other: int) -> bool:
+        """Whether a result of step `number` is all that its memory holds until step `other`."""
+        slot = output.slot
+        nbytes = max(slot.nbytes, math.prod(slot.shape) * slot.dtype.itemsize)
+        is_whole = slot.kind != "given" and _span(output) == (0, nbytes)
+        return is_whole and not any(number < writer < other for writer in self._writers[slot])
 
     def begins(self, number: int, slot: Slot) -> bool:
         """Whether a slot is memory that torch allocated, and a step is the first to write into it."""
@@ -891,6 +928,12 @@ def _questions(loops: Loops) -> list[Any]:
 def _sources(loops: Loops) -> set[Slot]:
     """The memory that loops read, that of indices included."""
     return {read.slot for read in loops.reads} | {element.memory for element in _elements(loops)}
+
+
+def _places_read(loops: Loops) -> set[Leaf]:
+    """What loops read, where each reduction of a row of some length goes along the same variable."""
+    along = {row.over.name: variable(f"along{row.over.size}", row.over.size) for row in loops.reductions}
+    return {substituted(read, along) for read in loops.reads}
 
 
 def _bytes_read(loops: Loops) -> int:
