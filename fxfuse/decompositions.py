@@ -273,9 +273,16 @@ def _convolution_backward(
     output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
     """That of the bias by itself; of a depthwise one the two others, too: for that of filters there is a kernel
-    (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round."""
+    (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round.
+
+    Those of a 1x1 convolution in channels_last are a convolution with the filters turned round, and a product.
+    """
     is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
-    if not wanted[2] and (sum(wanted) == 1 or not is_depthwise):
+    is_of_pixels = (
+        x.dim() == 4 and math.prod(weight.shape[2:]) == groups == 1 == max(stride) and not (is_transposed or any(padding))
+        and x.dtype in RESULT_DTYPES and all(map(_is_row_of_channels, (gradient, x)))
+    )  # fmt: skip
+    if not wanted[2] and not is_of_pixels and (sum(wanted) == 1 or not is_depthwise):
         return NotImplemented
 
     def taken(*wanted: bool) -> tuple[torch.Tensor | None, ...]:
@@ -283,7 +290,9 @@ def _convolution_backward(
         return _aten.convolution_backward(gradient, x, weight, *sizes, wanted)  # type: ignore[no-any-return]
 
     of_x = of_weight = None
-    if not is_depthwise and any(wanted[:2]):
+    if is_of_pixels:
+        of_x, of_weight = _of_pixels(gradient, x, weight, wanted)
+    elif not is_depthwise and any(wanted[:2]):
         of_x, of_weight, _ = taken(*wanted[:2], False)
     elif is_depthwise:
         left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
@@ -294,6 +303,25 @@ def _convolution_backward(
         of_weight = taken(False, True, False)[1] if wanted[1] else None
     of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
+
+
+def _is_row_of_channels(x: torch.Tensor) -> bool:
+    """Whether each pixel's channels lie in a row, and pixels one after the other."""
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _of_pixels(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x and of the filters of a 1x1 convolution."""
+    of_x = of_weight = None
+    if wanted[0]:
+        turned = weight.transpose(0, 1).contiguous()
+        of_x = _aten.convolution(gradient, turned, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    if wanted[1]:
+        rows, pixels = (of.permute(0, 2, 3, 1).reshape(-1, of.shape[1]) for of in (gradient, x))
+        of_weight = torch.ops.fxfuse.pixel_mm(rows.t(), pixels, None, [], "acc").view(weight.shape)
+    return of_x, of_weight
 
 
 @functools.cache

@@ -44,6 +44,7 @@ _OPTIONS: Final = {
     "gated_linear": "",
     "matmul": "",
     "mm": "",
+    "pixel_mm": "",
     "addmm": ", float beta, float alpha",
     "bmm": "",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
@@ -355,6 +356,7 @@ linear = _function("linear")
 gated_linear = _function("gated_linear")
 matmul = _function("matmul")
 mm = _function("mm")
+pixel_mm = _function("pixel_mm")
 addmm = _function("addmm")
 bmm = _function("bmm")
 conv2d = _function("conv2d")

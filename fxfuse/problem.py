@@ -244,6 +244,20 @@ def _mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tor
     return torch.mm(x, weight)
 
 
+def _pixel_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a 1x1 convolution's filters, as torch computes it where all pixels are of one image.
+
+    x is the result's gradient (filters, pixels), the weight the convolution's input (pixels, channels).
+    """
+    if x.dtype == torch.float64:  # what is compared with, of which torch's convolutions need much more memory
+        return torch.mm(x, weight)
+    images = [matrix[None, :, None].permute(0, 3, 1, 2) for matrix in (x.t(), weight)]
+    filters = x.new_empty(1).expand(x.shape[0], weight.shape[1], 1, 1)  # only its shape is read
+    options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    result: torch.Tensor = torch.ops.aten.convolution_backward(*images, filters, None, *options)[1]
+    return result.reshape(filters.shape[:2])
+
+
 def _bmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.bmm(x, weight)
 
@@ -287,6 +301,7 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "gated_linear": _linear,
     "matmul": _matmul,
     "mm": _mm,
+    "pixel_mm": _pixel_mm,
     "addmm": _addmm,
     "bmm": _bmm,
     "conv2d": _conv2d,
@@ -299,8 +314,11 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 CONVOLUTIONS: Final[Mapping[str, int]] = {"conv2d": 2, "conv3d": 3}
 """The convolutions, and the number of dimensions that their filters move along."""
 
-PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "bmm", *CONVOLUTIONS})
+PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "pixel_mm", "addmm", "bmm", *CONVOLUTIONS})
 """The anchors that multiply x with a weight of its dtype. torch's switches for TF32 apply to them."""
+
+BY_CONVOLUTION: Final = frozenset({"pixel_mm", *CONVOLUTIONS})
+"""The products that torch computes as convolutions do, by their switch for TF32."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
 """The matrix products whose weight is (N, K). The others' is (K, N), and (batch, K, N) for bmm."""

@@ -133,3 +133,47 @@ def test_a_batch_normalisation_is_three_kernels(gpu, monkeypatch):
     (step,) = made(fast)
     (program,) = state_of(step.forward).programs.programs
     assert program.launches == 6 and not program.calls, [one.what for one in program.steps]
+
+
+POINTWISE = {  # a convolution, whose gradients of x and of its filters are a convolution and a product, and its input
+    "plain": (lambda: nn.Conv2d(5, 9, 1, bias=False), (3, 5, 7, 6), True),
+    "with a bias": (lambda: nn.Conv2d(8, 16, 1), (2, 8, 9, 5), True),
+    "one filter": (lambda: nn.Conv2d(8, 1, 1), (2, 8, 9, 5), True),
+    "one channel": (lambda: nn.Conv2d(1, 8, 1), (2, 1, 9, 5), True),
+    "one pixel": (lambda: nn.Conv2d(8, 4, 1), (6, 8, 1, 1), True),
+    "with a stride": (lambda: nn.Conv2d(8, 4, 1, stride=2), (2, 8, 9, 5), False),
+    "padded": (lambda: nn.Conv2d(8, 4, 1, padding=1), (2, 8, 9, 5), False),
+    "in groups": (lambda: nn.Conv2d(8, 4, 1, groups=2), (2, 8, 9, 5), False),
+    "3x3": (lambda: nn.Conv2d(8, 4, 3), (2, 8, 9, 5), False),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 4, 1), (2, 8, 9, 5), False),
+}
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_gradients_of_pixels(gpu, name, amp, monkeypatch):
+    device = where_steps_are(gpu, monkeypatch)
+    make, shape, is_product = POINTWISE[name]
+    model = nn.Sequential(make(), nn.Tanh()).to(device, memory_format=torch.channels_last)
+    x = randn(*shape).to(device, memory_format=torch.channels_last).requires_grad_()
+    fast, exact = fxfuse.optimize(copy.deepcopy(model)), copy.deepcopy(model).double()
+    for _ in range(4):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
+            found = [step_of(fast, x), step_of(model, x)]
+        assert_errors_as_eagers(*found, step_of(exact, *as_exact((x,))), factor=8.0 if amp else 2.0)
+    (step,) = made(fast)
+    graph = state_of(step.backwards[0]).captured.graph
+    assert any("pixel_mm" in str(node.target) for node in graph.nodes) == is_product
+
+
+@pytest.mark.parametrize("wanted", ["x", "filters"])
+def test_gradients_of_pixels_of_which_one_is_wanted(wanted, monkeypatch):
+    where_steps_are("emulated", monkeypatch)
+    model = nn.Sequential(nn.Conv2d(8, 16, 1).requires_grad_(wanted == "filters"), nn.ReLU())
+    x = randn(2, 8, 5, 7).to(memory_format=torch.channels_last).requires_grad_(wanted == "x")
+    fast, exact = fxfuse.optimize(copy.deepcopy(model)), copy.deepcopy(model).double()
+    for _ in range(4):
+        found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+        assert_errors_as_eagers(*found)
+    made(fast)

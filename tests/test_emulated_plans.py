@@ -182,6 +182,16 @@ def test_addmm_does_not_read_a_bias_that_counts_nothing(drafted):
     assert len(check(drafted, "addmm", options, "relu(acc + o0)", x, weight, bias, (integers(24),))) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("filters", "pixels", "channels"), [(24, 75, 40), (5, 33, 3), (32, 1, 16), (1, 20, 8), (8, 90, 1), (1, 90, 1)]
+)
+def test_gradients_of_filters(filters, pixels, channels, dtype, drafted):
+    x, weight = integers(pixels, filters).t().to(dtype), integers(pixels, channels, seed=1).to(dtype)
+    names = check(drafted, "pixel_mm", (), "acc", x, weight, None, ())
+    assert names[0].startswith("gemm") and names[-1] == plan.LIBRARY_ALONE
+
+
 @pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize(
     ("of_x", "of_weight"),

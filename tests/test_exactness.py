@@ -32,6 +32,7 @@ CASES = {
     "matmul": problem("matmul", (40, 32), (32, 300), None, ((40, 300),), "acc + o0"),
     "bmm": problem("bmm", (3, 200, 32), (3, 32, 300), None, ((3, 200, 1), (300,)), "relu(acc * o0) + o1"),
     "bmm, many": problem("bmm", (400, 7, 9), (400, 9, 5), None, (), "acc * 2"),
+    "pixel_mm": problem("pixel_mm", (48, 900), (900, 300), None, (), "acc"),
     "addmm": problem("addmm", (300, 32), (32, 300), (300,), (), "acc", (("beta", 2), ("alpha", 0.5))),
     "conv2d": problem(
         "conv2d", (3, 8, 9, 7), (40, 8, 3, 3), (40,), ((40, 1, 1), (3, 40, 9, 7)), "acc * o0 + o1",

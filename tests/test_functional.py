@@ -501,6 +501,7 @@ OPERATORS = {
     "matmul": ("matmul", randn(2, 3, 8), _W.t(), None, [], "relu(acc)"),
     "mm": ("mm", _X, _W.t(), None, [], "relu(acc)"),
     "mm of an expanded matrix": ("mm", randn(1, 8).expand(3, 8), _W.t(), None, [], "relu(acc)"),
+    "pixel_mm": ("pixel_mm", randn(9, 5).t(), randn(9, 8), None, [], "acc"),
     "addmm": ("addmm", _X, _W.t(), _B, [], "relu(acc)", 0.5, 2.0),
     "bmm": ("bmm", randn(2, 3, 8), randn(2, 5, 8).mT, None, [randn(5)], "relu(acc) * o0"),
     "conv2d": ("conv2d", _IMAGE, _FILTERS, randn(8), [], "relu(acc)", *_CONV),

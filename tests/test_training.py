@@ -1130,6 +1130,34 @@ def test_another_chance_of_dropout():
     made(fast)
 
 
+def test_an_equal_chance_of_dropout_is_no_other_one():
+    fast, _, _ = triple(with_dropout())
+    x = randn(6, 8).requires_grad_()
+    warm(fast, x)
+    (step,) = made(fast)
+    before = fast[2].p
+    fast[2].p = float(str(before))
+    assert fast[2].p is not before
+    for _ in range(3):
+        step_of(fast, x)
+    assert made(fast) == [step]
+
+
+def test_buffers_that_come_to_share_memory():
+    """Kernels would overwrite one with what the other becomes."""
+    fast, model, exact = triple(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()))
+    for call in range(3):
+        assert_errors_of_calls(fast, model, exact, randn(2, 3, 5, 6, seed=call).requires_grad_())
+    made(fast)
+    for each in (fast, model, exact):
+        norm = each[1]
+        both = torch.stack([norm.running_mean, norm.running_var])
+        norm.running_mean, norm.running_var = both[0], both[0]
+    for call in range(3):
+        assert_errors_of_calls(fast, model, exact, randn(2, 3, 5, 6, seed=call).requires_grad_(), where=f"call {call}")
+        torch.testing.assert_close(fast[1].running_var, model[1].running_var)
+
+
 @pytest.mark.parametrize("name", ["transformer block", "batch norm of series"])
 def test_models_in_bfloat16(name):
     make, inputs_of = MODELS[name]

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from fxfuse.problem import CONVOLUTIONS, PRODUCTS
+from fxfuse.problem import BY_CONVOLUTION, PRODUCTS
 
 Precision = Literal["tf32x3", "tf32", "fp16", "bf16", "fp16x3"]
 
@@ -66,7 +66,7 @@ _READERS: Final[dict[bool, Any]] = {
 
 def tf32_allowed(kind: str) -> bool:
     """Whether torch may use TF32 for anchors of this kind."""
-    return kind in PRODUCTS and bool(_READERS[kind in CONVOLUTIONS]())
+    return kind in PRODUCTS and bool(_READERS[kind in BY_CONVOLUTION]())
 
 
 def precision(kind: str, dtype: torch.dtype, fp32: str = "exact") -> Precision:
@@ -77,4 +77,4 @@ def precision(kind: str, dtype: torch.dtype, fp32: str = "exact") -> Precision:
         return "bf16"
     if tf32_allowed(kind):
         return "tf32"
-    return "fp16x3" if fp32 == "fast" and kind not in CONVOLUTIONS else "tf32x3"
+    return "fp16x3" if fp32 == "fast" and kind not in BY_CONVOLUTION else "tf32x3"

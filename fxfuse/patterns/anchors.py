@@ -39,8 +39,8 @@ class Anchor:
     """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "addmm" (weight (K, N)),
-    "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
+    """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "pixel_mm", "addmm" (weight
+    (K, N)), "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -226,6 +226,11 @@ def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
     return Anchor("mm", _tensor(x, "left side"), _weight_matrix(root, weight))
 
 
+def _pixel_mm(root: nn.Module, x: Any, weight: Any, bias: Any, operands: Any, epilogue: str) -> Anchor | None:
+    """The gradient of filters in a training step (decompositions.py), to which no epilogue belongs yet."""
+    return Anchor("pixel_mm", x, weight) if epilogue == "acc" else None
+
+
 def _bmm(root: nn.Module, x: Any, weight: Any) -> Anchor | None:
     """Where kernels of ours may be faster than a library: in float32, and where rows end anywhere. None for others."""
     left, right = (known_tensor(root, side) for side in (x, weight))
@@ -309,6 +314,9 @@ _MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _mm)
 _ADDMM: Final = _Function(
     "addmm", {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}, _addmm
 )
+_PIXEL_MM: Final = _Function(
+    "pixel_mm", dict.fromkeys(("x", "weight", "bias", "operands", "epilogue"), REQUIRED), _pixel_mm
+)
 _BMM: Final = _Function("bmm", {"input": REQUIRED, "mat2": REQUIRED}, _bmm)
 _CONV2D: Final = _Function(
     "conv2d",
@@ -346,6 +354,7 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.ops.aten.mm: _MM,
     torch.ops.aten.addmm: _ADDMM,
     torch.ops.aten.bmm: _BMM,
+    torch.ops.fxfuse.pixel_mm: _PIXEL_MM,
     torch.ops.aten.conv2d: _CONV2D,
     torch.ops.aten.conv3d: _CONV3D,
     torch.ops.aten.convolution: _CONVOLUTION,
