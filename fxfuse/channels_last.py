@@ -37,6 +37,7 @@ from fxfuse.patterns.layouts import (
     is_copied,
     is_never_contiguous,
     known_elements,
+    may_copy,
     role_of,
     stays_contiguous,
 )
@@ -267,7 +268,8 @@ class _Known:
             return frozenset()
         if node.op in ("placeholder", "get_attr") or not (role is not None or stays_contiguous(self.root, node)):
             return frozenset({node})
-        return frozenset().union(*(self.origins[arg] for arg in node.all_input_nodes))
+        origins = frozenset[fx.Node]().union(*(self.origins[arg] for arg in node.all_input_nodes))
+        return frozenset({node}) if may_copy(node) and any(map(is_never_contiguous, origins)) else origins
 
     def _is_stranger(self, node: fx.Node) -> bool:
         return not type(self.root.get_submodule(str(node.target))).__module__.startswith("torch.nn")

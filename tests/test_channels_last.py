@@ -83,6 +83,12 @@ def reduced(m, x):
     return torch.max(y, 1), y.max(), y.min(dim=2, keepdim=True).values, torch.max(y, F.avg_pool2d(y, 3, 1, 1))
 
 
+def dropping_nothing(m, x):
+    for layer in m.layers:
+        x = F.dropout(layer(x), 0.0, training=True).sin()
+    return x
+
+
 class NormOfItsOwn(nn.BatchNorm2d):
     """Asks for the rank of what it is given, as torch's forward does."""
 
@@ -98,6 +104,7 @@ def normalised(m, x):
 
 MODELS = {
     "normalised": Net(normalised, layers=convolutions(3, 8, 8, 8, 8), norm=NormOfItsOwn(8)),
+    "dropping nothing": Net(dropping_nothing, layers=convolutions(3, 8, 8, 8, 8)),
     "activated": Net(activated, layers=convolutions(3, 8, 8, 8, 8)),
     "in place": Net(in_place, layers=convolutions(3, 8, 8, 8, 8)),
     "chain": Net(chain, layers=convolutions(3, 8, 8, 16, 8)),
@@ -261,6 +268,49 @@ def pooled_tokens(m, x, change=lambda image: image):
     image = change(x.view(2, 6, 5, 8).permute(0, 3, 1, 2).contiguous())
     y = m.norm(m.conv(image).reshape(2, 2, 4, 30).transpose(2, 3).reshape(2, 60, 4))
     return y * 2 + x.sum()
+
+
+def attending(m, x):
+    """What heads make of tokens is an image again: a copy, as no view of it is one."""
+    x = chain(m, x)
+    heads = m.mix(x.flatten(2).transpose(1, 2)).view(2, 45, 2, 8)
+    return chain(m, heads.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("captured", ["by fx", "by Dynamo"])
+def test_images_that_attention_makes_are_convolved_in_channels_last(captured, monkeypatch):
+    model = Net(attending, layers=convolutions(8, 8, 8, 8, 8), mix=nn.Linear(8, 8)).eval()
+    fast = fxfuse.optimize(model) if captured == "by fx" else torch.compile(model, backend="fxfuse")
+    with torch.no_grad():
+        for seed in range(4):
+            assert_as_eager(model, fast, randn(2, 8, 9, 10, seed=seed))
+    layouts, convolution = [], torch.conv2d
+    if captured == "by fx":
+        assert borders(fast) == (2, 1)
+        monkeypatch.setattr(
+            F, "conv2d", lambda x, *rest: layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+            or convolution(x, *rest)
+        )  # fmt: skip
+        fxfuse.optimize(model)(randn(2, 8, 9, 10))
+        assert len(layouts) == 8 and all(layouts)
+    else:
+        (graph,) = fxfuse.backend.compiled_graphs(model)
+        assert borders(graph) == (2, 1)
+
+
+def test_images_that_are_views_of_tokens_stay_as_they_are():
+    """Where a reshape copies nothing, what comes of it lies as in eager."""
+
+    def forward(m, x):
+        return chain(m, x.transpose(1, 2).reshape(2, 8, 9, 10))
+
+    model = Net(forward, layers=convolutions(8, 8, 8, 8, 8)).eval()
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for seed in range(4):
+            x = randn(2, 90, 8, seed=seed)
+            assert_as_eager(model, fast, x)
+            assert_as_eager(model, fast, x.transpose(1, 2).contiguous().transpose(1, 2))  # of which it is a view
 
 
 def depthwise():

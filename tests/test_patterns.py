@@ -95,6 +95,7 @@ ONE_REGION = {
     "scalar operand": (Net(lambda m, x: m.fc(x) * m.s, fc=linear(), s=torch.tensor(2.0)), "acc * o0"),
     # nodes that do nothing
     "dropout": (Net(lambda m, x: m.d(m.fc(x)).relu(), fc=linear(), d=nn.Dropout(0.5)), "relu(acc)"),
+    "F.dropout of nothing": (Net(lambda m, x: F.dropout(m.fc(x), 0.0, training=True).relu(), fc=linear()), "relu(acc)"),
     "F.dropout": (Net(lambda m, x: F.dropout(m.fc(x), training=m.training).relu(), fc=linear()), "relu(acc)"),
     "stochastic depth": (
         Net(lambda m, x: with_stochastic_depth(m.conv(x), m.training) + x, conv=nn.Conv2d(3, 3, 3, padding=1)),

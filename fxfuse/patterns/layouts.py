@@ -300,6 +300,16 @@ def is_never_contiguous(node: fx.Node) -> bool:
     return node.op in ("call_method", "call_function") and name_of(node) in _NEVER
 
 
+def may_copy(node: fx.Node) -> bool:
+    """Whether its result is contiguous where what it is given cannot be seen in that shape, as attention's cannot.
+
+    Whether it is, a call shows, unless its strides were noted.
+    """
+    value = noted(node)
+    known = isinstance(value, torch.Tensor)
+    return name_of(node) in ("reshape", "flatten") and (not known or value.is_contiguous())
+
+
 _STAYING: Final = frozenset(
     {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "layer_norm", "linear",
      "matmul", "mm", "addmm", "gated_linear", "group_norm", "mean", "sum", "var", "std", "amax", "amin"}

@@ -160,7 +160,9 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
             return False
         position = _TORCHVISIONS[name]
     training = node.args[position] if len(node.args) > position else True
-    return node.kwargs.get("training", node.kwargs.get("train", training)) is False
+    chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
+    drops_nothing = type(chance) in (int, float) and chance == 0  # nor does it draw then
+    return drops_nothing or node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
 
 def _batch_norm(growth: Growth, node: fx.Node, module: nn.modules.batchnorm._BatchNorm) -> Expr:
