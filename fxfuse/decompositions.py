@@ -279,9 +279,12 @@ def _convolution_backward(
     """
     is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
     is_of_pixels = (
-        x.dim() == 4 and math.prod(weight.shape[2:]) == groups == 1 == max(stride) and not (is_transposed or any(padding))
-        and x.dtype in RESULT_DTYPES and all(map(_is_row_of_channels, (gradient, x)))
-    )  # fmt: skip
+        x.dim() == 4
+        and math.prod(weight.shape[2:]) == groups == max(stride) == 1
+        and not (is_transposed or any(padding))
+        and x.dtype in RESULT_DTYPES
+        and all(map(_is_row_of_channels, (gradient, x)))
+    )
     if not wanted[2] and not is_of_pixels and (sum(wanted) == 1 or not is_depthwise):
         return NotImplemented
 

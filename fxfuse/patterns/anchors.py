@@ -40,7 +40,8 @@ class Anchor:
 
     kind: str
     """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "pixel_mm", "addmm" (weight
-    (K, N)), "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x itself."""
+    (K, N)), "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x
+    itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None

@@ -161,7 +161,7 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
         position = _TORCHVISIONS[name]
     training = node.args[position] if len(node.args) > position else True
     chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
-    drops_nothing = type(chance) in (int, float) and chance == 0  # nor does it draw then
+    drops_nothing = isinstance(chance, int | float) and chance == 0  # nor does it draw then
     return drops_nothing or node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
 
