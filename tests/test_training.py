@@ -1130,6 +1130,36 @@ def test_another_chance_of_dropout():
     made(fast)
 
 
+class OfItsOwn(torch.autograd.Function):
+    """A product whose gradient for the first factor is doubled."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        one, other = ctx.saved_tensors
+        return gradient * other * 2, gradient * one
+
+
+def test_functions_with_gradients_of_their_own():
+    """Dynamo keeps what they compute as graphs in attributes."""
+    torch.manual_seed(0)
+    model = Net(lambda m, x: OfItsOwn.apply(F.gelu(m.one(x)), m.other(x)).relu(), one=linear(), other=linear())
+    fast = torch.compile(copy.deepcopy(model), backend="fxfuse")
+    for call in range(5):
+        x = randn(6, 8, seed=call).requires_grad_()
+        torch.testing.assert_close(step_of(fast, x), step_of(model, x), rtol=1e-5, atol=1e-6)
+    (graph,) = fxfuse.backend.compiled_graphs(fast)
+    assert len(state_of(graph).training.steps) == 1, state_of(graph).training.reason
+    with torch.no_grad():
+        for call in range(4):
+            x = randn(6, 8, seed=call)
+            torch.testing.assert_close(fast(x), model(x))
+
+
 def test_an_equal_chance_of_dropout_is_no_other_one():
     fast, _, _ = triple(with_dropout())
     x = randn(6, 8).requires_grad_()

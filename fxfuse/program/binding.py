@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import fx, nn
 
-from fxfuse.program.record import is_variable
+from fxfuse.program.record import is_body, is_variable
 from fxfuse.program.values import Refused
 
 
@@ -40,11 +40,11 @@ class Binding:
         self._positional = next((at for at, node in enumerate(placeholders) if is_variable(node)), len(placeholders))
         self._arguments: dict[tuple[type, ...], _Arguments] = {}
         self._attributes: dict[str, tuple[dict[str, Any], str]] = {}
-        self._reads = [node for node in graph.nodes if node.op == "get_attr"]
+        self._reads = [node for node in graph.nodes if node.op == "get_attr" and not is_body(root, node)]
         self.modules: list[nn.Module] = []
         """The modules that the graph calls."""
         for node in graph.nodes:
-            if node.op == "get_attr":
+            if node in self._reads:
                 self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
             if node.op == "call_module":
                 module = root.get_submodule(str(node.target))

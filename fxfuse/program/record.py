@@ -85,6 +85,14 @@ def is_variable(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("*")
 
 
+def is_body(root: nn.Module, node: fx.Node) -> bool:
+    """Whether an attribute that a graph reads is a graph without tensors of its own: Dynamo's, of an operator that
+    takes functions."""
+    *path, name = str(node.target).split(".")
+    found = getattr(root.get_submodule(".".join(path)), name, None)
+    return isinstance(found, fx.GraphModule) and not any([*found.parameters(), *found.buffers()])
+
+
 def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
     """Raises Refused if a node may do more than compute: it cannot be recorded.
 
@@ -102,6 +110,10 @@ def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) 
                 raise Refused(f"'{target}' {why_no_kernel(module)}")
             if not type(module).__module__.startswith("torch.nn."):
                 raise Refused(f"'{target}' is a {type(module).__name__}, which may do more than compute")
+        if node.op == "get_attr" and is_body(root, node):
+            body = root.get_submodule(str(target))
+            assert isinstance(body, fx.GraphModule)
+            check_graph(body, body.graph, with_gradients)
         if node.op == "call_method" and (not hasattr(torch.Tensor, str(target)) or target in _METHODS_REFUSED):
             raise Refused(f"the method '{target}' may do more than compute")
         if getattr(target, "namespace", "").endswith(("c10d_functional", "c10d_functional_autograd")):
@@ -234,6 +246,9 @@ class Recorder:
                 env[node] = self._given[node]
                 known[node] = self._give(env[node])
                 self._retain(env[node])
+                continue
+            if node.op == "get_attr":  # is_body
+                env[node] = known[node] = self._root.get_submodule(str(node.target))
                 continue
             if node.op == "output":
                 if self.reason is None:
