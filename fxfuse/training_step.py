@@ -150,15 +150,17 @@ class TrainingStep:
         self._is_prepared = True
         with plans.preparing_together():
             found = self._forwarded(given)
-            self.ways = [_Ways.of(taken, given, *found) for taken in self._kept]
             self._try_backward(given, *found)
         return found
 
     def _forwarded(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         with _without_autocast():
             found = self.forward.forward(*given)  # not a call: it has no hooks
-        results = [_lying(result, strides) for result, strides in zip(found, self._strides, strict=False)]
-        return _alone(results, found), found[self.joint.results :]
+        lying = [_lying(result, strides) for result, strides in zip(found, self._strides, strict=False)]
+        results, more = _alone(lying, found), found[self.joint.results :]
+        if not self.ways:
+            self.ways = [_Ways.of(taken, given, results, more) for taken in self._kept]
+        return results, more
 
     def _try_backward(
         self, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], more: Sequence[torch.Tensor]

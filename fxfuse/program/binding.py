@@ -43,9 +43,9 @@ class Binding:
         self._reads = [node for node in graph.nodes if node.op == "get_attr" and not is_body(root, node)]
         self.modules: list[nn.Module] = []
         """The modules that the graph calls."""
+        for node in self._reads:
+            self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
         for node in graph.nodes:
-            if node in self._reads:
-                self._attributes.setdefault(str(node.target), _table_of(root, str(node.target)))
             if node.op == "call_module":
                 module = root.get_submodule(str(node.target))
                 self.modules.append(module)

@@ -90,7 +90,7 @@ def is_body(root: nn.Module, node: fx.Node) -> bool:
     takes functions."""
     *path, name = str(node.target).split(".")
     found = getattr(root.get_submodule(".".join(path)), name, None)
-    return isinstance(found, fx.GraphModule) and not any([*found.parameters(), *found.buffers()])
+    return isinstance(found, fx.GraphModule) and not [*found.parameters(), *found.buffers()]
 
 
 def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
