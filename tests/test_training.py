@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxfuse
 from fxfuse import channels_last, plans
-from fxfuse.module import FusedModule, state_of
+from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, state_of
 from fxfuse.patterns.numbers import made_of
 from fxfuse.program.binding import PATIENCE
 
@@ -122,6 +122,9 @@ def assert_errors_as_eagers(actual, expected, exact, where="", factor=2.0, noise
         scale = float(right.norm())
         assert math.isfinite(scale), f"{where}: float64 itself gives {right}"
         assert ours <= factor * eagers + noise * scale, f"{where}, tensor {number}: error {ours}, eager's {eagers}"
+
+
+CAPTURES = pytest.mark.skipif(not DYNAMO_KEEPS_OBJECTS, reason="Dynamo of a torch before 2.6 knows fewer operators")
 
 
 # ------------------------------------------------------------------------------------------ values and gradients
@@ -1130,6 +1133,17 @@ def test_another_chance_of_dropout():
     made(fast)
 
 
+def test_a_thread_that_comes_while_another_runs_a_steps_first_forward():
+    """It finds the step prepared, and not yet how what it keeps gets to the backward."""
+    fast, model, exact = triple(mlp())
+    x = randn(6, 8).requires_grad_()
+    warm(fast, x)
+    (step,) = made(fast)
+    step.ways = []
+    found = [step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,)))]
+    assert_errors_as_eagers(*found)
+
+
 class OfItsOwn(torch.autograd.Function):
     """A product whose gradient for the first factor is doubled."""
 
@@ -1158,6 +1172,40 @@ def test_functions_with_gradients_of_their_own():
         for call in range(4):
             x = randn(6, 8, seed=call)
             torch.testing.assert_close(fast(x), model(x))
+
+
+def chosen(m, x):
+    """One of two graphs, by a value."""
+    y = F.gelu(m.one(x))
+    return torch.cond(y.sum() > 0, lambda y: m.other(y) * 2, lambda y: y.sin() - 1, (y,)).relu()
+
+
+def attending(m, x):
+    """Scores that a function changes."""
+    attention = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = m.three(x).view(2, 16, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+    return attention.flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score - 0.1 * (i - j).abs()).relu()
+
+
+TAKING_GRAPHS = {
+    "cond": (Net(chosen, one=linear(), other=linear()), (4, 8), True),
+    "flex_attention": (Net(attending, three=nn.Linear(32, 96)), (2, 16, 32), False),
+}
+
+
+@CAPTURES
+@pytest.mark.parametrize("name", TAKING_GRAPHS)
+def test_operators_that_take_graphs_are_torchs(name):
+    """torch refuses to run most of them where their operators are watched."""
+    model, shape, trains = TAKING_GRAPHS[name]
+    fast = torch.compile(copy.deepcopy(model), backend="fxfuse")
+    for call in range(5):
+        x = randn(*shape, seed=call) - 4.0 * (call % 2)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+        if trains:
+            found = [step_of(each, x.clone().requires_grad_()) for each in (fast, model)]
+            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_an_equal_chance_of_dropout_is_no_other_one():

@@ -86,11 +86,15 @@ def is_variable(node: fx.Node) -> bool:
 
 
 def is_body(root: nn.Module, node: fx.Node) -> bool:
-    """Whether an attribute that a graph reads is a graph without tensors of its own: Dynamo's, of an operator that
-    takes functions."""
+    """Whether an attribute that a graph reads is a graph without tensors of its own, which an autograd.Function is
+    computed by. So Dynamo keeps one. Other operators that take graphs cannot be recorded."""
     *path, name = str(node.target).split(".")
     found = getattr(root.get_submodule(".".join(path)), name, None)
-    return isinstance(found, fx.GraphModule) and not [*found.parameters(), *found.buffers()]
+    is_graph = isinstance(found, fx.GraphModule) and not [*found.parameters(), *found.buffers()]
+    return is_graph and all(getattr(user.target, "__name__", "") == _OF_FUNCTION for user in node.users)
+
+
+_OF_FUNCTION: Final = "autograd_function_apply"
 
 
 def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
