@@ -289,6 +289,10 @@ STATEFUL: list[Row] = [
     ("training branch", 0, "", "{x} * 2 if self.training else {x}.tanh() + 1"),
     ("gradients branch", 0, "", "{x} * 2 if torch.is_grad_enabled() else {x} - 1"),
     ("value branch", 0, "", "{x} * 2 if float({x}.detach().sum()) > 0 else {x}.tanh()"),
+    ("function of its own", 0, "", "Scaled.apply({x}, {y})"),
+    ("dropping nothing", 0, "", "F.dropout({x}, 0.0, True)"),
+    ("turned image", 4, "", "{x}.transpose(2, 3).reshape({x}.shape)"),
+    ("pixels", 4, "self.c{k} = nn.Conv2d({c}, 8, 1)", "self.c{k}({x})"),
     ("complex", 0, "", "torch.view_as_real(torch.complex({x}.float(), {x}.float()) * 2).sum(-1).to({x}.dtype)"),
 ]
 STATEMENTS: list[Row] = [
@@ -373,6 +377,22 @@ from torch.nn import functional as F
 class Result:
     a: torch.Tensor
     b: torch.Tensor
+
+class Scaled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, y):
+        return x * y.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y.sigmoid() * 2, gradient * x
 
 """
 
