@@ -19,7 +19,7 @@ namespace fxfuse_guard {
 
 constexpr int kDiffers = 1, kNoPlainTensor = 2;
 
-enum Task : uint64_t { kCompare, kNote, kMarkAlone, kReadVersions, kTellApart };
+enum Task : uint64_t { kCompare, kNote, kCompareTables, kMarkAlone, kReadVersions, kTellApart };
 
 // A sequence of words that is either written down or compared with what was.
 struct Words {
@@ -133,8 +133,8 @@ inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* address
 
 // arguments: a task, the offset, and where the answers for tensors go: addresses, marks of a byte each, or versions. To
 // compare or note, also: words, how much of the addresses' alignment matters, and two lists: dictionaries, and what they
-// must hold. To tell apart, in place of the answers: how many tensors. `context`: a list of tensors. The caller holds all
-// of them.
+// must hold. To tell apart, in place of the answers: how many tensors. To compare tables: these two lists alone.
+// `context`: a list of tensors. The caller holds all of them.
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile
@@ -147,6 +147,9 @@ extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t co
             read_versions(list, arguments[1], reinterpret_cast<uint64_t*>(arguments[2]));
         } else if (arguments[0] == kTellApart) {
             code = are_apart(list, arguments[1], arguments[2]) ? 0 : kDiffers;
+        } else if (arguments[0] == kCompareTables) {
+            auto *tables = reinterpret_cast<PyObject*>(arguments[1]), *members = reinterpret_cast<PyObject*>(arguments[2]);
+            code = hold(tables, members) ? 0 : kDiffers;
         } else if (!compare(list, arguments, reinterpret_cast<uint64_t*>(arguments[2]))) {
             code = kDiffers;
         }

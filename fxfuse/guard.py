@@ -14,7 +14,7 @@ from torch import nn
 from fxfuse import build
 from fxfuse.errors import UnsupportedError
 
-_COMPARE, _NOTE, _MARK_ALONE, _READ_VERSIONS, _TELL_APART = range(5)
+_COMPARE, _NOTE, _COMPARE_TABLES, _MARK_ALONE, _READ_VERSIONS, _TELL_APART = range(6)
 """Tasks, as in guard.h."""
 
 SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of programs")
@@ -49,6 +49,14 @@ class Guard:
             self._call(b"", id(tensors), _NOTE, self._offset, self.addresses.buffer_info()[0], *self._rest)
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from None
+
+    def tables_hold(self) -> bool:
+        """Whether the tables hold the noted objects."""
+        try:
+            self._call(b"", 0, _COMPARE_TABLES, id(self._tables), id(self._members))
+        except RuntimeError:
+            return False
+        return True
 
     def note_tables(self) -> None:
         """Notes the objects that the tables hold now. Called where others were found to be as good."""

@@ -101,6 +101,10 @@ class TrainingStep:
             and self._changes_alone(bound.tensors)
         )
 
+    def tables_hold(self) -> bool:
+        """Whether the tables hold the same objects as before."""
+        return self._guard.tables_hold()
+
     def note_tables(self) -> None:
         """Called where the tables hold other objects, which are equal."""
         self._guard.note_tables()
