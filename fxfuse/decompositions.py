@@ -283,7 +283,7 @@ def _convolution_backward(
         and math.prod(weight.shape[2:]) == groups == max(stride) == 1
         and not (is_transposed or any(padding))
         and x.dtype in RESULT_DTYPES
-        and all(map(_is_row_of_channels, (gradient, x)))
+        and all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, x))
     )
     if not wanted[2] and not is_of_pixels and (sum(wanted) == 1 or not is_depthwise):
         return NotImplemented
@@ -306,11 +306,6 @@ def _convolution_backward(
         of_weight = taken(False, True, False)[1] if wanted[1] else None
     of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
-
-
-def _is_row_of_channels(x: torch.Tensor) -> bool:
-    """Whether each pixel's channels lie in a row, and pixels one after the other."""
-    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _of_pixels(

@@ -131,10 +131,13 @@ inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* address
 
 }  // namespace fxfuse_guard
 
-// arguments: a task, the offset, and where the answers for tensors go: addresses, marks of a byte each, or versions. To
-// compare or note, also: words, how much of the addresses' alignment matters, and two lists: dictionaries, and what they
-// must hold. To tell apart, in place of the answers: how many tensors. To compare tables: these two lists alone.
-// `context`: a list of tensors. The caller holds all of them.
+// `context`: a list of tensors. arguments: a task, then what it takes. The caller holds all of them.
+//   kCompare, kNote: the offset, where addresses go, words, how much of the addresses' alignment matters, and two lists:
+//                    dictionaries, and what they must hold
+//   kCompareTables:  these two lists; no tensors
+//   kMarkAlone:      the offset, where marks go, a byte for each tensor
+//   kReadVersions:   the offset, where versions go
+//   kTellApart:      the offset, how many of the tensors are the first
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile

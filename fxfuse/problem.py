@@ -249,7 +249,7 @@ def _pixel_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
     x is the result's gradient (filters, pixels), the weight the convolution's input (pixels, channels).
     """
-    if x.dtype == torch.float64:  # what is compared with, of which torch's convolutions need much more memory
+    if x.dtype == torch.float64:  # for comparisons; torch's convolutions would take much more memory
         return torch.mm(x, weight)
     images = [matrix[None, :, None].permute(0, 3, 1, 2) for matrix in (x.t(), weight)]
     filters = x.new_empty(1).expand(x.shape[0], weight.shape[1], 1, 1)  # only its shape is read

@@ -85,9 +85,9 @@ class Training:
             if not self._leaves.are_as_before():  # for example, a dropout has another probability
                 self._begin()
                 return self.call(forward, args, kwargs)
-            if self.steps and not self.steps[0].tables_hold():  # nor do those of the others: all are noted together
+            if self.steps and not self.steps[0].guard.tables_hold():  # equal objects; all steps note them together
                 for each in self.steps:
-                    each.note_tables()
+                    each.guard.note_tables()
                 step = self._step_for(bound)
         if step is None and _may_have_step(bound):
             if stream_capture.is_captured(bound.tensors):

@@ -52,7 +52,9 @@ class TrainingStep:
             returned: what the graph itself returned in a call of this kind.
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
         """
-        self.joint, self._distinct, self._guard = joint, first_of(bound.tensors), Guard(bound.tensors, tables)
+        self.joint, self._distinct = joint, first_of(bound.tensors)
+        self.guard = Guard(bound.tensors, tables)
+        """Knows a call of this kind by its tensors, and that the tables hold what they held."""
         self._changed = [self._distinct[number] for number in joint.changed]
         self._unchanged = [at for number, at in enumerate(self._distinct) if number not in joint.changed]
         first = {id(bound.tensors[at]): at for at in self._distinct}
@@ -94,25 +96,17 @@ class TrainingStep:
         """Whether the call is of this kind."""
         return (
             self._constants == bound.constants
-            and self._guard.holds(bound.tensors, self._addresses)
+            and self.guard.holds(bound.tensors, self._addresses)
             and len(set(map(id, bound.tensors))) == len(self._distinct)
             and all(bound.tensors[first] is bound.tensors[second] for first, second in self._ties)
             and settings_of(self.device) == self._settings  # self.device: the guard has checked where tensors are
             and self._changes_alone(bound.tensors)
         )
 
-    def tables_hold(self) -> bool:
-        """Whether the tables hold the same objects as before."""
-        return self._guard.tables_hold()
-
-    def note_tables(self) -> None:
-        """Called where the tables hold other objects, which are equal."""
-        self._guard.note_tables()
-
     def _changes_alone(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether no given tensor shares memory with another one that the forward writes into."""
         changed, others = ([tensors[at] for at in places] for places in (self._changed, self._unchanged))
-        return not changed or self._guard.are_apart(changed, others)
+        return not changed or self.guard.are_apart(changed, others)
 
     @property
     def graphs(self) -> Iterator[tuple[str, nn.Module]]:
@@ -134,7 +128,7 @@ class TrainingStep:
             results, more = self.run_forward(given)
         finally:
             torch._C._set_grad_enabled(True)
-        call = _Call(self, given, self.versions(given), random)
+        call = _Call(self, given, self.guard.versions(given), random)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
             # results get these segments in their history: a segment that kept a result itself would never be freed
@@ -142,10 +136,6 @@ class TrainingStep:
             token = (_applied(call, number, (*given, *detached, *more), (), *token, *call.of(number)),)
         applied = _applied(call, 0, (*given, *results, *more), results, *token, *call.of(0))
         return self.joint.reference.output(given, applied)
-
-    def versions(self, given: list[torch.Tensor]) -> array[int]:
-        """How often each given tensor was changed in place."""
-        return self._guard.versions(given)
 
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """The results, and the tensors that are kept beside them. The first call also prepares the backward."""
@@ -163,7 +153,7 @@ class TrainingStep:
         lying = [_lying(result, strides) for result, strides in zip(found, self._strides, strict=False)]
         results, more = _alone(lying, found), found[self.joint.results :]
         if not self.ways:
-            self.ways = [_Ways.of(taken, given, results, more) for taken in self._kept]
+            self.ways = [_Ways(taken, given, results, more) for taken in self._kept]
         return results, more
 
     def _try_backward(
@@ -173,8 +163,9 @@ class TrainingStep:
         try:
             zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
             values = self.begun(zeros)
-            for number in range(len(self.segments)):
-                kept = self.ways[number].taken((*given, *results, *more))
+            there = (*given, *results, *more)
+            for number, ways in enumerate(self.ways):
+                kept = ways.joined(ways.seen(there), ways.unseen(there))
                 # True, as in a real backward. There is no program yet, which would overwrite lent memory
                 _, values = self.run_segment(number, kept, values, True)
         except torch.cuda.OutOfMemoryError:  # then the kernels are compiled at the first backward
@@ -218,7 +209,7 @@ class TrainingStep:
         No later segment takes them, and no other tensor owns their memory.
         """
         marks, places = bytearray(len(kept)), self._lendable[number]
-        for place, mark in zip(places, self._guard.alone([kept[place] for place in places]), strict=True):
+        for place, mark in zip(places, self.guard.alone([kept[place] for place in places]), strict=True):
             marks[place] = mark
         return Lent(marks) if any(marks) else Lent()  # the same kind of call as if the graph were kept
 
@@ -234,28 +225,27 @@ class _Ways:
     What only the backward has is kept in a tuple.
     """
 
-    def __init__(self, taken: Sequence[int], seen: Sequence[int]) -> None:
+    def __init__(
+        self, taken: Sequence[int], given: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
+        more: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
         """
         Args:
-            taken: the positions of what the segment takes, in its order.
-            seen: those that others have.
+            taken: what the segment takes, by position among the given tensors, the results and `more`.
+            more: what the forward keeps beside its results.
         """
-        others = [at for at in taken if at not in seen]
-        self.taken = _getter(taken)
-        self.seen, self.unseen = _getter(seen), _getter(others)
-        order = {at: place for place, at in enumerate((*seen, *others))}
-        self.in_order = _getter([order[at] for at in taken])
-        """Of what was seen, then the rest: in the order in which the segment takes it."""
-
-    @staticmethod
-    def of(
-        taken: Sequence[int], given: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
-        more: Sequence[torch.Tensor],
-    ) -> _Ways:  # fmt: skip
         known = {_beginning(tensor) for tensor in (*given, *results)}
-        shared = [at + len(given) + len(results) for at, tensor in enumerate(more) if _beginning(tensor) in known]
-        first = set(range(len(given) + len(results))).union(shared)
-        return _Ways(taken, [at for at in taken if at in first])
+        first = len(given) + len(results)
+        own = {first + at for at, tensor in enumerate(more) if _beginning(tensor) not in known}
+        seen, unseen = [at for at in taken if at not in own], [at for at in taken if at in own]
+        self.seen, self.unseen = _getter(seen), _getter(unseen)
+        """Of all these tensors: those taken that others have, too, and those that only the backward has."""
+        order = {at: place for place, at in enumerate((*seen, *unseen))}
+        self._in_order = _getter([order[at] for at in taken])
+
+    def joined(self, seen: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Both, in the order in which the segment takes them."""
+        return self._in_order((*seen, *unseen))
 
 
 def _getter(places: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
@@ -348,6 +338,10 @@ class _Function(torch.autograd.Function):
         ctx: Any, call: _Call, number: int, there: Sequence[torch.Tensor], results: tuple[torch.Tensor, ...],
         *given: torch.Tensor,
     ) -> Any:  # fmt: skip
+        """
+        Args:
+            there: the tensors of the call, the results of the forward, and what it keeps beside them.
+        """
         ctx.call, ctx.number, ctx.lent = call, number, False
         ctx.set_materialize_grads(False)  # unused results have no gradient, nor has what only they depend on
         ways = call.step.ways[number]
@@ -376,7 +370,7 @@ class _Function(torch.autograd.Function):
             found = [handed.derivable[at] for at in numbers]
         else:
             ctx.lent = is_last = not (handed.are_batched or _keeps_graph())
-            kept = list(step.ways[number].in_order((*seen, *ctx.unseen)))
+            kept = step.ways[number].joined(seen, ctx.unseen)
             if is_last:
                 ctx.unseen = ()
             found, values = step.run_segment(number, kept, handed.values, is_last, handed.are_batched)
@@ -442,7 +436,7 @@ def _derivable(call: _Call, gradients: Sequence[torch.Tensor]) -> Mapping[int, t
     given, joint = call.given, call.step.joint
     if any(
         now != before and number not in joint.changed
-        for number, (now, before) in enumerate(zip(call.step.versions(given), call.versions, strict=True))
+        for number, (now, before) in enumerate(zip(call.step.guard.versions(given), call.versions, strict=True))
     ):
         raise FxfuseError(
             "a tensor that the model was given, or one of its parameters, was changed in place between the forward and "

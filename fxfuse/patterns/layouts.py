@@ -301,9 +301,9 @@ def is_never_contiguous(node: fx.Node) -> bool:
 
 
 def may_copy(node: fx.Node) -> bool:
-    """Whether its result is contiguous where what it is given cannot be seen in that shape, as attention's cannot.
+    """Whether it is a reshape that may copy: then its result is contiguous, although what it is given is not.
 
-    Whether it is, a call shows, unless its strides were noted.
+    Noted strides tell. Where there are none, each call asks (`channels_last.plain`).
     """
     value = noted(node)
     known = isinstance(value, torch.Tensor)

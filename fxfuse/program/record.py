@@ -86,8 +86,8 @@ def is_variable(node: fx.Node) -> bool:
 
 
 def is_body(root: nn.Module, node: fx.Node) -> bool:
-    """Whether an attribute that a graph reads is a graph without tensors of its own, which an autograd.Function is
-    computed by. So Dynamo keeps one. Other operators that take graphs cannot be recorded."""
+    """Whether an attribute that a graph reads is what Dynamo makes of an autograd.Function's forward or backward: a
+    graph without tensors of its own. Other operators that take graphs cannot be recorded."""
     *path, name = str(node.target).split(".")
     found = getattr(root.get_submodule(".".join(path)), name, None)
     is_graph = isinstance(found, fx.GraphModule) and not [*found.parameters(), *found.buffers()]
