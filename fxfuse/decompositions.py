@@ -5,6 +5,7 @@ By torch's decompositions, and by ours where torch's would draw what eager does 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ from typing import Any, Final
 
 import torch
 from torch._decomp import get_decompositions
+from torch._dispatch.python import no_python_dispatcher
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fxfuse.problem import RESULT_DTYPES
 
@@ -31,6 +35,20 @@ _ROWS: Final = (
     "native_group_norm", "native_group_norm_backward",
 )  # fmt: skip
 """The same with sums of rows."""
+
+
+class KeptForAutograd(TorchFunctionMode):
+    """Operators stay whole until autograd has seen them that torch's trace would take apart before.
+
+    Softshrink's parts multiply by 0, whose gradient is NaN where the arriving one is NaN or infinite. Eager's is 0.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_python_dispatcher() if function in _SOFTSHRINKS else contextlib.nullcontext():
+            return function(*args, **(kwargs or {}))
+
+
+_SOFTSHRINKS: Final = (F.softshrink, _aten.softshrink.default)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import checkpoints
 from fxfuse.channels_last import Layouts, assign_layouts
-from fxfuse.decompositions import decompositions
+from fxfuse.decompositions import KeptForAutograd, decompositions
 from fxfuse.layout import is_dense
 from fxfuse.locks import free_in_children
 from fxfuse.patterns.masks import leave_out_masks
@@ -159,7 +159,8 @@ class Traced:
         values = {**self._constants, **{node: own[number] for node, number in self._given.items()}}
         attributes = {path: own[number] for path, number in self._attributes.items()}
         # restores the grad mode if the graph changes it and then fails
-        with torch.set_grad_enabled(torch.is_grad_enabled()), checkpoints.marked(self._graph), Resampling():
+        grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+        with grad_mode, checkpoints.marked(self._graph), KeptForAutograd(), Resampling():
             result = _Interpreter(self._root, self._graph, values, attributes).run_graph()
         leaves, structure = pytree.tree_flatten(_mutable(result))
         of_given = {id(tensor): number for number, tensor in enumerate(own)}

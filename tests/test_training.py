@@ -328,6 +328,39 @@ def test_derivatives_at_nan_are_one_of_eagers(function):
     assert found <= allowed
 
 
+PIECES = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "hardshrink": F.hardshrink,
+    "softshrink": F.softshrink,
+    "softshrink, as torch.export names it": lambda x: torch.ops.aten.softshrink.default(x, 0.25),
+    "threshold": lambda x: F.threshold(x, 0.5, 20.0),
+    "clamp": lambda x: x.clamp(-1, 2),
+    "where": lambda x: torch.where(x > 0, x, x * 2),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_gradients_that_are_not_finite_arrive_as_in_eager(name):
+    """Each piece of the function meets each of them."""
+    function = PIECES[name]
+    model = Net(lambda m, x: function(x))
+    fast = fxfuse.optimize(model)
+    x, incoming = torch.meshgrid(
+        torch.tensor([-4.0, -0.75, -0.1, 0.1, 0.75, 4.0, 7.0]), torch.tensor([NAN, INF, -INF, 2.0]), indexing="ij"
+    )
+    for _ in range(3):
+        own, found = (
+            torch.autograd.grad(call(given), given, incoming)[0]
+            for call, given in ((model, x.clone().requires_grad_()), (fast, x.clone().requires_grad_()))
+        )
+        torch.testing.assert_close(found, own, rtol=0, atol=0, equal_nan=True)
+    assert len(made(fast)) == 1
+
+
 TIES = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,
