@@ -9,35 +9,16 @@ import pytest
 from fuzz import faults
 
 ROOT = Path(__file__).parent.parent
-FOUND_WITHIN = {
-    "a stale short cut": (200, None),
-    "a wrong stride": (50, None),
-    "a wrong broadcast": (50, None),
-    "a dropped bias": (50, None),
-    "a missing cast": (200, None),
-    "a wrong result type": (300, "dtype"),
-    "swapped operands": (200, None),
-    "an overwritten value": (50, None),
-    "a frozen random draw": (200, None),
-    "a constant instead of a parameter": (200, None),
-    "a lost gradient": (50, None),
-    "a hook not called": (400, None),
-    "a broken alias": (50, "aliasing"),
-    "a shared result": (50, None),
-    "a mode not noticed": (50, None),
-    "strides not restored": (400, "strides"),
-}
-"""By planted fault, models of seeds from 0 on, and what tells it if nothing else can. What is found must be absent
-without the fault."""
+TOLD_BY = {"a wrong result type": "dtype", "a broken alias": "aliasing", "strides not restored": "strides"}
+"""What tells a planted fault, where nothing else can. What is found must be absent without the fault."""
+MODELS = 1500
+"""From seed 0 on. Most faults are met by one model in ten to one in a hundred, the rarest by one in 250; by which ones
+changes with all that is drawn."""
 
 
 def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.fuzz", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_every_fault_is_planted():
-    assert set(FOUND_WITHIN) == set(faults.FAULTS)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_random_models_are_right():
@@ -64,9 +45,8 @@ def test_a_fault_is_found_by_several_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FOUND_WITHIN)
+@pytest.mark.parametrize("fault", faults.FAULTS)
 def test_planted_fault_is_found(fault):
-    models, kind = FOUND_WITHIN[fault]
-    done = fuzz("--models", str(models), "--seed", "0", "--slow", "0", "--fault", fault)
+    done = fuzz("--models", str(MODELS), "--seed", "0", "--slow", "0", "--fault", fault)
     assert f"{fault}: found after" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
-    assert kind is None or f"by its {kind}" in done.stdout
+    assert fault not in TOLD_BY or f"by its {TOLD_BY[fault]}" in done.stdout
