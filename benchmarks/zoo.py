@@ -3,6 +3,7 @@
     python benchmarks/zoo.py --seed 1 --count 24 --output benchmarks/results
     python benchmarks/zoo.py --seed 1 --count 24 --dtype bfloat16 --slice 0/2
     python benchmarks/zoo.py --seed 1 --count 24 --train --output benchmarks/results
+    python benchmarks/zoo.py --seed 1 --count 12 --train --device cpu --channels 384 --batch 4 --compare torch.compile
 
 One network for each architecture family, from its configuration, with random weights; of the three packages those that
 are installed take turns. Each network has a process of its own. Processes build side by side (kernels, torch.compile)
@@ -89,6 +90,8 @@ from fxfuse.state import seed
 BATCH = 16
 SLOW = 0.25
 """Seconds of an eager call above which the batch is halved."""
+CHANNELS = 768
+"""The most that transformers' networks have, if no other number is given."""
 MOST_PARAMETERS = 150_000_000
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
 REDRAWN = 3
@@ -172,11 +175,11 @@ class NotDrawn(Exception):
     """A family that eager cannot run from what is known here."""
 
 
-def _model(network: Network) -> tuple[nn.Module, InputsFor]:
+def _model(network: Network, channels: int) -> tuple[nn.Module, InputsFor]:
     """The first variant that is not too large, and its inputs."""
     for name in network.variants:
         if network.package == "transformers":
-            return from_transformers(name)
+            return from_transformers(name, channels=channels)
         model, inputs_for = from_timm(name) if network.package == "timm" else from_torchvision(name)
         if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
             return model, inputs_for
@@ -247,12 +250,15 @@ class Trial:
         return Trial(copy.deepcopy(self.model).to(dtype), inputs, self.train)
 
 
-def build(network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH, train: bool = False) -> Trial:
+def build(
+    network: Network, dtype: torch.dtype, device: torch.device, batch: int = BATCH, train: bool = False,
+    channels: int = CHANNELS,
+) -> Trial:  # fmt: skip
     """The network with inputs that eager answers in reasonable time. Raises NotDrawn."""
     torch.manual_seed(0)
     kept = torch.float32 if train else dtype  # steps have autocast
     try:
-        model, inputs_for = _model(network)
+        model, inputs_for = _model(network, channels)
         as_if_trained(model)
         model = model.train(train).to(device, kept)
         if train:
@@ -315,12 +321,14 @@ class Row:
     commit: str = ""
     train: bool = False
     """Whether a call is a step of training."""
+    channels: int = CHANNELS
+    """The most that transformers' networks had."""
     why_not: str = ""
     """Why fxfuse leaves gradients to torch, if it does."""
 
     @property
-    def key(self) -> tuple[int, str, str, str, bool]:
-        return self.seed, self.dtype, self.package, self.family, self.train
+    def key(self) -> tuple[Any, ...]:
+        return self.seed, self.dtype, self.package, self.family, self.train, self.channels
 
     def _wall(self, name: str) -> float:
         return float(self.contestants[name]["wall"]) if name in self.contestants else math.nan
@@ -452,11 +460,11 @@ def one(given: Any, network: Network, only_build: bool) -> None:
     """
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     began = time.monotonic()
-    row = Row(given.seed, given.dtype, network.package, network.family, train=given.train)
+    row = Row(given.seed, given.dtype, network.package, network.family, train=given.train, channels=given.channels)
     with torch.set_grad_enabled(given.train), PRECISIONS["float32"].in_force(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            trial = build(network, dtype, device, given.batch, given.train)
+            trial = build(network, dtype, device, given.batch, given.train, given.channels)
         except (NotDrawn, UnknownInputs) as reason:
             _say(row=asdict(replace(row, not_drawn=str(reason)[:200])))
             return
@@ -609,7 +617,7 @@ def _row_of(process: _Process, network: Network, given: Any) -> Row:
     """The last that a network's process said about itself."""
     code = process.end()
     last: dict[str, Any] = next((said for said in reversed(process.said) if "row" in said), {})
-    begun = Row(given.seed, given.dtype, network.package, network.family, train=given.train)
+    begun = Row(given.seed, given.dtype, network.package, network.family, train=given.train, channels=given.channels)
     row = Row(**last["row"]) if last else begun
     if row.not_drawn or last.get("final"):
         return row
@@ -640,9 +648,10 @@ def render(rows: Sequence[Row]) -> str:
         def column(of: Callable[[Contestant], str], each: Sequence[Contestant | None] = each) -> str:
             return " / ".join("-" if one is None else of(one) for one in each)
 
+        name = f"{row.package} {row.family}: {row.name}"
         table.append(
             (
-                f"{row.package} {row.family}: {row.name}", row.dtype, row.batch,
+                name if row.channels == CHANNELS else f"{name}, {row.channels} channels", row.dtype, row.batch,
                 "yes" if row.ok else f"NO: {row.failure}", f"{row.error:.1e} / {row.eager_error:.1e}",
                 f"{row.regions} ({row.skipped})", column(lambda one: str(one.kernels)),
                 column(lambda one: str(one.copies)), column(lambda one: _number(one.issue)),
@@ -714,6 +723,9 @@ def main() -> None:
     )
     parser.add_argument("--compare", nargs="*", default=None, choices=PEERS, help="beside eager, on a CPU by itself")
     parser.add_argument("--batch", type=int, default=BATCH, help="at most so many")
+    parser.add_argument(
+        "--channels", type=int, default=CHANNELS, help="at most so many, of transformers' networks; a CPU wants fewer"
+    )
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a network may take to be built")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no network is begun")
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time for each network")
@@ -746,8 +758,8 @@ def main() -> None:
     rows = {row.key: row for row in kept}
     taken: list[Row] = []
     same = ["--seed", str(given.seed), "--dtype", given.dtype, "--device", given.device, "--batch", str(given.batch),
-            "--limit", str(given.limit), "--seconds", str(given.seconds), *["--train"][: given.train],
-            "--compare", *given.compare]  # fmt: skip
+            "--channels", str(given.channels), "--limit", str(given.limit), "--seconds", str(given.seconds),
+            *["--train"][: given.train], "--compare", *given.compare]  # fmt: skip
 
     available = sorted(os.sched_getaffinity(0))
     share = max(1, len(available) // given.processes)

@@ -57,11 +57,12 @@ def _images(shape: tuple[int, ...]) -> InputsFor:
     return lambda batch: iter([{IMAGE: torch.randn(batch, *shape)}])
 
 
-def from_transformers(kind: str, full: bool = False) -> tuple[nn.Module, InputsFor]:
+def from_transformers(kind: str, full: bool = False, channels: int = 768) -> tuple[nn.Module, InputsFor]:
     """A model of transformers' by its type ("bert"), of its default configuration.
 
     Args:
-        full: at full size; if not, with four layers, and at most 768 channels.
+        full: at full size; if not, with four layers.
+        channels: the most that one not at full size has.
 
     Raises ImportError, and what transformers raises for an unknown type.
     """
@@ -69,7 +70,7 @@ def from_transformers(kind: str, full: bool = False) -> tuple[nn.Module, InputsF
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     configuration = transformers.CONFIG_MAPPING[kind]
-    config = configuration() if full else configuration(**_shrunk(configuration()))
+    config = configuration() if full else configuration(**_shrunk(configuration(), channels))
     config.use_cache = False
     model_class: Any = MODEL_MAPPING[configuration]
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
@@ -106,11 +107,12 @@ def from_transformers(kind: str, full: bool = False) -> tuple[nn.Module, InputsF
     return model, inputs_for
 
 
-def _shrunk(config: Any) -> dict[str, Any]:
-    """Arguments that make a configuration small: four layers, at most 768 channels."""
+def _shrunk(config: Any, channels: int) -> dict[str, Any]:
+    """Arguments that make a configuration small: four layers, at most so many channels."""
     limits = {
         "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "encoder_layers": 4, "decoder_layers": 4,
-        "hidden_size": 768, "intermediate_size": 3072, "d_model": 768, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+        "hidden_size": channels, "intermediate_size": 4 * channels, "d_model": channels,
+        "encoder_ffn_dim": 4 * channels, "decoder_ffn_dim": 4 * channels,
         "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "vocab_size": 32768,
     }  # fmt: skip
     values = vars(config)
@@ -126,7 +128,7 @@ def _shrunk(config: Any) -> dict[str, Any]:
                     if isinstance(value, list) and len(value) == layers}  # fmt: skip
     for name in getattr(type(config), "sub_configs", {}):
         if values.get(name) is not None:
-            changed[name] = {**values[name].to_dict(), **_shrunk(values[name])}
+            changed[name] = {**values[name].to_dict(), **_shrunk(values[name], channels)}
     return changed
 
 
