@@ -76,10 +76,10 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> lis
 
 def _argument(node: Expr, text: str, kind: str, with_integers: bool) -> str:
     """An argument of a call, which computes with floats unless all of them are integers or truth values."""
-    if kind != "int64_t":
+    if kind not in ("int32_t", "int64_t"):
         return text
     if isinstance(node, Const):
-        return f"int64_t{{{node.value}}}" if with_integers else text
+        return f"{kind}{{{node.value}}}" if with_integers else text
     return text if with_integers else f"static_cast<float>({text})"
 
 

@@ -256,8 +256,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
     simplify(joint.graph, [given[number] for number in traced.buffers])
     device = device_of(tensors)
     is_on_gpu = device is not None and merge.runs_on_gpu(device)
-    if is_on_gpu:
-        keep_places(joint.graph)
+    keep_places(joint.graph, is_on_gpu)
     if any(checkpoints.AGAIN in node.meta and draws(node) for node in joint.graph.nodes):
         raise Refused("a checkpoint in it draws random numbers")
     count = traced.results + len(traced.buffers)

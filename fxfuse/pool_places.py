@@ -1,7 +1,7 @@
 """What max-pooling's gradient needs: a byte for each window, the place of its largest element in it.
 
 torch keeps the element's index in the image, eight bytes, and the image itself, of whose gradient only the shape is
-asked. Two operators stand in their place, in joint graphs for a GPU (joint.py). torch's partitioner keeps the places,
+asked. Two operators stand in their place, in joint graphs (joint.py). torch's partitioner keeps the places,
 or the image, of which the backward then takes them. Loops compute both operators (program/operators.py); what is here
 is what they mean, by torch's own operators.
 """
@@ -21,6 +21,8 @@ from fxfuse.problem import RESULT_DTYPES
 _aten: Final = torch.ops.aten
 LARGEST_WINDOW: Final = 16
 """The most elements of a window that a thread looks at. All but the first read of an element come from caches."""
+LEAST_CHANNELS: Final = 16
+"""Channels that are worth vectors, on a CPU."""
 _SIDES: Final = "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode"
 LIBRARY.define(f"max_pool_places(Tensor self, {_SIDES}) -> Tensor")
 LIBRARY.define(f"max_pool_gradient(Tensor gradient, Tensor places, int[] size, int[] strides, {_SIDES}) -> Tensor")
@@ -79,11 +81,11 @@ for _name, _meaning in (("max_pool_places", _places), ("max_pool_gradient", _gra
 # ------------------------------------------------------------------------------------------- in joint graphs
 
 
-def keep_places(graph: fx.Graph) -> None:
+def keep_places(graph: fx.Graph, is_on_gpu: bool) -> None:
     """Replaces the indices of max-pooling in a joint graph by places. Changes the graph in place.
 
     Left are indices that something else reads, dilated windows, windows that are too large for a thread, and numbers of
-    which kernels know nothing.
+    which kernels know nothing. On a CPU only images in channels_last have places: vectors are of channels.
     """
     for node in list(graph.nodes):
         gradient = _GRADIENTS.get(node.target)
@@ -101,7 +103,7 @@ def keep_places(graph: fx.Graph) -> None:
         windows = math.prod(-(-side // step) for side, step in zip(sides, steps, strict=True))
         if rank not in (2, 3) or {*dilation} != {1} or max(math.prod(sides), windows) > LARGEST_WINDOW:
             continue
-        if x.meta["val"].dtype not in RESULT_DTYPES:
+        if x.meta["val"].dtype not in RESULT_DTYPES or not (is_on_gpu or _has_channels_last(x.meta["val"])):
             continue
         said = sides, steps, around, ceil_mode
         with graph.inserting_before(node):
@@ -123,6 +125,10 @@ _GRADIENTS: Final = {
     _aten.max_pool2d_with_indices.default: _aten.max_pool2d_with_indices_backward.default,
     _aten.max_pool3d_with_indices.default: _aten.max_pool3d_with_indices_backward.default,
 }
+
+
+def _has_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and x.stride(1) == 1 and x.shape[1] >= LEAST_CHANNELS
 
 
 def for_each(numbers: Sequence[int], rank: int) -> list[int]:

@@ -1,12 +1,15 @@
 """Which loops of programs are kernels on a CPU, and that they give what float64 does."""
 
+import copy
 import random
 import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, skip_if_python
+from helpers import Net, Net2, skip_if_python
+from test_loops import WRITTEN, Cached
+from test_training import made
 from torch import nn
 
 import fxfuse
@@ -198,6 +201,12 @@ WINDOWS = {
 }
 
 
+TRUTHS = {
+    "a choice": lambda x, mask: torch.where(mask, x * 2, x - 1),
+    "as numbers": lambda x, mask: mask.to(x.dtype) * x + 1,
+}
+
+
 def vectors_in(text):
     """Whether g++ makes vectors of the loop over elements of a kernel's source."""
     headers = build.PACKAGE / "cpu" / "kernels"
@@ -210,23 +219,86 @@ def vectors_in(text):
     return f"loops.h:{line}:" in compiled.stderr
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_of_channels_are_vectors(name, monkeypatch):
-    """Whether an element of a window exists is the same for all channels of a pixel."""
+@pytest.fixture
+def texts(monkeypatch):
+    """The sources of loops that are compiled, for g++, which tells of vectors."""
     if toolchain.cxx() is None:
         pytest.skip("there is no compiler")
     said = subprocess.run([*toolchain.cxx(), "--version"], text=True, capture_output=True).stdout
     if "Free Software Foundation" not in said:
         pytest.skip("tells of vectors in another way than g++")
-    texts, source_of = [], loops.source_of
-    monkeypatch.setattr(loops, "source_of", lambda found: texts.append(source_of(found)) or texts[-1])
+    found, source_of = [], loops.source_of
+    monkeypatch.setattr(loops, "source_of", lambda kernels: found.append(source_of(kernels)) or found[-1])
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_channels_are_vectors(name, texts):
+    """Whether an element of a window exists is the same for all channels of a pixel."""
     compute = WINDOWS[name]
     fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
     for _ in range(4):
         x = torch.randn(2, 40, 9, 12).to(memory_format=torch.channels_last)
         torch.testing.assert_close(fast(x), compute(x))
     assert texts and all(map(vectors_in, texts))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TRUTHS)
+def test_what_reads_truth_values_is_vectors(name, texts):
+    compute = TRUTHS[name]
+    fast = fxfuse.optimize(Net2(lambda m, x, mask: compute(x, mask)))
+    for _ in range(4):
+        x = torch.randn(2, 40, 9, 12).to(memory_format=torch.channels_last)
+        mask = torch.rand(2, 40, 9, 12).to(memory_format=torch.channels_last) < 0.5
+        torch.testing.assert_close(fast(x, mask), compute(x, mask))
+    assert texts and all(map(vectors_in, texts))
+
+
+def test_gradients_of_pooling_are_vectors(texts):
+    """That of relu, which reads truth values, is computed with them."""
+
+    def compute(x):
+        return F.max_pool2d(F.relu(x * 3), 3, 2, 1) * 2
+
+    fast = fxfuse.optimize(Net(lambda m, x: compute(x)))
+    for _ in range(5):
+        x = torch.randn(2, 40, 9, 12).to(memory_format=torch.channels_last).requires_grad_()
+        for one, other in zip(*(torch.autograd.grad(call(x).sum(), x) for call in (fast, compute)), strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(texts) > 1 and all(map(vectors_in, texts))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WRITTEN)
+def test_parts_of_memory_are_written_as_in_eager(name):
+    write, _ = WRITTEN[name]
+    model = Cached(write).eval()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        given = torch.randn(5, 3, 8), torch.randperm(5)[:3]
+        torch.testing.assert_close(fast(*given), model(*given))
+        for one, other in zip(fast.buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+            assert (one._version > 0) is (other._version > 0)
+
+
+def test_running_statistics_are_written_by_kernels():
+    model = nn.Sequential(nn.Conv2d(3, 20, 3), nn.BatchNorm2d(20), nn.ReLU(), nn.Conv2d(20, 4, 1)).train()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 3, 9, 9)
+        for call in (model, fast):
+            call(x).sum().backward()
+    for (name, one), other in zip(model.state_dict().items(), fast.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, one, msg=name)
+    (step,) = made(fast)
+    (_, graph), _ = step.graphs
+    (forward,) = state_of(graph).programs.programs
+    assert set(forward.calls) <= {"convolution", "conv2d"}, forward.code
 
 
 @torch.no_grad()

@@ -104,6 +104,35 @@ def test_a_step_keeps_places(name, contents, channels_last, gpu):
             assert not [name for name in program.calls if "pool" in name], program.code
 
 
+IMAGES = [name for name, (size, *_) in POOLS.items() if len(size) == 2]
+
+
+@pytest.mark.parametrize("contents", CONTENTS)
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_step_on_a_cpu_keeps_places_of_images_in_channels_last(name, contents):
+    size, *said = POOLS[name]
+    model = Net(lambda m, x: torchs(x * m.scale, *said).exp())
+    model.scale = nn.Parameter(torch.ones(()))
+    x = CONTENTS[contents](randn(2, 21, *size)).to(memory_format=torch.channels_last).requires_grad_()
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    for one, other in zip(calls_of(fast, x, count=4), step_of(model, x), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    for step in made(fast):
+        for _, graph in step.graphs:
+            (program,) = state_of(graph).programs.programs
+            assert not [name for name in program.calls if "pool" in name], program.code
+
+
+@pytest.mark.parametrize("x", [randn(2, 21, 6, 8), randn(2, 3, 6, 8).to(memory_format=torch.channels_last)])
+def test_on_a_cpu_other_images_have_torchs_indices(x):
+    fast = fxfuse.optimize(Net(lambda m, x: F.max_pool2d(x * 2, 2)))
+    x = x.requires_grad_()
+    for one, other in zip(calls_of(fast, x), step_of(Net(lambda m, x: F.max_pool2d(x * 2, 2)), x), strict=True):
+        torch.testing.assert_close(one, other)
+    for step in made(fast):
+        assert "max_pool_places" not in step.joint.forward.code
+
+
 LEFT = {
     "indices are read": lambda m, x: (lambda made: (made[0], made[1] * 2.0))(
         torch.ops.aten.max_pool2d_with_indices(m.conv(x), [2, 2])

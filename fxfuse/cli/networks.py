@@ -81,7 +81,7 @@ def from_transformers(kind: str, full: bool = False, channels: int = 768) -> tup
 
     def inputs_for(batch: int) -> Iterator[Inputs]:
         name = model.main_input_name
-        ids = torch.randint(2, min(tokens, 30000), (batch, TOKENS))
+        ids = torch.randint(min(2, tokens - 1), min(tokens, 30000), (batch, TOKENS))
         if name == "pixel_values":
             size = getattr(vision, "image_size", None) or 224
             height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -15,6 +15,7 @@ CPP_TYPES: Final = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
     **INTEGER_TYPES,
+    torch.bool: "Truth",
 }
 
 _TEMPLATE: Final = """\

@@ -30,12 +30,13 @@ from fxfuse.cpu.nest import (
 from fxfuse.expression import Call, Const, Expr, Operand, postorder
 from fxfuse.program.indices import Element, Variable
 from fxfuse.program.loops import (
+    NARROW,
     Inside,
     Leaf,
     Loops,
     Read,
     Reduced,
-    kind_of,
+    kind_of_element,
     kinds_of,
     with_operands,
 )
@@ -86,7 +87,7 @@ def suits(loops: Loops) -> bool:
         return False
     if any(isinstance(atom, Element) for index in loops.indices for atom in index.atoms()):
         return False  # an index beyond the end is an error, which is torch's to raise
-    if loops.into is not None or any(store.output.dtype not in _TYPES for store in loops.stores):
+    if any(store.output.dtype not in _TYPES for store in loops.stores):
         return False
     nest = nest_of(loops)
     return nest is not None and len(nest.held) * nest.elements_held <= MOST_HELD
@@ -255,7 +256,7 @@ class _Writer:
         names = {number: f"fetched{number}" for number in numbers}
         for number, leaf, value in zip(numbers, leaves, read, strict=True):
             assert isinstance(leaf, Read), "else it would not be far"
-            self.text.before.append(f"{kind_of(leaf.dtype)} {names[number]}[kBeside];")
+            self.text.before.append(f"{kind_of_element(leaf.dtype)} {names[number]}[kBeside];")
             lines.append(f"{names[number]}[i] = {value};")
         self.text.before += _over_lanes(lines)
         return {number: f"{name}[i]" for number, name in names.items()}
@@ -274,13 +275,13 @@ class _Writer:
         return f"{name}({', '.join(['0.0f', *given])})"
 
     def _masks(self, expression: Expr, leaves: Sequence[Leaf], kinds: Mapping[Expr, str]) -> list[int]:
-        """The operands that are conditions of whole rows and do nothing but choose between floats."""
+        """The operands that are conditions of whole rows and do nothing but choose between floats or NARROW."""
         found = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Inside) and self.text.is_of_run(leaf)]
         others = {
             argument
             for node in postorder(expression)
             if isinstance(node, Call)
-            for argument in (node.args[1:] if node.op == "where" and kinds[node] == "float" else node.args)
+            for argument in (node.args[1:] if node.op == "where" and kinds[node] in ("float", NARROW) else node.args)
         }
         return [at for at in found if Operand(at) not in others and Operand(at) != expression]
 

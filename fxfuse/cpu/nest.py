@@ -85,7 +85,8 @@ class Nest:
     """All lanes of one of the `rows`."""
     lanes_are_rows: bool
     place: Index
-    """Where an element of the result lies, in elements from the result's first."""
+    """Where an element of the result lies, in elements from the result's first; or from the beginning of the memory
+    that it is a part of (`Loops.into`)."""
     leaves: tuple[Leaf, ...]
     """By the variables ROW, LANE and TURN. Those of reductions too."""
     loops: tuple[Loop, ...]
@@ -116,6 +117,8 @@ class Nest:
 
 def nest_of(loops: Loops) -> Nest | None:
     """How a kernel goes over a result; None if its loops would be no vectors, or would add up the same row often."""
+    if loops.into is not None and (loops.reductions or loops.also):
+        return None  # results have one place
     if not loops.reductions:
         return _pointwise(loops)
     loops = _divided(loops)
@@ -176,11 +179,11 @@ def _adds_up_again(loops: Loops, rows: Rows) -> bool:
 
 def _pointwise(loops: Loops) -> Nest | None:
     """Lanes are the elements of a row; or of another dimension, if memory is read in the order of that."""
-    sizes, leaves, _ = flattened(loops)
-    along = _along_last(loops, sizes, leaves)
+    sizes, leaves, into = flattened(loops)
+    along = _along_last(loops, sizes, leaves, into)
     if along is not None and not any(map(is_far, along.leaves)):
         return along
-    found = [_across(loops, sizes, leaves, dim) for dim in range(len(sizes) - 1) if sizes[dim] >= LEAST_BESIDE]
+    found = [_across(loops, sizes, leaves, into, dim) for dim in range(len(sizes) - 1) if sizes[dim] >= LEAST_BESIDE]
     across = [nest for nest in found if nest is not None]
     if not across:
         return along
@@ -189,13 +192,13 @@ def _pointwise(loops: Loops) -> Nest | None:
     return best if along is None or is_adjacent else along
 
 
-def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf]) -> Nest | None:
+def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None) -> Nest | None:
     """Lanes are the elements of a row, or of a part of it for which conditions do not differ."""
     whole = sizes[-1] if sizes else 1
     length = _alike(leaves, f"d{len(sizes) - 1}", whole)
-    if length < LEAST_ROW:
-        return None
     count = math.prod(sizes) // length
+    if length < LEAST_ROW and count > 1:
+        return None
     number, values = variable(ROW, count), dict[str, Index]()
     if sizes:
         parts = whole // length
@@ -203,11 +206,11 @@ def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf]) -> N
         number = number // parts
     values |= _digits(number, range(len(sizes) - 1), sizes)
     leaves = [_of_whole_rows(substituted(leaf, values), length) for leaf in leaves]
-    place = variable(ROW, count) * length + variable(LANE, length)
+    place = variable(ROW, count) * length + variable(LANE, length) if into is None else into.substituted(values)
     return _checked(_made(loops, leaves, place, (count, length, False)))
 
 
-def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], lanes: int) -> Nest | None:
+def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None, lanes: int) -> Nest | None:
     """Lanes are the elements of dimension `lanes`, for each element of the last dimension."""
     last = len(sizes) - 1
     outer = [dim for dim in range(last) if dim != lanes]
@@ -218,6 +221,7 @@ def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], lanes: i
         f"d{last}": variable(TURN, sizes[last]),
     }
     place = dot((values[f"d{dim}"] for dim in range(len(sizes))), contiguous_strides(sizes))
+    place = place if into is None else into.substituted(values)
     leaves = [substituted(leaf, values) for leaf in leaves]
     return _checked(_made(loops, leaves, place, (count, sizes[lanes], True)))
 

@@ -28,6 +28,7 @@ from fxfuse.expression import Expr
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Index, Variable, variable
 from fxfuse.program.loops import (
+    INTEGER,
     SECTOR,
     Inside,
     Leaf,
@@ -35,6 +36,7 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     height_of,
+    kind_of_element,
     kinds_of,
     reductions_of,
     rows_of,
@@ -54,11 +56,6 @@ Key = TypeVar("Key")
 
 _ALONG = "along"
 _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
-_NUMBERS: Final = {dtype: "float" if dtype.is_floating_point else "int64_t" for dtype in _TYPES} | {
-    torch.bool: "bool",
-    torch.float64: "double",
-}
-"""The C++ type of an element in an expression, by dtype (as_number in loops.cuh)."""
 HELD_WORDS: Final = 32
 """Most registers in which a thread holds elements of a row between loops."""
 WARP: Final = 32
@@ -434,7 +431,7 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
             also[as_read] = of_row
     readers.update(list(dict.fromkeys(also.values())))
     shared = [read for read, count in readers.items() if count > 1]
-    words = vector * sum(1 if _NUMBERS[read.dtype] in ("float", "bool") else 2 for read in shared)
+    words = vector * sum(2 if kind_of_element(read.dtype) in (INTEGER, "double") else 1 for read in shared)
     lanes = _lanes_of_rows(rows, size // vector)
     while lanes < THREADS and -(-size // (vector * lanes)) * words > HELD_WORDS:
         lanes *= 2
@@ -442,7 +439,7 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
     if not shared or turns * words > HELD_WORDS:
         return None
     names = {read: f"held{number}" for number, read in enumerate(shared)}
-    variables = {names[read]: _NUMBERS[read.dtype] for read in shared}
+    variables = {names[read]: kind_of_element(read.dtype) for read in shared}
     names |= {read: names[of_row] for read, of_row in also.items() if of_row in names}
     inside = substituted(within, _cut(_ALONG, length, vector))
     assert isinstance(inside, Inside)

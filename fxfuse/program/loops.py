@@ -23,7 +23,7 @@ import torch
 from fxfuse import ops
 from fxfuse.expression import Call, Const, Expr, Operand, postorder, rewrite
 from fxfuse.problem import OPERAND_DTYPES, RESULT_DTYPES
-from fxfuse.program.indices import Atom, Index, Quotient, Remainder, Variable, dot, variable
+from fxfuse.program.indices import Atom, Element, Index, Quotient, Remainder, Variable, dot, variable
 from fxfuse.program.values import Slot, Value
 
 MOVED: Final = (*OPERAND_DTYPES, torch.float64)
@@ -62,6 +62,12 @@ class Position:
     """An index used as a value."""
 
     index: Index
+
+    @property
+    def kind(self) -> str:
+        """The value's C++ type."""
+        low, high = self.index.range
+        return NARROW if low in _OF_16_BITS and high in _OF_16_BITS else INTEGER
 
 
 @dataclass(frozen=True)
@@ -301,22 +307,31 @@ class Inexact(Exception):
 
 
 INTEGER: Final = "int64_t"
+NARROW: Final = "int32_t"
+"""Of integers that 16 bits hold, and choices between such: half as many registers, twice as many lanes. What is
+computed from them is INTEGER; no sum or product of two of them needs more than 32 bits."""
+_OF_16_BITS: Final = range(-(2**15), 2**15)
 _OFINTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
                                  "logical_and", "logical_or", "logical_not"})  # fmt: skip
 """Rows of the op table whose C++ text also computes with integers as torch does."""
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """The C++ type in which kernels compute with values of a dtype."""
+    """The C++ type in which kernels compute values of a dtype."""
     if dtype in RESULT_DTYPES:
         return "float"
     return {torch.bool: "bool", torch.float64: "double"}.get(dtype, INTEGER)
 
 
+def kind_of_element(dtype: torch.dtype) -> str:
+    """The C++ type of an element of a dtype that was read: what as_number returns in loops.h and loops.cuh."""
+    return NARROW if dtype in (torch.uint8, torch.int8, torch.int16) else kind_of(dtype)
+
+
 def kinds_of(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
     """The C++ type of every node of an expression. Raises Inexact.
 
-    float stands for all that torch computes in float32 or in 16 bits, int64_t for all integers.
+    float stands for all that torch computes in float32 or in 16 bits, INTEGER or NARROW for all integers.
     """
     kinds: dict[Expr, str] = {}
     for node in postorder(expression):
@@ -324,7 +339,8 @@ def kinds_of(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
             case Operand(index):
                 kinds[node] = _kind_of_leaf(leaves[index])
             case Const(value):
-                kinds[node] = {bool: "bool", int: INTEGER}.get(type(value), "float")
+                integer = NARROW if value in _OF_16_BITS else INTEGER
+                kinds[node] = {bool: "bool", int: integer}.get(type(value), "float")
             case Call(op, args):
                 kinds[node] = _kind_of_call(op, args, kinds)
     return kinds
@@ -333,11 +349,11 @@ def kinds_of(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
 def _kind_of_leaf(leaf: Leaf) -> str:
     match leaf:
         case Read():
-            return kind_of(leaf.dtype)
+            return kind_of_element(leaf.dtype)
         case Inside():
             return "bool"
         case Position():
-            return INTEGER
+            return leaf.kind
     if kinds_of(leaf.expression, leaf.leaves)[leaf.expression] != "float":
         raise Inexact
     return "float"
@@ -353,10 +369,12 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
         return "double"
     if ops.row(op).boolean:
         return "bool"
-    if op in _OFINTEGERS and every <= {INTEGER, "bool"}:
-        if every == {"bool"} and op != "where":  # a sum of truth values is no truth value in C++
+    if op in _OFINTEGERS and every <= {INTEGER, NARROW, "bool"}:
+        if op == "where" and len(every) == 1:
+            return every.pop()
+        if every == {"bool"}:  # a sum of truth values is no truth value in C++
             raise Inexact
-        return INTEGER if INTEGER in every else "bool"
+        return INTEGER
     return "float"
 
 
@@ -477,6 +495,20 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
         inner = [leaf.index for leaf in row.leaves if isinstance(leaf, Read) and leaf.slot is value.slot]
         places += [index.substituted({row.over.name: along}) for index in inner]
     return all(place == own for place in places)
+
+
+def is_apart_or_in_place(loops: Loops) -> bool:
+    """Whether loops that write into a tensor (`Loops.into`) read none of its memory, or each element just there where
+    it is overwritten."""
+    into, memory = loops.into, loops.output.slot
+    if into is None:
+        return True
+    of_indices = [atom for index in loops.indices for atom in index.atoms() if isinstance(atom, Element)]
+    own = [read for read in loops.reads if read.slot is memory]
+    if not own:
+        return all(atom.memory is not memory for atom in of_indices)
+    in_place = all((read.index, read.dtype) == (into.place, loops.output.dtype) for read in own)
+    return in_place and not loops.reductions and not of_indices  # indices may be repeated
 
 
 def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:

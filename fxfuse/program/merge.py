@@ -36,6 +36,7 @@ from fxfuse.program.loops import (
     beside,
     has_rows_read,
     inlined,
+    is_apart_or_in_place,
     is_read_in_place,
     read_along_rows,
     reads_alike,
@@ -374,8 +375,7 @@ class _Plan:
         self._drop_unread()
         self.computed = dict(sorted(self.computed.items()))
         self._drop_repeated()
-        if suits is None:
-            self._compute_together()
+        self._compute_together()
         self.widened: dict[int, tuple[int, Value]] = {}
         """Products that torch writes as float32 directly. By step number: the step that converted the product, and the
         value that this step made."""
@@ -582,7 +582,7 @@ class _Plan:
                 if two is None or not _share_reads(one, two):
                     continue
                 whole = beside(one, two)
-                if whole is None or not _fits(whole) or len(whole.stores) > MOST_RESULTS or not rows_pay(whole):
+                if whole is None or not _fits(whole) or len(whole.stores) > MOST_RESULTS or not self._pays(whole):
                     continue
                 if not self.may_join(other, [number], two):
                     continue
@@ -592,6 +592,10 @@ class _Plan:
                 self.computed[number] = whole
                 self.computed.pop(other, None)
                 self._goes_into(number, other, [store.output.slot for store in two.stores])
+
+    def _pays(self, loops: Loops) -> bool:
+        """Whether rows are worth a kernel; on a CPU, whether it has one."""
+        return rows_pay(loops) if self._suits is None else self._suits(loops)
 
     def _without_results_of(self, number: int, other: int) -> Loops | None:
         """The loops of step `other`, in which the results of step `number` are computed anew, not read.
@@ -817,10 +821,10 @@ class _Plan:
             if any(since[source] < writer < number for writer in writers):
                 return None
         whole = inlined(loops, {slot: producer}, kept)
-        if whole.into is not None and whole.output.slot in _sources(whole):
-            return None
         overwritten = [store.output for store in loops.stores if store.output.slot in _sources(producer)]
-        if not all(is_read_in_place(whole, value) for value in overwritten):
+        if loops.into is None and not all(is_read_in_place(whole, value) for value in overwritten):
+            return None
+        if not is_apart_or_in_place(whole):
             return None
         if not _fits(whole):
             return None

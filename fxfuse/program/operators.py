@@ -25,6 +25,7 @@ from fxfuse.program.indices import Index, dot, element
 from fxfuse.program.loops import (
     INTEGER,
     LARGEST,
+    NARROW,
     Body,
     Inexact,
     Inside,
@@ -246,10 +247,10 @@ def _is_computed(loops: Loops) -> bool:
         kind, output = loops.kinds[loops.expression], loops.output.dtype
     except Inexact:
         return False
-    if kind != kind_of(output):
+    if (INTEGER if kind == NARROW else kind) != kind_of(output):
         return False
-    is_narrow = kind == INTEGER and output != torch.int64
-    return not is_narrow or loops.only_moves or _is_chosen(loops.expression, torch.iinfo(output).max)
+    may_wrap = kind_of(output) == INTEGER and output != torch.int64
+    return not may_wrap or loops.only_moves or _is_chosen(loops.expression, torch.iinfo(output).max)
 
 
 def _is_chosen(expression: Expr, most: int) -> bool:
@@ -700,8 +701,8 @@ def _max_pool_places(body: Body, given: Mapping[str, Any], result: Value) -> Exp
         place = body.choose(where, Const(number), place)  # the first that exists, if none is larger than -inf
     largest = parts[0][1]
     for number, (_, part) in enumerate(parts[1:], 1):
-        is_larger = Call("logical_or", (Call("gt", (part, largest)), Call("ne", (part, part))))
-        place = Call("where", (is_larger, Const(number), place))
+        for is_taken in (Call("gt", (part, largest)), Call("ne", (part, part))):  # one by one: see maximum in math.h
+            place = Call("where", (is_taken, Const(number), place))
         largest = Call("maximum", (largest, part))
     return place
 

@@ -390,7 +390,7 @@ class Text:
     def _position(self, leaf: Position) -> str:
         lines = self.within if leaf.index.depends_on(LANE) else self.before
         place, name = self._index(leaf.index, lines), self._name("i")
-        lines.append(f"const int64_t {name} = static_cast<int>({place});")
+        lines.append(f"const {leaf.kind} {name} = static_cast<int>({place});")
         return name
 
     def _varies(self, condition: Inside) -> bool:

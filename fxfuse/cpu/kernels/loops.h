@@ -60,16 +60,16 @@ struct LoopsArguments {
     }
 };
 
-// An element as expressions have it: floats, integers of 64 bits, truth values; float64 is only moved.
+// An element as expressions have it: floats, integers of 64 bits (of 32 if 16 hold them), truth values; float64 is only moved.
 FXFUSE_INLINE float as_number(float element) { return element; }
 FXFUSE_INLINE float as_number(Half element) { return detail::to_float(element); }
 FXFUSE_INLINE float as_number(BFloat16 element) { return detail::to_float(element); }
-FXFUSE_INLINE int64_t as_number(uint8_t element) { return element; }
-FXFUSE_INLINE int64_t as_number(int8_t element) { return element; }
-FXFUSE_INLINE int64_t as_number(int16_t element) { return element; }
+FXFUSE_INLINE int32_t as_number(uint8_t element) { return element; }
+FXFUSE_INLINE int32_t as_number(int8_t element) { return element; }
+FXFUSE_INLINE int32_t as_number(int16_t element) { return element; }
 FXFUSE_INLINE int64_t as_number(int32_t element) { return element; }
 FXFUSE_INLINE int64_t as_number(int64_t element) { return element; }
-FXFUSE_INLINE bool as_number(bool element) { return element; }
+FXFUSE_INLINE bool as_number(Truth element) { return element.byte != 0; }
 FXFUSE_INLINE double as_number(double element) { return element; }
 
 // A number as it lies in memory.
@@ -77,6 +77,7 @@ template <class T, class Number>
 FXFUSE_INLINE void set(T& element, Number number) {
     element = static_cast<T>(number);
 }
+FXFUSE_INLINE void set(Truth& element, bool number) { element.byte = number; }
 FXFUSE_INLINE void set(Half& element, float number) { detail::assign(element, number); }
 FXFUSE_INLINE void set(BFloat16& element, float number) { detail::assign(element, number); }
 

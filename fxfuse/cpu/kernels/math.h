@@ -219,6 +219,9 @@ struct Mask {
 FXFUSE_INLINE float chosen(Mask mask, float a, float b) {
     return detail::from_bits((detail::bits(a) & mask.bits) | (detail::bits(b) & ~mask.bits));
 }
+FXFUSE_INLINE int32_t chosen(Mask mask, int32_t a, int32_t b) {
+    return static_cast<int32_t>((static_cast<uint32_t>(a) & mask.bits) | (static_cast<uint32_t>(b) & ~mask.bits));
+}
 
 // NaN if either argument is: the first selection returns a if they do not compare, the second folds away if b is a
 // literal. (Conditions are kept apart here and below: a combined one gives the compiler boolean values to share between

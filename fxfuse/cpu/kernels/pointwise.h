@@ -57,6 +57,10 @@ struct Half {
 struct BFloat16 {
     uint16_t bits;
 };
+// A truth value in memory. Loops that read bool have no vectors of other types in g++ 12.
+struct Truth {
+    uint8_t byte;
+};
 
 // Dimensions along which an operand varies: the bits of Operand's kDims.
 enum Dims : int { kCol = 1, kRow = 2, kBatch = 4 };
@@ -79,7 +83,7 @@ namespace detail {
 
 template <class T>
 FXFUSE_INLINE float to_float(T value) { return static_cast<float>(value); }
-FXFUSE_INLINE float to_float(bool value) { return value ? 1.0f : 0.0f; }
+FXFUSE_INLINE float to_float(Truth value) { return value.byte != 0 ? 1.0f : 0.0f; }
 FXFUSE_INLINE float to_float(Half value) { return from_half_bits(value.bits); }
 FXFUSE_INLINE float to_float(BFloat16 value) { return from_bfloat16_bits(value.bits); }
 

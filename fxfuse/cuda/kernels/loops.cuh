@@ -135,14 +135,14 @@ __device__ __forceinline__ unsigned number_of(uint64_t numbers, int lane) {
 }
 __device__ __forceinline__ bool is_one_of(unsigned lanes, int lane) { return (lanes >> lane & 1u) != 0; }
 
-// An element as expressions have it: floats, integers of 64 bits, truth values; float64 is only moved.
+// An element as expressions have it: floats, integers of 64 bits (of 32 if 16 hold them), truth values; float64 is only moved.
 template <class T>
 __device__ __forceinline__ float as_number(const T& element) {
     return to_float(element);
 }
-__device__ __forceinline__ int64_t as_number(const uint8_t& element) { return element; }
-__device__ __forceinline__ int64_t as_number(const int8_t& element) { return element; }
-__device__ __forceinline__ int64_t as_number(const int16_t& element) { return element; }
+__device__ __forceinline__ int32_t as_number(const uint8_t& element) { return element; }
+__device__ __forceinline__ int32_t as_number(const int8_t& element) { return element; }
+__device__ __forceinline__ int32_t as_number(const int16_t& element) { return element; }
 __device__ __forceinline__ int64_t as_number(const int32_t& element) { return element; }
 __device__ __forceinline__ int64_t as_number(const int64_t& element) { return element; }
 __device__ __forceinline__ bool as_number(const bool& element) { return element; }
