@@ -41,7 +41,7 @@ from fxfuse.program.values import Value
 TURN: Final = "turn"
 """The variable that counts a row's elements where lanes are rows, and otherwise pieces of a row."""
 BESIDE: Final = 64
-"""The number of rows that a thread goes over at a time, if lanes are rows: kBeside of loops.h."""
+"""The most rows that a thread goes over at a time, if lanes are rows: kBeside of loops.h."""
 TOGETHER: Final = 8
 """The most rows that a thread goes over at a time otherwise: kTogether of loops.h."""
 ELEMENTS_TOGETHER: Final = 4096

@@ -118,7 +118,7 @@ FXFUSE_INLINE float joined(const float (&lanes)[kLanes]) {
     return whole[0];
 }
 
-// Rows of one call of Body::run: as many lanes, so that sums of several vectors do not wait for each other.
+// The most rows of one call of Body::run: as many lanes, so that sums of several vectors do not wait for each other.
 constexpr int64_t kBeside = 64;
 // Rows of one call of Body::run whose elements are lanes. Each step is taken for all of them: while the sum of one row
 // is joined, the processor works at the next one.
@@ -177,10 +177,18 @@ FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
+// How many lanes that are rows one call of Body::run computes: fewer than kBeside where threads would have nothing to do.
+FXFUSE_INLINE int64_t lanes_of_call(int64_t rows, int64_t length, int64_t threads) {
+    constexpr int64_t kLeast = 16;  // a cache line of floats
+    const int64_t each = rows < threads ? length * rows / threads : length;
+    const int64_t lanes = (each + kLeast - 1) / kLeast * kLeast;
+    return lanes < kLeast ? kLeast : detail::smaller(lanes, kBeside);
+}
+
 // A thread's part. Body::run(arguments, row, count, begin, end, held) computes lanes from `begin` to `end` for `count`
-// rows. Where lanes are rows themselves, `row` numbers what else there is, one at a time, and kBeside lanes are computed.
+// rows. Where lanes are rows themselves, `row` numbers what else there is, one at a time, and `lanes` are computed.
 template <class Body>
-void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts) {
+void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts, int64_t lanes) {
     const int64_t rows = arguments.rows, length = arguments.length;
     float* held = nullptr;
     if constexpr (Body::kHeld > 0) {
@@ -189,10 +197,10 @@ void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts
         held = static_cast<float*>(__builtin_alloca_with_align(bytes, kCacheLineBits));
     }
     if constexpr (Body::kRowsBeside) {
-        const int64_t blocks = (length + kBeside - 1) / kBeside, all = rows * blocks;
+        const int64_t blocks = (length + lanes - 1) / lanes, all = rows * blocks;
         for (int64_t block = part * all / parts; block < (part + 1) * all / parts; ++block) {
-            const int64_t begin = block % blocks * kBeside;
-            Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + kBeside, length), held);
+            const int64_t begin = block % blocks * lanes;
+            Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + lanes, length), held);
         }
     } else {
         // a part of all rows; or of each row, if rows may be taken apart and are fewer than threads
@@ -211,16 +219,17 @@ void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts
 template <class Body>
 void launch_loops(const void* params, const uint64_t* pointers, uint64_t threads) {
     const LoopsArguments<Body> arguments(params, pointers);
-    const int64_t blocks = (arguments.length + kBeside - 1) / kBeside;
+    const int64_t lanes = lanes_of_call(arguments.rows, arguments.length, static_cast<int64_t>(threads));
+    const int64_t blocks = (arguments.length + lanes - 1) / lanes;
     const int64_t most = Body::kWholeRows ? arguments.rows * (Body::kRowsBeside ? blocks : 1) : arguments.work;
     const int64_t useful = detail::smaller(arguments.work / kElementsPerThread, most);
     const int64_t parts = detail::smaller(useful < 1 ? 1 : useful, static_cast<int64_t>(threads));
     if (parts == 1) {
-        run_part(arguments, 0, 1);
+        run_part(arguments, 0, 1, kBeside);
         return;
     }
 #pragma omp parallel for num_threads(static_cast<int>(parts)) schedule(static, 1)
-    for (int64_t part = 0; part < parts; ++part) run_part(arguments, part, parts);
+    for (int64_t part = 0; part < parts; ++part) run_part(arguments, part, parts, lanes);
 }
 
 }  // namespace fxfuse
