@@ -38,7 +38,7 @@ _ROWS: Final = (
 
 
 class KeptForAutograd(TorchFunctionMode):
-    """Operators stay whole until autograd has seen them that torch's trace would take apart before.
+    """Autograd sees operators whole that torch's trace would take apart before.
 
     Softshrink's parts multiply by 0, whose gradient is NaN where the arriving one is NaN or infinite. Eager's is 0.
     """

@@ -1,9 +1,9 @@
 """What max-pooling's gradient needs: a byte for each window, the place of its largest element in it.
 
 torch keeps the element's index in the image, eight bytes, and the image itself, of whose gradient only the shape is
-asked. Two operators stand in their place, in joint graphs (joint.py). torch's partitioner keeps the places,
-or the image, of which the backward then takes them. Loops compute both operators (program/operators.py); what is here
-is what they mean, by torch's own operators.
+asked. Two operators stand in their place, in joint graphs (joint.py). torch's partitioner keeps the places, or the
+image, of which the backward then takes them. Loops compute both operators (program/operators.py); what is here is what
+they mean, by torch's own operators.
 """
 
 from __future__ import annotations

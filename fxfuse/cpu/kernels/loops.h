@@ -60,7 +60,8 @@ struct LoopsArguments {
     }
 };
 
-// An element as expressions have it: floats, integers of 64 bits (of 32 if 16 hold them), truth values; float64 is only moved.
+// An element as expressions have it: floats, integers of 64 bits, or of 32 where 16 would hold them, truth values;
+// float64 is only moved.
 FXFUSE_INLINE float as_number(float element) { return element; }
 FXFUSE_INLINE float as_number(Half element) { return detail::to_float(element); }
 FXFUSE_INLINE float as_number(BFloat16 element) { return detail::to_float(element); }
@@ -177,7 +178,7 @@ FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
-// How many lanes that are rows one call of Body::run computes: fewer than kBeside where threads would have nothing to do.
+// How many lanes that are rows one call of Body::run computes: fewer than kBeside where threads would have none.
 FXFUSE_INLINE int64_t lanes_of_call(int64_t rows, int64_t length, int64_t threads) {
     constexpr int64_t kLeast = 16;  // a cache line of floats
     const int64_t each = rows < threads ? length * rows / threads : length;

@@ -135,7 +135,8 @@ __device__ __forceinline__ unsigned number_of(uint64_t numbers, int lane) {
 }
 __device__ __forceinline__ bool is_one_of(unsigned lanes, int lane) { return (lanes >> lane & 1u) != 0; }
 
-// An element as expressions have it: floats, integers of 64 bits (of 32 if 16 hold them), truth values; float64 is only moved.
+// An element as expressions have it: floats, integers of 64 bits, or of 32 where 16 would hold them, truth values;
+// float64 is only moved.
 template <class T>
 __device__ __forceinline__ float as_number(const T& element) {
     return to_float(element);
