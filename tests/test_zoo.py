@@ -108,7 +108,8 @@ def test_one_drawn_network_is_measured_on_a_cpu(zoo, tmp_path):
 def test_steps_of_a_drawn_network_are_measured_on_a_cpu(zoo, tmp_path, dtype):
     names = [network.family for network in zoo.draw(5, 2000)]
     options = ["--seed", "5", "--count", str(names.index("albert") + 1), "--only", "albert", "--device", "cpu"]
-    options += ["--train", "--dtype", dtype, "--batch", "1", "--seconds", "0.1", "--output", str(tmp_path)]
+    options += ["--train", "--dtype", dtype, "--batch", "1", "--channels", "384", "--limit", "600", "--seconds", "0.1"]
+    options += ["--output", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     subprocess.run([sys.executable, "zoo.py", *options], cwd=BENCHMARKS, env=environment, check=True)
     (written,) = tmp_path.glob("zoo-training-*.json")
