@@ -304,7 +304,11 @@ def _implement(kind: str) -> None:
         plans.without_plan[TRANSFORMED].add(caller.get("region", 0))
         return reference(x, weight, bias, operands, epilogue, *values, **caller)
 
-    def fake(x, weight, bias, operands, epilogue, *values, pool=(), region=0, **_caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def fake(  # type: ignore[no-untyped-def]
+        x, weight, bias, operands, epilogue, *values, strict=False, region=0, fp32="exact", pool=()
+    ) -> torch.Tensor:
+        said = (kind, epilogue, tuple(map(_hashable, values)), strict, region, fp32, tuple(pool))
+        plans.foresee(*said, x, weight, bias, operands)
         # a convolution's strides depend on the device, which fake tensors know
         values = (False,) if kind == "pointwise" else values
         return _of_its_own(_reference(kind, values, epilogue, pool, region, x, weight, bias, operands), (x, *operands))

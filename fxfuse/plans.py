@@ -20,7 +20,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from fxfuse import build, dump, gated, progress, split, stream_capture
+from fxfuse import ahead, build, dump, gated, packaged, progress, split, stream_capture
+from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import BuildError, ExpressionError, FxfuseError, FxfuseWarning, ToolchainError, UnsupportedError
 from fxfuse.expression import Expr, operand_count
@@ -216,11 +217,14 @@ def run(
             result = problem.reference(x, weight, bias, operands)
             pending.note(_FirstCall(region, key, problem, strict, _free_strides(result, x, operands)))
             return result
+        draft = None
+        if plan is None and (found is None or _posed(key, problem) not in found):
+            draft = _new_draft(problem, strict)  # without the lock: other threads may take part in it
         with _lock:
             found = _plans.setdefault(region, {})  # a reference of our own: the region may be forgotten meanwhile
             plan = plan or found.get(_posed(key, problem))
             if plan is None:
-                draft = _draft(problem, strict)
+                draft = draft or _draft(problem, strict)
                 with progress.steps("measure", int(_is_measured(problem))):
                     plan = draft()
         try:
@@ -240,6 +244,17 @@ def run(
         return _run_instead(region, key, plan, error, x, weight, bias, operands)
 
 
+def foresee(
+    kind: str, epilogue: str, values: tuple[Any, ...], strict: bool, region: int, fp32: str, pool: tuple[Any, ...],
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Notes one call of a fused operator on fake tensors, if this thread looks ahead (ahead.py)."""
+    this = ahead.of_this_call()
+    if this is not None and this.is_looking:
+        said = (kind, epilogue, values, strict, fp32, pool)
+        this.note(_problem(region, said, x, weight, bias, operands, ahead.meta_of), strict)
+
+
 def _problem(
     region: int,
     key: Key,
@@ -247,13 +262,15 @@ def _problem(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     operands: Sequence[torch.Tensor],
+    meta: Callable[[torch.Tensor], TensorMeta] | None = None,
 ) -> Problem:
     """The Problem of a call with this key."""
+    meta = meta or _meta
     kind, epilogue, values, _, fp32, pool = key[:6]
     options = tuple(zip(OPTION_NAMES[kind], values, strict=True))
-    weight_meta, bias_meta = (None if tensor is None else _meta(tensor) for tensor in (weight, bias))
+    weight_meta, bias_meta = (None if tensor is None else meta(tensor) for tensor in (weight, bias))
     return Problem(
-        kind, options, epilogue, _meta(x), weight_meta, bias_meta, tuple(map(_meta, operands)), fp32, pool,
+        kind, options, epilogue, meta(x), weight_meta, bias_meta, tuple(map(meta, operands)), fp32, pool,
         as_written(region, epilogue), stream_capture.will_be_replayed(),
     )  # fmt: skip
 
@@ -372,11 +389,6 @@ def _shortcut(key: Key, plan: Plan, tensors: tuple[torch.Tensor, ...], has_weigh
 # ------------------------------------------------------------------------------------------- preparing
 
 
-WAITING: Final = 4
-"""Problems per processor whose kernels are requested at once. Kernels that wait for a compiler are compiled in one
-unit."""
-
-
 @dataclass(frozen=True)
 class _FirstCall:
     """A call that found no plan."""
@@ -440,7 +452,7 @@ class Drafts:
     """The drafts for noted calls: one for each problem, compiled in the background from the first note on."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
+        self._pool = ThreadPoolExecutor(max_workers=ahead.WAITING * build.PROCESSORS)
         self._drafts: dict[Key, Future[Draft]] = {}
         self._calls: dict[Future[Draft], list[_FirstCall]] = {}
         self._others: list[Future[None]] = []
@@ -557,6 +569,28 @@ def _posed(key: Key, problem: Problem) -> Key:
 
 
 # ---------------------------------------------------------------------------------------------- making
+
+
+def _new_draft(problem: Problem, strict: bool) -> Draft:
+    """`_draft`; if something must be compiled for it, what the call needs after it is compiled at the same time."""
+    this = ahead.of_this_call()
+    if this is None or _is_bound_to_this_thread():
+        return _draft(problem, strict)
+    if not this.has_begun:
+        plan = _at_hand(problem, strict)
+        if plan is not None:
+            return lambda: plan
+    return this.draft(problem, strict, _draft)
+
+
+def _is_bound_to_this_thread() -> bool:
+    """Whether plans depend on what only this thread knows: a described GPU, a package, a capture, what may compile."""
+    return (
+        gpu.standing_in() is not None
+        or packaged.this_call() != (None, False)
+        or stream_capture.is_underway()
+        or not build.may_build()
+    )
 
 
 def _draft(problem: Problem, strict: bool) -> Draft:

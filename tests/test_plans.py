@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
-from fxfuse import build, plans
+from fxfuse import ahead, build, plans
 from fxfuse.problem import Plan
 
 pytestmark = pytest.mark.skipif(plans._guards is None, reason="this torch has no TensorGuards")
@@ -267,7 +267,7 @@ def test_compiling_begins_while_the_example_runs_and_measuring_when_it_has(draft
 
 @torch.no_grad()
 def test_a_call_that_fails_leaves_nothing_to_compile(drafted, monkeypatch):
-    monkeypatch.setattr(plans, "WAITING", 1)
+    monkeypatch.setattr(ahead, "WAITING", 1)
     monkeypatch.setattr(build, "PROCESSORS", 1)  # one draft at a time
     fast = fxfuse.optimize(drafted.model)
     with pytest.raises(ZeroDivisionError), plans.preparing() as drafts:

@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from fxfuse import build, functional, guard, recapture, stream_capture
+from fxfuse import ahead, build, functional, guard, recapture, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
@@ -336,7 +336,8 @@ class Programs:
                         raise
                 break  # the graph's own code finds out which region failed, and handles it
         else:
-            return self._unknown(forward, args, kwargs, bound)
+            with ahead.of_call(functools.partial(self._without_data, bound), PARTS):
+                return self._unknown(forward, args, kwargs, bound)
         return forward(*args, **kwargs)
 
     def _unknown(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], bound: Bound) -> Any:
@@ -362,6 +363,9 @@ class Programs:
             return self._recorded(bound, by_parts=merges)
         finally:
             forget_indices()
+
+    def _without_data(self, bound: Bound) -> None:
+        ahead.run_without_data(self._root, self._graph, self._binding.values(bound))
 
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
         """Runs and records a call, and returns its result. Afterwards there is a program for it, or a `reason`."""
@@ -399,10 +403,13 @@ def described(tensor: torch.Tensor) -> Any:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def prepare(source: build.Source) -> None:
-    """Compiles one of `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
+def _prepare(source: build.Source) -> None:
     with contextlib.suppress(FxfuseError):
         build.load(source)
+
+
+PARTS: Final = tuple(functools.partial(_prepare, source) for source in SOURCES)
+"""Functions that compile them, if there is a compiler. Otherwise programs report later that there is none."""
 
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:

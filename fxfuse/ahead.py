@@ -1,0 +1,153 @@
+"""Compiles ahead: while a graph's first call waits for one region's kernels, those of the regions behind it compile.
+
+A call asks for a region's kernels when it gets there, one region after another. So when it meets the first region that
+has none, the graph is run once on fake tensors, which have shapes, strides, dtypes and devices, but no data. Each fused
+operator on the way tells its problem (`Ahead.note`), whose kernels are then compiled in the background. The call itself
+goes on as ever, and takes from there what it needs (`Ahead.draft`).
+
+Where the graph cannot run without data (sizes that depend on values), nobody looks further ahead: the regions behind
+that place compile when the call gets there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxfuse import build
+from fxfuse.problem import Draft, Problem, TensorMeta
+
+logger = logging.getLogger("fxfuse")
+
+WAITING: Final = 4
+"""Problems per processor whose kernels are requested at once. Kernels that wait for a compiler are compiled in one
+unit."""
+
+_calls: Final = threading.local()
+
+
+class Ahead:
+    """The problems of one call, as far as they are foreseen."""
+
+    def __init__(self, without_data: Callable[[], Any], beside: Sequence[Callable[[], None]]) -> None:
+        self._without_data = without_data
+        self._beside = beside
+        self._drafts: dict[Problem, Future[Draft]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._make: Callable[[Problem, bool], Draft]
+        self.is_looking = False
+        """Whether the graph is running without data now."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._pool is not None
+
+    def draft(self, problem: Problem, strict: bool, make: Callable[[Problem, bool], Draft]) -> Draft:
+        """make(problem, strict), of which the background may have made it already. The first one looks ahead."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
+            self._make = make
+            self.note(problem, strict)
+            self._look()
+            for work in self._beside:  # by threads that no exit waits for
+                threading.Thread(target=work, daemon=True).start()
+        foreseen = self._drafts.get(problem)
+        return make(problem, strict) if foreseen is None else foreseen.result()
+
+    def note(self, problem: Problem, strict: bool) -> None:
+        """Starts to compile the kernels for `problem`."""
+        assert self._pool is not None
+        if problem not in self._drafts:
+            self._drafts[problem] = self._pool.submit(self._make, problem, strict)
+
+    def _look(self) -> None:
+        self.is_looking = True
+        try:
+            self._without_data()
+        except Exception as error:  # whatever an operator says that needs data
+            logger.debug("fxfuse: kernels are not foreseen further: %s", error)
+        finally:
+            self.is_looking = False
+
+    def close(self) -> None:
+        """Drops compilations that have not begun."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def of_call(without_data: Callable[[], Any], beside: Sequence[Callable[[], None]] = ()) -> Iterator[None]:
+    """Inside this context, a graph is called.
+
+    Args:
+        without_data: runs the graph on fake tensors (`run_without_data`).
+        beside: what later calls will need, started in the background if something must be compiled for this one.
+    """
+    before = getattr(_calls, "ahead", None)
+    _calls.ahead = ahead = Ahead(without_data, beside)
+    try:
+        yield
+    except KeyboardInterrupt:
+        ahead.close()  # first, so that no other compilation begins
+        if ahead.has_begun:
+            build.interrupt()
+        raise
+    finally:
+        _calls.ahead = before
+        ahead.close()
+
+
+def of_this_call() -> Ahead | None:
+    """The calling thread's innermost `of_call`."""
+    return getattr(_calls, "ahead", None)
+
+
+def run_without_data(root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> None:
+    """Runs `graph` on fake tensors, which changes none of the model's. Raises what an operator raises that needs data.
+
+    Args:
+        root: the module that the graph calls. Modules inside of it are torch's own (`program.record.check_graph`).
+        given: the values of placeholders and attributes.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fakes = {node: pytree.tree_map_only(torch.Tensor, mode.from_tensor, value) for node, value in given.items()}
+        _WithoutData(root, graph, mode).run(initial_env=fakes, enable_io_processing=False)
+
+
+class _WithoutData(fx.Interpreter):
+    def __init__(self, root: nn.Module, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        super().__init__(root, graph=graph)
+        self._mode = mode
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._faked(self.fetch_attr(target))(*args, **kwargs)
+
+    def _faked(self, module: nn.Module) -> nn.Module:
+        """`module` with fake parameters and buffers. An operator on real tensors alone would change them."""
+        copy = object.__new__(type(module))
+        copy.__dict__.update(module.__dict__)
+        for kind in ("_parameters", "_buffers"):
+            tensors = module.__dict__[kind]
+            copy.__dict__[kind] = {
+                name: None if tensor is None else self._mode.from_tensor(tensor) for name, tensor in tensors.items()
+            }
+        copy.__dict__["_modules"] = {
+            name: None if child is None else self._faked(child) for name, child in module._modules.items()
+        }
+        return copy
+
+
+def meta_of(fake: torch.Tensor) -> TensorMeta:
+    """The meta of the tensor that `fake` stands for. torch's allocators align memory to 64 bytes and more."""
+    alignment = math.gcd(16, fake.storage_offset() * fake.element_size()) if fake.device.type == "cuda" else 16
+    return TensorMeta.of(fake, fake.device, alignment)
