@@ -16,6 +16,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxfuse import progress
 from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.errors import FxfuseError
 from fxfuse.state import unchanged
@@ -118,7 +119,8 @@ def benchmark(
         failed: dict[str, Exception] = {}
         for name, call in contestants.items():
             try:
-                warm_up[name] = [_waited_for(call, device) for _ in range(WARM_UP)]
+                with progress.steps("compare", 1, name):
+                    warm_up[name] = [_waited_for(call, device) for _ in range(WARM_UP)]
             except Exception as error:  # a peer's compiler may fail in any way; the others are still worth measuring
                 if name == OWN:
                     raise

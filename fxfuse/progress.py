@@ -1,9 +1,10 @@
-"""Progress while kernels compile and are measured: events for callbacks, and else tqdm's bars on a terminal.
+"""Progress of what takes seconds (capturing, compiling, measuring): events for callbacks, and else tqdm's bars.
 
     with fxfuse.on_progress(lambda event: print(event.stage, event.done, "of", event.total, event.label)):
         fast = fxfuse.optimize(model, (x,))
 
-Without a callback, bars are drawn on stderr if that is a terminal and tqdm is installed (FXFUSE_PROGRESS=0: never).
+Without a callback, bars are drawn on stderr if that is a terminal or a notebook's (FXFUSE_PROGRESS=0: never). Without
+tqdm one line says what is being waited for, once for each stage.
 
 Steps are counted where a compiler is started or a measurement made, which takes a thousand times as long as counting: a
 call whose plan is known does not come here. Nobody waits for a callback but the thread that calls it. A forked process
@@ -21,7 +22,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +30,7 @@ from fxfuse.locks import free_in_children
 
 logger = logging.getLogger("fxfuse")
 
-Stage: TypeAlias = Literal["compile", "measure"]
+Stage: TypeAlias = Literal["capture", "compile", "measure", "compare"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Progress:
     """How far one stage is, after a step began or ended."""
 
     stage: Stage
-    """"compile": kernels, by a compiler. "measure": problems, whose candidates are timed on a GPU."""
+    """"capture": models, by torch's Dynamo or its trace of a training step. "compile": kernels, by a compiler.
+    "measure": problems, whose candidates are timed on a GPU. "compare": contestants of `fxfuse.benchmark`, whose first
+    calls may compile for minutes."""
     done: int
     total: int
     """Steps that were asked for so far: it grows while a model's first call finds more. The stage is over when `done`
@@ -49,7 +52,7 @@ class Progress:
 Callback: TypeAlias = Callable[[Progress], object]
 
 _callbacks: Final[OrderedDict[int, Callback]] = OrderedDict()
-_counts: Final[dict[Stage, list[int]]] = {"compile": [0, 0], "measure": [0, 0]}
+_counts: Final[dict[Stage, list[int]]] = {stage: [0, 0] for stage in get_args(Stage)}
 """Steps done and asked for."""
 _events: Final[collections.deque[Progress]] = collections.deque()
 _counting = free_in_children(threading.Lock())
@@ -58,7 +61,7 @@ _delivering = free_in_children(threading.Lock())
 
 
 def on_progress(callback: Callback) -> RemovableHandle:
-    """Calls `callback` with a `Progress` whenever a kernel begins or ends to compile, or was measured.
+    """Calls `callback` with a `Progress` whenever a step of a stage begins or ends, such as compiling a kernel.
 
     It is called in the thread that made the step, which may be any, and never twice at once. It must not call optimised
     models. If it raises, it is removed, and the error is logged. While there is a callback, no bars are drawn.
@@ -94,8 +97,8 @@ def deliver() -> None:
 
 
 @contextlib.contextmanager
-def steps(stage: Stage, total: int) -> Iterator[Callable[[str], None]]:
-    """Inside, `total` steps are made: what it gives is called after each, with its label.
+def steps(stage: Stage, total: int, label: str = "") -> Iterator[Callable[[str], None]]:
+    """Inside, `total` steps are made, beginning with `label`: what it gives is called after each, with its label.
 
     Those that were not made on leaving, as after an error, count as done.
     """
@@ -108,7 +111,7 @@ def steps(stage: Stage, total: int) -> Iterator[Callable[[str], None]]:
         deliver()
 
     if total:
-        add(stage, "", total=total)
+        add(stage, label, total=total)
         deliver()
     try:
         yield step
@@ -135,7 +138,13 @@ def _deliver(event: Progress) -> None:
 
 # ------------------------------------------------------------------------------------------------- bars
 
-_TITLES: Final[dict[Stage, str]] = {"compile": "fxfuse compiles", "measure": "fxfuse measures"}
+_TITLES: Final[dict[Stage, str]] = {stage: f"fxfuse {stage}s" for stage in get_args(Stage)}
+_IN_WORDS: Final[dict[Stage, str]] = {
+    "capture": "captures the model, which takes seconds",
+    "compile": "compiles kernels, which takes seconds each",
+    "measure": "measures which kernels are the fastest",
+    "compare": "lets each contestant compile, which may take minutes",
+}
 _FORMAT: Final = "{desc} {n_fmt}/{total_fmt} |{bar:24}| {elapsed}{postfix}"  # no time left: the total is not known
 
 
@@ -144,13 +153,20 @@ class _Bars:
 
     def __init__(self) -> None:
         self._drawn: dict[Stage, Any] = {}
+        self._told: set[Stage] = set()
+        """The stages that a line told of, where there is no tqdm."""
         self._ended = False
 
     def show(self, event: Progress) -> None:
         bar = self._drawn.get(event.stage)
         if bar is None:
-            make = None if self._ended or event.done == event.total else _tqdm()
+            if self._ended or event.done == event.total or event.stage in self._told or not _is_seen():
+                return
+            make = _tqdm()
             if make is None:
+                self._told.add(event.stage)
+                hint = "" if len(self._told) > 1 else " (pip install tqdm shows how far it is)"
+                print(f"fxfuse {_IN_WORDS[event.stage]}{hint}", file=sys.stderr, flush=True)
                 return
             bar = self._drawn[event.stage] = make(
                 total=event.total, desc=_TITLES[event.stage], bar_format=_FORMAT, leave=False, dynamic_ncols=True
@@ -175,10 +191,15 @@ class _Bars:
 _bars: Final = _Bars()
 
 
+def _is_seen() -> bool:
+    """Whether somebody looks at stderr, on a terminal or in a notebook, and wants to see progress there."""
+    if os.environ.get("FXFUSE_PROGRESS") == "0" or sys.stderr is None:
+        return False
+    return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+
+
 def _tqdm() -> Any:
-    """tqdm's class for bars, if one is to be seen."""
-    if os.environ.get("FXFUSE_PROGRESS") == "0" or sys.stderr is None or not sys.stderr.isatty():
-        return None
+    """tqdm's class for bars, if it is installed."""
     try:
         from tqdm import tqdm
     except ImportError:

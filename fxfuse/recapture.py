@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import checkpoints, ops, stream_capture
+from fxfuse import checkpoints, ops, progress, stream_capture
 from fxfuse.hooks import hooks_of, keep_otherwise
 from fxfuse.locks import free_in_children
 from fxfuse.segments import buckets_now
@@ -251,11 +251,12 @@ class Recapture:
         run, copies, root = self._compiled(), _copied(args, kwargs), self._root()
         assert root is not None  # its module calls this
         if copies is None:
-            return run(*args, **kwargs)
+            with progress.steps("capture", 1, type(root).__name__):
+                return run(*args, **kwargs)
         made: list[Any] = []
         _capturing.made = made
         try:
-            with unchanged(root, gradients=torch.is_grad_enabled()):
+            with progress.steps("capture", 1, type(root).__name__), unchanged(root, gradients=torch.is_grad_enabled()):
                 draws = Draws(root)
                 with contextlib.suppress(_Stopped):
                     run(*copies[0], **copies[1])

@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxfuse import checkpoints, functional, recapture, stream_capture
+from fxfuse import checkpoints, functional, progress, recapture, stream_capture
 from fxfuse.errors import FxfuseWarning
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
@@ -124,7 +124,8 @@ class Training:
             try:
                 attributes = dict(zip(binding.paths, bound.attributes, strict=True))
                 given = [tensors[at] for at in first_of(tensors)]
-                joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
+                with progress.steps("capture", 1, f"a training step of {type(self._root).__name__}"):
+                    joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
                 step = TrainingStep(joint, self._fused, bound, returned, self._leaves.tables)
             except Refused as refused:
                 self.reason = str(refused)

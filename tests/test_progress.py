@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
@@ -193,11 +194,74 @@ def test_a_bar_goes_when_a_callback_comes(monkeypatch):
             assert not progress._bars._drawn
 
 
-def test_without_tqdm_nothing_is_drawn(monkeypatch):
+def test_without_tqdm_a_line_says_once_what_is_waited_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     written = Terminal()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(progress, "_bars", progress._Bars())
+    for _ in range(2):
+        with progress.steps("measure", 1):
+            pass
+    with progress.steps("compile", 1):
+        pass
+    first, second = written.getvalue().splitlines()
+    assert "measures" in first and "pip install tqdm" in first
+    assert "compiles" in second and "pip" not in second
+
+
+def test_without_a_terminal_nothing_is_written(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setattr(progress, "_bars", progress._Bars())
     with progress.steps("measure", 1):
         pass
     assert written.getvalue() == ""
+
+
+def test_a_notebook_shows_it(monkeypatch):
+    notebooks = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    written = notebooks()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(progress, "_bars", progress._Bars())
+    with progress.steps("measure", 1):
+        pass
+    assert "fxfuse measures" in written.getvalue()
+
+
+class Asking(nn.Module):
+    """Python decides by a value, so that no trace is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, scales=(1.0, 2.0)):
+        y = torch.tanh(self.first(x))
+        for part in y.unbind(0):
+            y = y + part * scales[len(part) % 2]
+        return F.gelu(self.second(y))
+
+
+def test_what_captures_is_told(events):
+    fast = fxfuse.optimize(Asking().eval())
+    with torch.no_grad():
+        for _ in range(3):
+            fast(X)
+    assert of("capture", events) == [(0, 1), (1, 1)]
+    assert next(event.label for event in events if event.stage == "capture") == "Asking"
+
+
+def test_a_training_step_that_is_traced_is_told(events):
+    fast = fxfuse.optimize(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    for _ in range(3):
+        fast(X).sum().backward()
+    assert of("capture", events) == [(0, 1), (1, 1)]
+
+
+def test_contestants_that_get_ready_are_told(events):
+    module = model()
+    fxfuse.benchmark(module, fxfuse.optimize(module), (X,), compare=("eager",), seconds=0.01)
+    labels = [event.label for event in events if event.stage == "compare" and not event.done]
+    assert labels == ["eager", "fxfuse"]

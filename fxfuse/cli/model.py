@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxfuse.arguments import arguments_of
+from fxfuse.cli import terminal
 from fxfuse.cli.cases import CASES
 from fxfuse.cli.networks import IMAGE, InputsFor, as_if_trained, from_timm, from_torchvision, from_transformers
 from fxfuse.errors import FxfuseError
@@ -152,6 +153,7 @@ def _device(text: str) -> torch.device:
 def load(given: argparse.Namespace) -> Subject:
     """The model that the command line names, on its device, and a call of it that eager answers. Raises ModelError."""
     device = _available(given.device)
+    terminal.note(f"{given.model}: it is made and called once by torch, which imports what it needs")
     torch.manual_seed(0)
     model, calls = _made(given.model, device, given.full, given.batch or (16 if device.type == "cuda" else 1))
     dtype = getattr(torch, given.dtype) if given.dtype else None
