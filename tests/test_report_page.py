@@ -22,7 +22,7 @@ from fxfuse import plans
 from fxfuse.module import state_of
 from fxfuse.program.values import Step
 from fxfuse.report.layered import GAP, layout_of
-from fxfuse.report.measure import Span, spans_of
+from fxfuse.report.measure import Span, kernel_name, spans_of
 from fxfuse.report.work import work_of
 
 
@@ -286,6 +286,30 @@ def test_operators_are_the_outermost_and_steps_have_their_names():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("aten::convolution", "aten::convolution"),
+        ("sm80_xmma_gemm_f32f32_tilesize32x32x8_cublas", "sm80_xmma_gemm_f32f32_tilesize32x32x8_cublas"),
+        ("void cudnn::bn_fw_inf_kernel_NCHW<float, float, true, 1>(float, float)", "cudnn::bn_fw_inf_kernel_NCHW"),
+        (
+            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<"
+            "float, float, float, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)>(int)",
+            "elementwise_kernel: MulFunctor",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::launch_clamp_scalar("
+            "at::TensorIteratorBase&, c10::Scalar)::{lambda()#1}, std::array<char*, 2ul> >(int)",
+            "vectorized_elementwise_kernel: launch_clamp_scalar",
+        ),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, 5, false>(float*)", "softmax_warp_forward"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+    ],
+)
+def test_kernels_have_names_for_people(name, shown):
+    assert kernel_name(name) == shown
+
+
 def test_kernels_on_a_gpu_are_those_of_the_step_around_them():
     cuda = DeviceType.CUDA
     events = [
@@ -299,7 +323,7 @@ def test_kernels_on_a_gpu_are_those_of_the_step_around_them():
     ]
     spans = spans_of(events, STEPS, on_gpu=True)
     assert [(span.name, span.nodes, span.ours) for span in spans] == [
-        ("pointwise<float>", ("a", "b"), True),
+        ("one pass", ("a", "b"), True),
         ("sm90_gemm", ("c",), False),
         ("reduce", ("c",), False),
         ("Memcpy DtoD", (), False),

@@ -2,6 +2,8 @@
 
     python docs/reports/make.py
     python docs/reports/make.py llama --no-screenshots
+    python docs/reports/make.py --device cuda --images 16 --no-screenshots
+    python docs/reports/make.py --only-screenshots                    # of pages that were made elsewhere
 
 Each report is what `fxfuse.explain(fast).to_html(path, inputs)` writes on this machine. Paths of this machine are cut
 to what follows the package folder. Needs transformers; screenshots need Chromium.
@@ -19,9 +21,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import fxfuse
 
@@ -34,15 +38,15 @@ CALLS = 4
 """Before a report is written: the third call of a kind runs as a program."""
 
 
-def resnet50() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def resnet50(images: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """ResNet-50 is the default of transformers' ResNet."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig(num_labels=1000)), (torch.randn(1, 3, 224, 224),)
+    return ResNetForImageClassification(ResNetConfig(num_labels=1000)), (torch.randn(images, 3, 224, 224),)
 
 
-def llama() -> tuple[nn.Module, dict[str, object]]:
-    """A decoder in Llama's style with two layers and four queries for each key."""
+def llama(images: int) -> tuple[nn.Module, dict[str, object]]:
+    """A decoder in Llama's style with two layers and four queries for each key: 32 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -52,19 +56,20 @@ def llama() -> tuple[nn.Module, dict[str, object]]:
     return LlamaForCausalLM(config), {"input_ids": torch.randint(1000, (1, 32)), "use_cache": False}
 
 
-def untraced() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def untraced(images: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """One part runs as Python. The model's file is named relative to the repository, as reports then name it, too."""
-    return runpy.run_path("docs/reports/untraced.py")["Classifier"](), (torch.randn(4, 3, 64, 64),)
+    return runpy.run_path("docs/reports/untraced.py")["Classifier"](), (torch.randn(images, 3, 64, 64),)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, object]]] = {"resnet50": resnet50, "llama": llama, "untraced": untraced}
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {"resnet50": resnet50, "llama": llama, "untraced": untraced}
 
 
-def make(name: str) -> Path:
+def make(name: str, device: str, images: int) -> Path:
     """One report; returns its path."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    fast = fxfuse.optimize(model.eval(), inputs)
+    model, inputs = MODELS[name](images)
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+    fast = fxfuse.optimize(model.eval().to(device), inputs)
     with torch.no_grad():
         for _ in range(CALLS):
             fast(**inputs) if isinstance(inputs, dict) else fast(*inputs)
@@ -102,11 +107,15 @@ def screenshots(page: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *MODELS], default=[], help="all of them if none is given")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--images", type=int, default=4, help="for the networks of images")
     parser.add_argument("--no-screenshots", action="store_true")
+    parser.add_argument("--only-screenshots", action="store_true")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     for name in arguments.names or MODELS:
-        made = [make(name)]
+        page = FOLDER / f"{name}.html"
+        made = [page if arguments.only_screenshots else make(name, arguments.device, arguments.images)]
         if not arguments.no_screenshots:
             made += screenshots(made[0])
         for path in made:

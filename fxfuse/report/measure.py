@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,12 +248,31 @@ def spans_of(events: Iterable[Any], steps: Sequence[tuple[str, Step]], on_gpu: b
         begin, end = event.time_range.start, event.time_range.end
         around = ranges[bisect.bisect_right(starts, begin) - 1] if starts and starts[0] <= begin else None
         if around is None or around.time_range.end < begin:
-            spans.append(Span(event.name, (begin - origin) * 1e-6, (end - begin) * 1e-6))
+            spans.append(Span(kernel_name(event.name), (begin - origin) * 1e-6, (end - begin) * 1e-6))
             continue
         graph, step = steps[int(around.name.removeprefix(_ANNOTATION))]
-        name = step.what if event is around else event.name
+        name = step.what if event is around or step.is_launch else kernel_name(event.name)
         spans.append(Span(name, (begin - origin) * 1e-6, (end - begin) * 1e-6, graph, step.nodes, step.is_launch))
     return tuple(spans)
+
+
+def kernel_name(name: str) -> str:
+    """A kernel's name for people: without parameters and template arguments, but with what an elementwise one computes.
+
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, …>(int, …)" is
+    "vectorized_elementwise_kernel: CUDAFunctor_add". Other names, such as those of operators, stay as they are.
+    """
+    if "<" not in name and "(" not in name:
+        return name
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    own = re.split(r"[<(]", plain, maxsplit=1)[0].removeprefix("at::native::").strip()
+    computes = [found for found in _FUNCTORS.findall(plain) if found not in (own, *_WRAPPERS)]
+    return f"{own}: {computes[-1]}" if own.endswith(_ELEMENTWISE) and computes else own
+
+
+_ELEMENTWISE: Final = ("elementwise_kernel", "reduce_kernel")
+_FUNCTORS: Final = re.compile(r"\b\w*Functor\w*|\b\w*Ops\b|\blaunch_\w+|\b\w+_kernel_(?:cuda|impl)\b")
+_WRAPPERS: Final = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "launch_clamp_kernel_impl")
 
 
 def _is_operator(name: str) -> bool:

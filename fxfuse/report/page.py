@@ -318,7 +318,12 @@ def _longest(track: measure.Track) -> str:
     body = [
         f"<tr>{_cells(cells, numbers=3)}</tr>"
         for cells in (
-            (escape(name), str(len(times)), _seconds(sum(times)), f"{100 * sum(times) / total:.0f} %")
+            (
+                f'<span title="{escape(name)}">{escape(name)}</span>',
+                str(len(times)),
+                _seconds(sum(times)),
+                f"{100 * sum(times) / total:.0f} %",
+            )
             for name, times in ranked
         )
     ]
