@@ -87,6 +87,8 @@ class FusedState:
     """What runs calls that need them, since the first of them."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
+    is_prepared: bool = False
+    """Whether a call has compiled kernels, of a graph a part of which runs as Python."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -190,8 +192,11 @@ class FusedModule(fx.GraphModule):
                 type(self).forward = _guarded(type(self).forward, state.captured)
             if state.structure.modules:
                 type(self).forward = _watching(type(self).forward)
-            if state.recapture is not None and any(stops(state.captured)):
-                type(self).forward = _recaptured(type(self).forward)
+            if any(stops(state.captured)):
+                state.is_prepared = False
+                type(self).forward = _prepared(type(self).forward)
+                if state.recapture is not None:
+                    type(self).forward = _recaptured(type(self).forward)
             type(self).forward = _unless_hooked(type(self).forward, state.captured.root)
             if state.replays is not None:
                 type(self).forward = _replaying(type(self).forward)
@@ -730,6 +735,24 @@ def stops(captured: Captured) -> Iterator[str]:
 
 
 DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+
+
+def _prepared(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, a part of which runs as Python. Its first call is torch's, which compiles all kernels together.
+
+    Nobody may run that Python without data, to look ahead.
+    """
+
+    @functools.wraps(forward)
+    def prepared(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or state_of(self).is_prepared:
+            return forward(self, *args, **kwargs)
+        with plans.preparing_together():
+            result = forward(self, *args, **kwargs)
+        state_of(self).is_prepared = True
+        return result
+
+    return _with_own_code(prepared)
 
 
 def _recaptured(forward: Callable[..., Any]) -> Callable[..., Any]:

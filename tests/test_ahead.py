@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -160,23 +161,58 @@ def test_what_a_forward_changes_changes_once(drafted: Counter[tuple[Problem, str
     torch.testing.assert_close(result, expected)
 
 
-class Printing(nn.Module):
-    """Python between two regions, which an observer would see run twice."""
+class Seeing(nn.Module):
+    """Looks at a value, which no trace can answer; who ran it twice would see more."""
 
     def __init__(self, seen: list[float]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.see = lambda total: seen.append(float(total))  # no trace answers this
+        self.see = seen.append
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.first(x))
-        self.see(y.sum())
-        return F.gelu(self.second(y))
+        self.see(float(x.sum()))
+        return x
 
 
-def test_python_runs_once() -> None:
+def partly_python(seen: list[float]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Seeing(seen), nn.Linear(8, 4), nn.GELU()).eval()
+
+
+def test_python_runs_once_and_all_kernels_compile_together(drafted: Counter[tuple[Problem, str]]) -> None:
     seen: list[float] = []
-    fast = fxfuse.optimize(Printing(seen).eval())
+    model, x = partly_python(seen), torch.randn(3, 8)
+    fast = fxfuse.optimize(model)
     with torch.no_grad():
+        first = fast(x)
+        assert len(seen) == 1
+        assert {problem.epilogue: who for problem, who in drafted} == {
+            "tanh(acc)": "background", "gelu(acc)": "background"
+        }  # fmt: skip
+        before = dict(drafted)
+        torch.testing.assert_close(fast(x), first)
+        assert before == drafted
+        expected = model.double()(x.double())
+    torch.testing.assert_close(first.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_what_raises_at_first_is_prepared_later(drafted: Counter[tuple[Problem, str]]) -> None:
+    seen: list[float] = []
+    fast = fxfuse.optimize(partly_python(seen))
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            fast(torch.randn(3, 9))
+        drafted.clear()
         fast(torch.randn(3, 8))
-    assert len(seen) == 1
+    assert {who for _, who in drafted} == {"background"}
+
+
+def test_verify_sees_kernels_although_the_first_call_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = plans._draft
+
+    def wrong(problem: Problem, strict: bool) -> object:
+        plan = draft(problem, strict)()
+        return lambda: dataclasses.replace(plan, run=lambda *tensors: problem.reference(*tensors) + 1)
+
+    monkeypatch.setattr(plans, "_draft", wrong)
+    model = partly_python([])
+    assert not fxfuse.verify(model, fxfuse.optimize(model), (torch.randn(3, 8),))
