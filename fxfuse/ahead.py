@@ -1,12 +1,12 @@
-"""Compiles ahead: while a graph's first call waits for one region's kernels, those of the regions behind it compile.
+"""Compiles ahead: while a graph's first call waits for one region's kernels, the kernels of later regions compile.
 
-A call asks for a region's kernels when it gets there, one region after another. So when it meets the first region that
-has none, the graph is run once on fake tensors, which have shapes, strides, dtypes and devices, but no data. Each fused
-operator on the way tells its problem (`Ahead.note`), whose kernels are then compiled in the background. The call itself
-goes on as ever, and takes from there what it needs (`Ahead.draft`).
+A call reaches one region after another, and asks for a region's kernels when it gets there. So at the first region that
+has none, the graph is run once on fake tensors, which have shapes, strides, dtypes and devices, but no data. In this
+run each fused operator reports its problem (`Ahead.note`), and the problem's kernels are compiled in the background.
+The call itself goes on as usual, and takes the compiled kernels from there (`Ahead.draft`).
 
-Where the graph cannot run without data (sizes that depend on values), nobody looks further ahead: the regions behind
-that place compile when the call gets there.
+If the graph cannot run without data (sizes that depend on values), this run ends there. The regions behind that place
+compile when the call gets there.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Ahead:
         return self._pool is not None
 
     def draft(self, problem: Problem, strict: bool, make: Callable[[Problem, bool], Draft]) -> Draft:
-        """make(problem, strict), of which the background may have made it already. The first one looks ahead."""
+        """The result of make(problem, strict), perhaps made in the background already. The first call looks ahead."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=WAITING * build.PROCESSORS)
             self._make = make
             self.note(problem, strict)
             self._look()
-            for work in self._beside:  # by threads that no exit waits for
+            for work in self._beside:  # in daemon threads, for which no exit waits
                 threading.Thread(target=work, daemon=True).start()
         foreseen = self._drafts.get(problem)
         return make(problem, strict) if foreseen is None else foreseen.result()
@@ -74,7 +74,7 @@ class Ahead:
         self.is_looking = True
         try:
             self._without_data()
-        except Exception as error:  # whatever an operator says that needs data
+        except Exception as error:  # whatever an operator raises that needs data
             logger.debug("fxfuse: kernels are not foreseen further: %s", error)
         finally:
             self.is_looking = False
@@ -91,7 +91,8 @@ def of_call(without_data: Callable[[], Any], beside: Sequence[Callable[[], None]
 
     Args:
         without_data: runs the graph on fake tensors (`run_without_data`).
-        beside: what later calls will need, started in the background if something must be compiled for this one.
+        beside: functions that make what later calls will need. They start in the background if something must be
+            compiled for this call.
     """
     before = getattr(_calls, "ahead", None)
     _calls.ahead = ahead = Ahead(without_data, beside)
@@ -108,15 +109,15 @@ def of_call(without_data: Callable[[], Any], beside: Sequence[Callable[[], None]
 
 
 def of_this_call() -> Ahead | None:
-    """The calling thread's innermost `of_call`."""
+    """The `Ahead` of the calling thread's innermost `of_call`; None outside of one."""
     return getattr(_calls, "ahead", None)
 
 
 def run_without_data(root: nn.Module, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> None:
-    """Runs `graph` on fake tensors, which changes none of the model's. Raises what an operator raises that needs data.
+    """Runs `graph` on fake tensors. The model's tensors do not change. Raises what an operator that needs data raises.
 
     Args:
-        root: the module that the graph calls. Modules inside of it are torch's own (`program.record.check_graph`).
+        root: the module whose submodules the graph calls. Those are torch's own (`program.record.check_graph`).
         given: the values of placeholders and attributes.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -133,7 +134,7 @@ class _WithoutData(fx.Interpreter):
         return self._faked(self.fetch_attr(target))(*args, **kwargs)
 
     def _faked(self, module: nn.Module) -> nn.Module:
-        """`module` with fake parameters and buffers. An operator on real tensors alone would change them."""
+        """A copy of `module` with fake parameters and buffers. An operator on real tensors alone would change those."""
         copy = object.__new__(type(module))
         copy.__dict__.update(module.__dict__)
         for kind in ("_parameters", "_buffers"):
@@ -148,6 +149,6 @@ class _WithoutData(fx.Interpreter):
 
 
 def meta_of(fake: torch.Tensor) -> TensorMeta:
-    """The meta of the tensor that `fake` stands for. torch's allocators align memory to 64 bytes and more."""
+    """The meta of the tensor that `fake` stands for. torch's allocators align memory to at least 64 bytes."""
     alignment = math.gcd(16, fake.storage_offset() * fake.element_size()) if fake.device.type == "cuda" else 16
     return TensorMeta.of(fake, fake.device, alignment)

@@ -10,7 +10,7 @@ import torch
 from fxfuse.errors import FxfuseError
 
 Inputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor is the only argument; a tuple or list, positional arguments; a mapping, keyword arguments."""
+"""A tensor is the only argument. A tuple or list holds positional arguments, a mapping keyword arguments."""
 
 
 def arguments_of(
@@ -20,10 +20,10 @@ def arguments_of(
 
     Args:
         inputs: see `Inputs`; None for no positional arguments.
-        kwargs: keyword arguments beside them.
-        name: what the caller calls `inputs`, for messages.
+        kwargs: further keyword arguments.
+        name: the caller's name for `inputs`, for messages.
 
-    Raises FxfuseError for anything else, saying how to write it.
+    Raises FxfuseError for anything else; the message says how to write it.
     """
     keywords = _keywords(kwargs, "kwargs")
     if inputs is None:

@@ -1,10 +1,10 @@
 """torch.compile(model, backend="fxfuse").
 
-Dynamo finds it by an entry point: that of the installed package (pyproject.toml), so that fxfuse need not be imported,
-or the one that importing fxfuse adds. Dynamo captures the model: with graph breaks where Python must run, symbols for
-sizes that vary, and parameters as inputs. Its graphs are matched and replaced as those of `optimize` are. They are
-taken as they come, above AOTAutograd, which would take linears and batch normalisations apart only for them to be put
-together again; gradients come as from every optimised model.
+Dynamo finds the backend by an entry point: that of the installed package (pyproject.toml), so that fxfuse need not be
+imported, or the one that importing fxfuse adds. Dynamo captures the model, with graph breaks where Python must run,
+symbols for sizes that vary, and parameters as inputs. Its graphs are matched and replaced like those of `optimize`.
+They do not go through AOTAutograd first: it would take linears and batch normalisations apart, only for them to be put
+together again. Gradients work as for every optimised model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REDUCE_OVERHEAD: Final = "reduce-overhead"
 _MODES: Final = ("default", REDUCE_OVERHEAD, "max-autotune", "max-autotune-no-cudagraphs")
 
 _graphs: Final[weakref.WeakKeyDictionary[FusedModule, tuple[_Caller, ...]]] = weakref.WeakKeyDictionary()
-"""The graphs in use, in the order in which they were compiled, each with the models whose call asked for it."""
+"""The graphs in use, in the order in which they were compiled, each with the models whose call needed it."""
 
 
 def compile_graph(
@@ -53,14 +53,14 @@ def compile_graph(
 
     Args:
         gm, example_inputs: as Dynamo gives them.
-        mode: torch.compile's. "reduce-overhead" is the option `cuda_graphs` on a GPU; elsewhere a warning says once
-            that it changes nothing. Candidates are measured in every mode ("max-autotune" asks for nothing more).
-        options: torch.compile's: `strict`, `fp32` and `cuda_graphs`, as fxfuse.optimize takes them. The second call of
-            a kind is captured, since there is no example; parameters and buffers are read where they lie.
+        mode: torch.compile's. On a GPU "reduce-overhead" sets the option `cuda_graphs`. Elsewhere it changes nothing,
+            and a warning says so once. Candidates are measured in every mode, so "max-autotune" adds nothing.
+        options: torch.compile's: `strict`, `fp32` and `cuda_graphs`, as fxfuse.optimize takes them. CUDA graphs capture
+            the second call of a kind, since there is no example, and read parameters and buffers in place.
 
     The first call computes with torch and compiles all kernels that it would have needed, in parallel.
 
-    Raises FxfuseError for other modes and options, with the names of those there are.
+    Raises FxfuseError for other modes and options; the message lists the known ones.
     """
     if mode is not None and mode not in _MODES:
         raise FxfuseError(f"torch.compile's backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
@@ -86,7 +86,7 @@ def compile_graph(
 
 
 def _on_gpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether CUDA graphs can be what mode="reduce-overhead" asks for. Where they cannot, a warning says so once."""
+    """Whether the graph has tensors on a GPU, as mode="reduce-overhead" needs. If not, a warning says so once."""
     leaves = pytree.tree_leaves((list(example_inputs), *(list(named) for named in (gm.parameters(), gm.buffers()))))
     found = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves)
     if not found and not _overhead_stays:
@@ -122,7 +122,7 @@ class _Caller:
     module: weakref.ref[nn.Module]
     kind: type
     tensors: frozenset[tuple[str, tuple[int, ...], torch.dtype]]
-    """Of its parameters and buffers: name, shape and dtype."""
+    """The name, shape and dtype of each of its parameters and buffers."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _Caller:
@@ -137,7 +137,7 @@ class _Caller:
 
 
 def _callers(gm: fx.GraphModule) -> tuple[_Caller, ...]:
-    """The models that are being called now: those whose methods are on the stack. `gm` is the graph that they need."""
+    """The models that are being called now: those whose methods are on the stack, except `gm`, the graph they need."""
     found: dict[int, nn.Module] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -149,7 +149,7 @@ def _callers(gm: fx.GraphModule) -> tuple[_Caller, ...]:
 
 
 def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | Literal[False] = False) -> FusedModule:
-    """The graph with its regions fused, and those of the graphs that it checkpoints or that it is broken into."""
+    """The graph with its regions fused, also in the graphs that it checkpoints or that it is broken into."""
     gm = broken(gm, lambda part: fused_graph(part, settings))
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
@@ -160,19 +160,20 @@ def fused_graph(gm: fx.GraphModule, settings: Settings, cuda_graphs: Replays | L
 
 
 _FIRST_CALLS: Final = 6
-"""Calls among which each part of a graph makes its training step, if all calls are of one kind."""
+"""The number of first calls in which every part of a graph makes its training step, if all calls are of one kind."""
 
 
 def prepared(fused: FusedModule) -> Callable[..., Any]:
-    """A graph whose first call computes by torch and compiles all kernels: those of all parts together."""
+    """Wraps a graph. Its first calls compute by torch and compile all kernels, those of all parts together."""
     return plans.prepared_by_first_calls(fused, _FIRST_CALLS if parts_of(fused) else 1)
 
 
 def recomputed(body: FusedModule, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-    """torch.utils.checkpoint of a part of the graph: the operator that stands for it leaves it to AOTAutograd."""
+    """Runs a part of the graph under torch.utils.checkpoint. It replaces Dynamo's operator, which would leave this to
+    AOTAutograd."""
     root = state_of(body).captured.root
     context = root.meta.get("_checkpoint_context_fn") if isinstance(root, fx.GraphModule) else None
-    if context is not None:  # what selective checkpointing keeps
+    if context is not None:  # it decides what selective checkpointing keeps
         options["context_fn"] = context
     return checkpoint(body, *args, use_reentrant=False, **options)
 
@@ -187,7 +188,7 @@ _REGISTRY: Final = "torch._dynamo.backends.registry"
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """fxfuse as a package that is installed, as far as entry points go."""
+    """fxfuse in the form of an installed package, as far as entry points go."""
 
     def read_text(self, filename: str) -> str | None:
         texts = {
@@ -201,7 +202,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Makes `_Distribution` known to importlib.metadata; imports nothing. What is installed comes before it."""
+    """Makes `_Distribution` known to importlib.metadata; imports nothing. Installed packages come before it."""
 
     def find_spec(self, *_: Any) -> None:
         return None
@@ -212,7 +213,7 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def _register() -> None:
-    """Lets Dynamo know the backend, without importing Dynamo, which takes a second."""
+    """Makes the backend known to Dynamo, without importing Dynamo, which takes a second."""
     registry = sys.modules.get(_REGISTRY)
     if registry is None:
         sys.meta_path.append(_Finder())

@@ -25,14 +25,14 @@ EAGER, OWN = "eager", "fxfuse"
 """Names of contestants."""
 
 L2_FLUSH_BYTES: Final = 256 << 20
-"""Read between timed runs on a GPU, several times any L2, so that every run starts from memory."""
+"""Bytes that are read before each timed run on a GPU: several times any L2, so that every run starts from memory."""
 AHEAD_CYCLES: Final = 400_000
-"""For which a GPU waits before a timed run (0.2 ms at 2 GHz), so that it does not wait in between for the CPU to issue
-the run's kernels: Python needs 0.02 to 0.1 ms for a layer's."""
+"""Cycles that a GPU waits before a timed run (0.2 ms at 2 GHz). The CPU issues the run's kernels meanwhile, so the GPU
+does not wait for them during the run: Python needs 0.02 to 0.1 ms for a layer's."""
 AHEAD_SECONDS: Final = AHEAD_CYCLES / 2e9
 WARM_UP: Final = 5
-"""Calls before any that counts: compilers work in the first of them, fxfuse's programs begin at the third, at which
-Dynamo captures what fx cannot trace."""
+"""Calls before the timed ones. Compilers work in the first of them. At the third, fxfuse's programs begin, and Dynamo
+captures what fx cannot trace."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Timing:
     """The first call, compilation included."""
     runs: int
     compile_time: float = 0.0
-    """What the first WARM_UP calls took beyond as many median ones: compilers, measuring, recording. What
-    fxfuse.optimize compiled before, for `example_inputs`, is not in it."""
+    """The time of the first WARM_UP calls beyond that of as many median calls: compiling, measuring, recording. It does
+    not include what fxfuse.optimize compiled before, for `example_inputs`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Benchmark:
     """A table of timings; str() renders it.
 
     Its columns: the median and the least time of a call; eager's median divided by this one ("-" if eager was not asked
-    for); what the first calls took longer than later ones (`Timing.compile_time`); calls that were timed.
+    for); how much longer the first calls took than later ones (`Timing.compile_time`); the number of timed calls.
     """
 
     timings: tuple[Timing, ...]
@@ -101,12 +101,12 @@ def benchmark(
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a tensor; they stay the same for every
             run.
         kwargs: keyword arguments beside positional ones.
-        compare: of "eager", "torch.compile" and "max-autotune" (torch.compile's mode of that name).
-        seconds: how long to measure all contestants together, the calls that warm them up not counted.
+        compare: any of "eager", "torch.compile" and "max-autotune" (torch.compile's mode of that name).
+        seconds: how long to measure all contestants together, without the warm-up calls.
 
-    On a GPU each run is timed with events after flushing the L2 cache. The first 0.2 ms that the CPU takes to issue it
-    are hidden, as in a program that keeps the GPU busy. Runs under torch.no_grad(). Raises FxfuseError for an unknown
-    peer, or for inputs of another kind; a peer that fails to run is left out, with its error below the table.
+    On a GPU each run is timed with events after flushing the L2 cache. The first 0.2 ms that the CPU takes to issue the
+    run are hidden, as in a program that keeps the GPU busy. Runs under torch.no_grad(). Raises FxfuseError for an
+    unknown peer, or for inputs of another kind. A peer that fails to run is left out; its error is below the table.
     """
     args, keywords = arguments_of(inputs, kwargs, "inputs")
     peers: dict[str, Callable[..., Any]] = {name: _peer(model, name) for name in compare}
@@ -147,9 +147,9 @@ def _timing(name: str, samples: Sequence[float], warm_up: Sequence[float]) -> Ti
 
 @contextlib.contextmanager
 def _garbage_of_runs_only() -> Iterator[None]:
-    """Inside, Python's collector looks at what was made inside.
+    """Inside, Python's garbage collector looks only at objects that were made inside.
 
-    torch.compile leaves millions of objects: to look at all of them takes longer than the run in whose time it falls.
+    torch.compile leaves millions of objects. A collection that looks at all of them takes longer than the timed run.
     """
     gc.collect()
     gc.freeze()
@@ -196,17 +196,17 @@ def _cpu_time(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
 
 
 def gpu_timer(device: torch.device, attempts: int = 1) -> Callable[[Callable[..., Any], Sequence[Any]], float]:
-    """A function that runs a call on the device once, its L2 flushed, and returns the seconds between two events.
+    """A function that flushes the device's L2, runs a call once and returns the seconds between two events.
 
-    `attempts`: how often a run is made at most whose launches took the CPU longer than the GPU waits for them, as when
-    another thread has Python's lock or the processor. The last one counts.
+    `attempts`: the most runs of a call. A run is repeated if the CPU took longer to issue it than the GPU waits, as
+    when another thread has Python's lock or the processor. The last run counts.
     """
     flush = torch.zeros(L2_FLUSH_BYTES // 4, device=device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def time_once(call: Callable[..., Any], inputs: Sequence[Any]) -> float:
         for _ in range(attempts):
-            flush.sum()  # what is only read leaves nothing to be written back during the run
+            flush.sum()  # only reads, so that nothing is written back to memory during the run
             began = time.perf_counter()
             torch.cuda._sleep(AHEAD_CYCLES)
             start.record()

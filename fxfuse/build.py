@@ -158,7 +158,7 @@ def load(source: Source) -> Launch:
 
 
 def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
-    """Loads several kernels at once. In place of a kernel that a package does not have stands its MissingKernelError.
+    """Loads several kernels at once. For a kernel that a package does not have, the list holds its MissingKernelError.
 
     Raises what `load` raises otherwise.
     """
@@ -328,7 +328,7 @@ PROCESSORS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffini
 MOST_OF_A_UNIT: Final = 8
 """Most kernels that are compiled together: with more, one would wait too long for the unit."""
 _PRUNE_EVERY: Final = 64
-"""The cache is pruned after the first build of a process, and then after so many more each time."""
+"""The cache is pruned after the first build of a process, and then after every so many further builds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,15 +348,15 @@ _waiting: list[_Build] = []
 """Builds that no thread has started to compile, in the order in which they were requested."""
 _finished = 0
 _compilers: dict[bool, threading.Semaphore] = {}
-"""Limits compilers, by whether kernels are for a GPU, to one for each processor (`_processors`).
+"""Semaphores, by whether kernels are for a GPU: at most one compiler runs for each processor (`_processors`).
 
-A compiler takes half a gigabyte, and callers request the kernels of whole networks. With several processors, kernels
-for a GPU leave one free: kernels that are compiled already are measured meanwhile.
+A compiler takes half a gigabyte, and callers request the kernels of whole networks. With several processors, builds for
+a GPU leave one processor free, on which kernels that are compiled already are measured meanwhile.
 """
 _worked: set[str] = set()
 """Compilers (toolchain.identity) that made a kernel in this process."""
 _hung: dict[tuple[str, float], ToolchainError] = {}
-"""Compilers that made no kernel within a time limit, by both: they are not waited for again."""
+"""The errors of compilers that made no kernel within a time limit, by (compilers, limit). They are not tried again."""
 
 
 def _processors(cuda: bool) -> int:
@@ -545,7 +545,7 @@ def unit_text(sources: Mapping[str, Source]) -> str:
     Args:
         sources: by the kernels' keys.
     """
-    binding = ["#ifndef __CUDA_ARCH__", '#include "binding.h"', "#endif"]  # passes for a device do not know Python
+    binding = ["#ifndef __CUDA_ARCH__", '#include "binding.h"', "#endif"]  # device passes do not know Python
     names = ("fxfuse_kernel", "fxfuse_launch", "fxfuse_error")
     parts = []
     for number, source in enumerate(sources.values()):

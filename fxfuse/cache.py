@@ -106,7 +106,7 @@ _used_instead: list[Path] = []
 
 @contextlib.contextmanager
 def temporary_folder(within: str) -> Iterator[Path]:
-    """A temporary folder in the folder `within`. If this process is killed, it is removed after a day."""
+    """A temporary folder in the folder `within`. If this process is killed, the folder is removed after a day."""
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=within) as name:
         descriptor = lock(Path(name))
         try:
@@ -260,7 +260,7 @@ def _used(entry: Path) -> float:
 
 @contextlib.contextmanager
 def building(key: str) -> Iterator[Path]:
-    """A new folder to build a kernel in. It is locked meanwhile, and removed afterwards if it is still there."""
+    """A new folder to build a kernel in. It is locked inside, and removed afterwards if it is still there."""
     folder = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=writable()))
     descriptor = lock(folder)
     try:
@@ -368,7 +368,7 @@ class Status:
     directory: Path
     exists: bool
     problem: str | None
-    """Why it is not used (it is not a private folder of this user); None if it can be used."""
+    """Why the cache is not used (it is not a private folder of this user); None if it can be used."""
     writable: bool
     """Whether new kernels are kept in it, also if it must be created. If not, each process has a temporary one."""
     kernels: int

@@ -1,8 +1,8 @@
-"""nn.Module → fx.Graph, as much of it as can be traced.
+"""nn.Module → fx.Graph, for as much of the model as can be traced.
 
 `capture(model)` never changes the model: it works on a copy that shares parameters, buffers and other tensors but
-nothing else. A module whose forward cannot be traced (control flow on values, unknown libraries) is left to run as
-Python, as one node of its parent's graph, and its children are captured one by one.
+nothing else. A module whose forward cannot be traced (control flow on values, unknown libraries) runs as Python. It
+becomes one node of its parent's graph, and its children are captured one by one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ logger = logging.getLogger("fxfuse")
 
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]
-"""Names of arguments in alphabetical order, and what of their values a graph is traced for: `fixed_in`."""
+"""Arguments whose values a graph is traced for, sorted by name: (name, fixed part of the value, see `fixed_in`)."""
 
 GIVEN: Final = -1
-"""In the place of what a graph takes as its input; no value that it is traced for is equal to it."""
+"""Stands for a value, or an item of one, that is an input of the graph. No value that is traced for equals it."""
 
 VARIABLE_KEYWORDS: Final = "**"
-"""The key in `Captured.defaults` that stands for further keyword arguments; the default is none of them."""
+"""The key in `Captured.defaults` that stands for further keyword arguments. By default there are none."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Untraced:
     path: str
     """Its path in the model; "" for the model itself."""
     reason: str
-    """The line that stopped the trace and what it said."""
+    """The line that stopped the trace, and the error's message."""
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,32 @@ class Captured:
     graph: fx.Graph | None
     """None if the model's own forward cannot be traced."""
     untraced: tuple[Untraced, ...] = ()
-    """What runs as Python: modules that are nodes of `graph`, or the model itself."""
+    """The modules that run as Python: nodes of `graph`, or the model itself."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of forward that have a default, with it."""
+    """The defaults of forward's arguments, for those that have one."""
     given: tuple[str, ...] = ()
-    """Those of them that the graph takes as inputs, further keyword arguments among them, sorted; for the others it is
-    right for one value only."""
+    """The sorted names of arguments with a default, and of further keyword arguments, that are inputs of the graph. For
+    each of the others the graph is right for one value only."""
     constants: Constants = ()
-    """Those values where they are not the defaults; further keyword arguments among them."""
+    """These single values where they are not the defaults, including those of further keyword arguments."""
     tensors: frozenset[str] = frozenset()
-    """Arguments for which the graph is right only if they are tensors: the forward asked."""
+    """Arguments that must be tensors for the graph to be right, because the forward asked for their class."""
     is_laid_out: bool = False
-    """Whether its values have layouts that were chosen already (joint.py)."""
+    """Whether the layouts of its values were chosen already (joint.py)."""
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose tensors are the model's own: parameters and buffers (the dictionaries that hold them),
-    and tensors in attributes.
+    """A copy of `model` whose tensors are the model's own: parameters and buffers (with the dictionaries that hold
+    them), and tensors in attributes.
 
-    A deep copy but for the tensors; where something in the model cannot be copied (a lock, an open file), a copy of
-    the modules alone, which then share their other attributes with the model's.
+    Apart from the tensors it is a deep copy. If something in the model cannot be copied (a lock, an open file), only
+    the modules are copied, and share their other attributes with the model's.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
         leaves = pytree.tree_leaves([module._parameters, module._buffers, dict(vars(module))])
         memo.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        # the dictionaries themselves, so that a conversion (to, half) of either converts both, buffers included
+        # the dictionaries themselves, so that converting one model (to, half) converts the other, buffers included
         memo.update((id(table), table) for table in (module._parameters, module._buffers))
         memo.update((id(hook), hook) for table in hooks_of(module) for hook in table.values())
     try:
@@ -110,7 +110,8 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
 def _with_same_reducer(
     module: nn.parallel.DistributedDataParallel, memo: dict[int, Any]
 ) -> nn.parallel.DistributedDataParallel:
-    """A copy but for what sends gradients: a deep copy makes that anew, without the hooks for communication."""
+    """A copy with the same reducer, which sends gradients. A deep copy would get a new one, without the hooks for
+    communication."""
     twin = object.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = copy.deepcopy(module._modules, memo)
@@ -132,8 +133,8 @@ def _copy_modules(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
 class _Tracer(fx.Tracer):
     """Symbolic tracing that stops at torch.nn's modules, at `opaque` ones, and at graphs that are fused already.
 
-    Arguments of forward that have a default and are not `given` are traced without, or with their value among
-    `constants`, instead of a proxy: `if mask is not None` asks a question that no proxy can answer. The graph keeps
+    Arguments of forward that have a default and are not `given` get no proxy, which could not answer
+    `if mask is not None`. They are traced with their default, or with their value among `constants`. The graph keeps
     them as placeholders.
     """
 
@@ -158,7 +159,7 @@ class _Tracer(fx.Tracer):
         self.given: tuple[str, ...] = given or ()
         self.defaults: dict[str, Any] = {}
         self.made_lists: list[tuple[list[Any], list[Any]]] = []
-        """Lists among the arguments, and what was in them."""
+        """Lists that forward gets as arguments, each with its items before the trace."""
         self._modes = _modes()
         self._context = _context()
         self._entered: list[tuple[nn.Module, dict[Any, int]]] = []
@@ -171,7 +172,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """As fx.Tracer.call_module; another thread's call, which fx's patch of nn.Module diverts too, just runs."""
+        """As fx.Tracer.call_module. Calls in other threads, which fx's patch of nn.Module diverts, too, just run."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         if m is self.root:  # its class has a __call__ of its own, which comes back here; hooks run outside the graph
@@ -184,7 +185,7 @@ class _Tracer(fx.Tracer):
                 f"it sets a context variable, which hooks of a {type(m).__name__} would not find in a graph",
             )
         if not has_hooks(m):
-            forward = m.forward  # hooks for all modules are not for traces
+            forward = m.forward  # hooks for all modules must not run in a trace
         if _modes() != self._modes:
             return super().call_module(m, forward, args, kwargs)
         self._entered.append((m, context))
@@ -196,7 +197,7 @@ class _Tracer(fx.Tracer):
         return result
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """As fx.Tracer.create_node; a graph does not hold under which autocast or gradient mode its nodes run."""
+        """As fx.Tracer.create_node. Raises _StateError after a switch of autocast or gradients: no graph holds that."""
         if _modes() != self._modes:
             raise _StateError(
                 self._entered[-1][0] if self._entered else None,
@@ -220,7 +221,7 @@ class _Tracer(fx.Tracer):
             return attr_val
         if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
             path = self._buffer_paths.get(id(attr_val))
-            if path is not None:  # computed with here and now, it would become a constant
+            if path is not None:  # without a proxy, what is computed from it would be constant
                 if path not in parameter_proxy_cache:
                     node = self.create_node("get_attr", path, (), {})
                     parameter_proxy_cache[path] = BufferProxy(node, self, attr_val)
@@ -249,7 +250,7 @@ class _Tracer(fx.Tracer):
 
     @contextlib.contextmanager
     def _leaves_called(self, root: nn.Module) -> Iterator[None]:
-        """Inside, modules that are nodes are recorded also where their class has a `__call__` of its own."""
+        """Inside, calls of modules that are nodes are recorded even if their class has a `__call__` of its own."""
         leaves = [m for m in root.modules() if m in self._opaque or self._is_captured(m)]
         classes = {type(m) for m in leaves if type(m).__call__ is not nn.Module.__call__}
 
@@ -280,7 +281,7 @@ class _Tracer(fx.Tracer):
             self.given = (named[0].name,)
         constants = dict(self._constants)
         annotations: list[Any] = []
-        by_name = False  # from the first argument on that is left out
+        by_name = False  # true after the first argument that is left out
         for parameter in parameters:
             stars = prefixes.get(parameter.kind, "")
             has_default = parameter.default is not kinds.empty
@@ -288,7 +289,7 @@ class _Tracer(fx.Tracer):
                 reason = f"'{parameter.name}' is required although it follows arguments with defaults"
                 raise fx.proxy.TraceError(f"{reason}, which a graph's signature cannot say")
             annotation = None if parameter.annotation is kinds.empty else parameter.annotation
-            # each `bool | None` is another object, and torch 2.6 expects equal annotations to be the same
+            # each `bool | None` is a new object, and torch 2.6 expects equal annotations to be one object
             annotation = next((other for other in annotations if other == annotation), annotation)
             annotations.append(annotation)
             value: Any = self.create_proxy(
@@ -304,7 +305,7 @@ class _Tracer(fx.Tracer):
                 self.defaults[parameter.name] = parameter.default
             left_out = has_default and parameter.name not in self.given
             if stars == "*":
-                positional.extend(value)  # raises TraceError: how many there are is not known
+                positional.extend(value)  # raises TraceError: their number is not known
             elif stars == "**":
                 self.defaults[VARIABLE_KEYWORDS] = None
                 names = {item.name for item in named}
@@ -327,7 +328,7 @@ class _Tracer(fx.Tracer):
         return (lambda *args: call(*args, **keywords)), [self.root, *positional]
 
     def _traced_for(self, fixed: Any, value: Any) -> Any:
-        """The argument that forward is traced with, of which this is fixed, and `value` is what a call gives."""
+        """The argument that forward is traced with: `fixed`, with parts of the proxy `value` where it is GIVEN."""
         if isinstance(fixed, tuple):
             is_list, *items = fixed
             made = [self._traced_for(item, value[i]) if _is_in_part(item) else item for i, item in enumerate(items)]
@@ -337,7 +338,7 @@ class _Tracer(fx.Tracer):
         return value if fixed == GIVEN else fixed
 
     def create_arg(self, a: Any) -> Any:
-        """As fx.Tracer.create_arg, but a dictionary with a class of its own keeps it (transformers' ModelOutput)."""
+        """As fx.Tracer.create_arg, but objects of dict's subclasses keep their class (transformers' ModelOutput)."""
         if isinstance(a, dict) and type(a) is not dict:
             if not dataclasses.is_dataclass(a):
                 raise fx.proxy.TraceError(f"a {type(a).__name__} is built, which a graph cannot hold")
@@ -352,7 +353,8 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """Takes a tensor of unknown origin for one that is there at every call, unless an earlier trace met others."""
+        """Notes a tensor of unknown origin, assumed to exist at every call. Raises TraceError if the previous trace
+        met other tensors."""
         if self._lasting is not None and id(tensor) not in self._lasting:
             raise fx.proxy.TraceError("a tensor is made anew at every call in a way that a graph does not hold")
         self.unknown[id(tensor)] = tensor
@@ -361,14 +363,14 @@ class _Tracer(fx.Tracer):
 _RANKS: Final[Mapping[type[nn.Module], tuple[int, ...]]] = {
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
 }  # fmt: skip
-"""What torch's normalisations accept."""
+"""The ranks that torch's batch normalisations accept."""
 
 
 @contextlib.contextmanager
 def _ranks_checked_later() -> Iterator[None]:
-    """Inside, torch's batch normalisations check the rank of a value when the graph runs: no proxy knows it.
+    """Inside, torch's batch normalisations check the rank of a value when the graph runs: no proxy knows its rank.
 
-    Their modules are nodes, but not those of subclasses, whose forward may call theirs.
+    Modules of torch's own classes are nodes. Those of subclasses are traced, and may call the forward of torch's class.
     """
 
     def recording(check: Callable[..., None], ranks: tuple[int, ...]) -> Callable[..., None]:
@@ -391,9 +393,9 @@ def _ranks_checked_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_functions_wrapped() -> Iterator[None]:
-    """Inside, functions that are operations of the user's are wrapped (torch.fx.wrap) in the module that defines them.
+    """Inside, the user's own operations are wrapped (torch.fx.wrap) in the Python modules that define them.
 
-    fx itself finds them, by `autowrap_functions`, in the modules of the forwards that it traces through.
+    fx itself finds these functions, by `autowrap_functions`, in the Python modules of the forwards that it traces.
     """
     table: dict[tuple[int, str], Any] = getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", {})
     added = {
@@ -412,11 +414,11 @@ def _own_functions_wrapped() -> Iterator[None]:
 
 
 DRAWS: Final = "it draws or sets random numbers in a way that a graph does not hold"
-"""Why a module runs as Python that uses Python's or numpy's random numbers, or torch's unseen."""
+"""Why a module runs as Python if it draws random numbers of Python or numpy, or torch's unseen by the trace."""
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Whether its class has a __call__ of its own (transformers' layers have, for gradient checkpointing)."""
+    """Whether the module's class has a __call__ of its own (transformers' layers do, for gradient checkpointing)."""
     return not isinstance(module, fx.GraphModule) and type(module).__call__ is not nn.Module.__call__
 
 
@@ -428,7 +430,7 @@ def _restore_call(cls: Any, call: Any) -> None:
 
 
 def _modes() -> tuple[Any, ...]:
-    """What torch.autocast, no_grad and inference_mode have switched."""
+    """The state of torch's switches: autocast with its dtypes, gradients, inference mode."""
     autocast = torch._C._is_any_autocast_enabled()
     dtypes = [autocast_dtype(device) for device in ("cpu", "cuda")] if autocast else []
     return (autocast, *dtypes, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -440,7 +442,7 @@ def _context() -> dict[Any, int]:
 
 
 class _StateError(fx.proxy.TraceError):
-    """Operations run in a state that `module` has set for the time of its forward; None is the root."""
+    """Operations run in a state that `module` has set for the duration of its forward. None stands for the root."""
 
     def __init__(self, module: nn.Module | None, reason: str) -> None:
         super().__init__(reason)
@@ -448,10 +450,10 @@ class _StateError(fx.proxy.TraceError):
 
 
 def _can_be_code(name: str) -> bool:
-    """Whether fx writes `name`, of a module or tensor in its parent, as code that means it.
+    """Whether fx writes `name`, of a module or tensor in its parent, as code that refers to it.
 
-    It writes `parent.name` for an identifier, which Python normalises, and otherwise `getattr(parent, "name")` with the
-    name as it is: a quotation mark would end it.
+    For an identifier fx writes `parent.name`, and Python normalises the name. Otherwise fx writes
+    `getattr(parent, "name")` without escapes: a quotation mark in the name would end the text.
     """
     if name.isidentifier():
         return not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
@@ -459,7 +461,8 @@ def _can_be_code(name: str) -> bool:
 
 
 def _hidden_name(graph: fx.Graph) -> str | None:
-    """An argument of the model that hides something else of this name in the graph's code: `self`, `torch`, `getattr`.
+    """The name of an argument, if any, that hides another use of this name in the graph's code: `self`, `torch`,
+    `getattr`.
 
     fx renames nodes, but arguments keep their names.
     """
@@ -467,7 +470,7 @@ def _hidden_name(graph: fx.Graph) -> str | None:
     always = next((name for name in ("self", "torch") if name in arguments), None)
     if always is not None:
         return always
-    # fx knows which other names may be needed: such an argument's node is called otherwise, in a line of its own
+    # fx knows which other names may be needed: it gives such an argument's node another name, in a line of its own
     suspects = [name for name, node in arguments.items() if name != node]
     if not suspects:
         return None
@@ -479,8 +482,8 @@ def _hidden_name(graph: fx.Graph) -> str | None:
 def _unsure_result(graph: fx.Graph) -> str | None:
     """An attribute of a module's result (no tensor's attribute) that is returned in a tuple, list or dictionary.
 
-    Whether it is None decides in eager whether it is there at all (transformers' `to_tuple`), and `is None` is a
-    question that no proxy can answer. Dataclasses are built when the graph runs, and leave out what is None then.
+    Eager may leave out an attribute that is None (transformers' `to_tuple`), and no proxy can answer `is None`.
+    Dataclasses are built when the graph runs, and leave out then what is None.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     if isinstance(output.args[0], fx.Node):
@@ -494,10 +497,12 @@ def _unsure_result(graph: fx.Graph) -> str | None:
 
 
 def fixed_in(value: Any) -> Any:
-    """What of an argument a graph is traced for: what a model asks for, and has few values. None, a truth or a text;
-    of a list or tuple the items that are None or a truth: (whether it is a list, *items). GIVEN if nothing is.
+    """The fixed part of an argument: values that a graph is traced for, since models branch on them and they are few.
 
-    Read by Dynamo, that of torch 2.3 too, which does not know `bool | str`.
+    None, a bool and a str are fixed. A list or tuple gives (whether it is a list, *items), each item as its fixed part,
+    but strings as GIVEN. The result is GIVEN if nothing is fixed.
+
+    Dynamo traces this function, also that of torch 2.3, which does not know `bool | str`.
     """
     if value is None or isinstance(value, _FEW_VALUES):
         return value
@@ -512,7 +517,7 @@ _FEW_VALUES: Final = (bool, str)
 
 
 def _is_in_part(fixed: Any) -> bool:
-    """Whether something of a value, of which this is fixed, is an input of the graph."""
+    """Whether some part of a value is an input of the graph. `fixed` is the value's fixed part (`fixed_in`)."""
     return any(map(_is_in_part, fixed[1:])) if isinstance(fixed, tuple) else bool(fixed == GIVEN)
 
 
@@ -522,7 +527,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _line_of_model() -> str | None:
-    """The line of the model's own code that is being traced, as fx writes it; None in torch's modules alone."""
+    """The line of the model's own code that is being traced, as fx writes it; None if only torch's code runs."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code is not _Tracer.trace.__code__:
         if str(frame.f_globals.get("__name__")).split(".")[0] not in ("torch", "fxfuse"):
@@ -534,11 +539,11 @@ def _line_of_model() -> str | None:
 
 
 _MACHINERY: Final = ("torch.fx", "torch.nn.modules.module", "torch.utils.checkpoint", __name__)
-"""Python modules whose functions run between a model's own."""
+"""Python modules whose functions run in between a model's own functions."""
 
 
 def _where(error: BaseException) -> tuple[list[nn.Module], str]:
-    """The modules in whose forward the trace stopped, the innermost last, and the line there that did it."""
+    """The modules in whose forward the trace stopped, the innermost last, and the line that stopped it."""
     modules: list[nn.Module] = []
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -555,7 +560,7 @@ def _where(error: BaseException) -> tuple[list[nn.Module], str]:
 
 
 def _put_buffers_back(modules: Iterable[nn.Module]) -> None:
-    """Where forwards assigned a buffer's own proxy to it (`self.steps += 1`)."""
+    """Puts back buffers to which a forward assigned their own proxy (`self.steps += 1`)."""
     for module in modules:
         for name, value in module._buffers.items():
             if isinstance(value, BufferProxy):
@@ -581,10 +586,10 @@ def trace(
     """Traces `root` itself, in its present mode.
 
     Args:
-        given: the arguments of forward, of those with a default and of further keyword arguments, that calls will give
-            a value of their own, sorted. If None: the first argument if all of them have defaults, else none.
-        constants: values that calls will give to others.
-        is_captured: says of a module that it is a fused graph already, to be kept as one node.
+        given: the sorted names of arguments with a default, and of further keyword arguments, to which calls will give
+            values of their own. If None: the first argument if all arguments have defaults, else none.
+        constants: values that calls will give to other arguments.
+        is_captured: whether a module is a fused graph already, to be kept as one node.
         strict: raise CaptureError, naming the line, instead of leaving modules to Python.
     """
     if isinstance(root, fx.GraphModule):
@@ -607,14 +612,14 @@ def trace(
         cause: Exception | None = None
 
         def refuse(modules: Iterable[nn.Module | None], reason: str) -> None:
-            # the last of them; what runs as Python already is not to blame
+            # the last of them that does not run as Python already
             known = [module for module in modules if module in paths and module not in opaque]
             refused[known[-1] if known and known[-1] is not None else root] = reason  # noqa: B023
 
         try:
             with _tracing:
                 graph = tracer.trace(root)
-            # A module made of this graph is pickled by tracing its code again, for which fx's own tracer does.
+            # Pickling a module made of this graph traces its code again. fx's own tracer suffices for that.
             graph._tracer_cls = None
             hidden = _hidden_name(graph)
             if hidden is not None:
@@ -639,7 +644,7 @@ def trace(
             refuse([root], f"{type(root).__name__}.forward: {DRAWS}")
         randomness.restore()
         if not refused and tracer.unknown and lasting is None:
-            lasting = tracer.unknown  # what forward makes is another object the next time
+            lasting = tracer.unknown  # tensors that forward makes are other objects the next time
             continue
         if not refused:
             vars(root).update(lasting_read)

@@ -1,4 +1,4 @@
-"""A problem without an anchor as one pass: over x in place, or into a new tensor with x as one operand more."""
+"""Plans a problem without an anchor as one pass: over x in place, or into a new tensor with x as a further operand."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from fxfuse.problem import Declined, Problem, Refused, channel_operands, check_o
 
 @dataclass(frozen=True)
 class Pass:
-    """What to compute, and where to."""
+    """What a pass computes, and where it writes the result."""
 
     expression: Expr
-    """Its dtypes settled; of operands alone unless the pass is in place."""
+    """With its dtypes settled. It reads operands alone unless the pass is in place."""
     operands: OperandPlan
-    """The problem's, followed by x if `reads_x`."""
+    """The problem's operands, followed by x if `reads_x`."""
     shape: tuple[int, ...]
     strides: Strides
     dtype: torch.dtype
     in_place: bool
     reads_x: bool
-    """Whether x is read as one operand more: not if the pass is in place, nor if only x's dtype counts."""
+    """Whether x is read as a further operand: not if the pass is in place, nor if only x's dtype counts."""
 
     @property
     def name(self) -> str:
-        """For the report: every kernel that it takes."""
+        """The name in the report: every kernel that the pass takes."""
         name = "one pass in place" if self.in_place else "one pass"
         return f"{name}, operands copied: {self.operands.copies}" if self.operands.copies else name
 
 
 def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
-    """How `problem` runs whose x is like the meta tensor `acc`.
+    """Plans the pass of `problem` over an x that is like the meta tensor `acc`.
 
-    Raises UnsupportedError, Declined where eager's own passes are no worse.
+    Raises UnsupportedError; Declined (one of them) where eager's own passes are no worse.
     """
     expression, result = _settle(problem, acc)
     if result.numel() == 0:
@@ -62,7 +62,7 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
     operands = plan_operands(shape, strides, metas, channel, flatten)
     if operands is None:
         raise UnsupportedError(f"the result has strides {strides}")
-    if operands.copies and shape[:1] == (1,):  # a kernel for this batch alone may do without
+    if operands.copies and shape[:1] == (1,):  # a kernel for this batch alone may need no copies
         operands = plan_operands(shape, strides, metas, channel, flatten, grows=False) or operands
     chosen = Pass(expression, operands, shape, strides, result.dtype, in_place, reads_x)
     copies = operands.copies
@@ -73,7 +73,7 @@ def plan_pass(problem: Problem, acc: torch.Tensor) -> Pass:
 
 
 def _settle(problem: Problem, acc: torch.Tensor) -> tuple[Expr, torch.Tensor]:
-    """As problem.settle; what it refuses of a chain that no floating-point number goes into is none of ours."""
+    """As problem.settle, but a chain without floating-point inputs that it does not support raises Declined."""
     try:
         return settle(problem, acc)
     except Refused:

@@ -358,7 +358,7 @@ def _cheapest(known: _Known) -> set[fx.Node]:
             vertex = value
             if role.is_convolution:
                 network.add(SOURCE, value, known.left(value) + (price if is_copied(value) else 0))
-            back = NEVER if role.is_alias or role.several else price  # a copy would not see it overwritten
+            back = NEVER if role.is_alias or role.several else price  # a copy would not show in-place changes
             network.add(value, ("back", value), back)
             others = [user for user in value.users if user not in readers and not known.forgets(value, user)]
             for reader in [*readers, *([SINK] if others else [])]:

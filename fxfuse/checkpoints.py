@@ -1,7 +1,7 @@
 """Checkpoints in a graph (torch.utils.checkpoint): parts whose values the backward of a training step recomputes.
 
-Dynamo keeps the body of a checkpoint as a graph of its own (backend.py). Here this graph is inlined into the one around
-it. Its nodes are marked for torch's partitioner, which then lets the backward recompute what eager would.
+Dynamo keeps the body of a checkpoint as a graph of its own (backend.py). This module inlines the body into the graph
+around it, and marks its nodes for torch's partitioner. The backward then recomputes what it would recompute in eager.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxfuse.program.values import Refused
 AGAIN: Final = "recompute"
 """The key, in a node's meta, of the mark that torch's partitioner reads. torch.fx copies it to nodes traced from it."""
 _PART: Final = "ac_graph_id"
-"""The key, in the same, of the checkpoint's number. What one checkpoint passes to the next is kept."""
+"""The key, also in a node's meta, of the checkpoint's number. What one checkpoint passes to the next is kept."""
 _POLICY: Final[Any] = getattr(checkpoint, "CheckpointPolicy", None)
 _MARK: Final[Any] = True if _POLICY is None else _POLICY.MUST_RECOMPUTE
 

@@ -37,8 +37,8 @@ MASK: Final = "Mask"
 def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> list[str]:
     """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
 
-    Every value is computed once, in single-assignment form; types are float, or bool for comparisons, or what `kinds`
-    says of calls and operands: what has a number of type float among its arguments is computed with floats.
+    Every value is computed once, in single-assignment form. Its type is float, or bool for comparisons, unless `kinds`
+    gives another one for a call or operand. A call with a float among its arguments computes with floats.
     """
     lines: list[str] = []
     text: dict[Expr, str] = {}
@@ -65,7 +65,7 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> lis
                     code = f"chosen({', '.join(values)})"
                 if op == "div" and _has_inverse(args[1]):
                     code = f"divide_by_constant({values[0]}, {values[1]})"
-                if code in text.values():  # a row without arithmetic of its own
+                if code in text.values():  # the same code as an earlier value: it needs no variable
                     text[node] = code
                     continue
                 lines += [f"const float {variable} = {value_text};" for variable, value_text in temporaries]
@@ -75,7 +75,7 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> lis
 
 
 def _argument(node: Expr, text: str, kind: str, with_integers: bool) -> str:
-    """An argument of a call, which computes with floats unless all of them are integers or truth values."""
+    """A call's argument as text. The call computes with floats unless all arguments are integers or truth values."""
     if kind not in ("int32_t", "int64_t"):
         return text
     if isinstance(node, Const):
@@ -84,7 +84,7 @@ def _argument(node: Expr, text: str, kind: str, with_integers: bool) -> str:
 
 
 def _without_unread(node: Expr) -> Expr:
-    """The call without what its row does not read: of what full_like is given only dtype and shape count."""
+    """The call with 0.0 for arguments that its code does not read: of full_like's tensor only dtype and shape count."""
     if not isinstance(node, Call):
         return node
     code = ops.row(node.op).code
@@ -92,7 +92,7 @@ def _without_unread(node: Expr) -> Expr:
 
 
 def _has_inverse(node: Expr) -> bool:
-    """Whether it is a number of which both itself and its inverse are normal floats: division can be multiplication."""
+    """Whether a node is a number that is a normal float, and so is its inverse: division can be multiplication."""
     return isinstance(node, Const) and 2.0**-126 <= abs(float(node.value)) <= 2.0**126
 
 
@@ -100,7 +100,7 @@ def function(
     expression: Expr, operand_count: int, qualifiers: str, kinds: Mapping[Expr, str] | None = None,
     name: str = "expression",
 ) -> str:  # fmt: skip
-    """`<qualifiers> float <name>(float acc, float o0, …)`, a struct's member; types as `statements` has them."""
+    """The struct's member `<qualifiers> float <name>(float acc, float o0, …)`, with types as in `statements`."""
     types = {} if kinds is None else {node.index: kind for node, kind in kinds.items() if isinstance(node, Operand)}
     parameters = ", ".join(["float acc", *(f"{types.get(index, 'float')} o{index}" for index in range(operand_count))])
     body = "\n".join(f"        {line}" for line in statements(expression, kinds))

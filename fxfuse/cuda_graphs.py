@@ -337,7 +337,7 @@ class Recording:
         flatten([args, kwargs], leaves)
         device = pool.device
         self._pool, self._graph = pool, Graph(pool)
-        overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers: perhaps
+        overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers, perhaps
         # the caller may be in inference mode, whose tensors may not be overwritten outside of it
         with torch.inference_mode(False), torch.no_grad(), unchanged(module, tensors=overwritten), _preparing():
             self._buffers = [_buffer(leaf) for leaf in leaves]
@@ -685,7 +685,7 @@ class Replays:
     def _remember(
         self, recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[torch.Tensor]
     ) -> None:
-        """Prepares that the next call of this kind is recognised by `_Latest`."""
+        """Lets `_Latest` recognise the next call of this kind."""
         self._latest = None
         if self._lends or self._state is None:
             return
@@ -711,7 +711,7 @@ class Replays:
         """The recording for this kind of call; None if the kind is new. Appends the call's tensors to `leaves`.
 
         Args:
-            at_once: whether to capture also a kind that is new.
+            at_once: whether a kind that is new is captured, too.
         """
         lent: Sequence[torch.Tensor] = ()
         if self._lends:

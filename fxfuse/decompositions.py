@@ -1,6 +1,7 @@
 """How AOTAutograd takes operators apart when it traces a training step (joint.py).
 
-By torch's decompositions, and by ours where torch's would draw what eager does not, or leave too few rows to a GPU.
+Most rules are torch's own decompositions. Ours replace those that would draw random numbers that eager does not draw,
+or leave a GPU with too few rows.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ _TAKEN_APART: Final = (
     "select_backward", "slice_backward", "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
     "binary_cross_entropy_backward", "nll_loss_forward", "nll_loss_backward", "addcmul", "addcdiv", "detach", "t",
 )  # fmt: skip
-"""Operators that are expressions of others: torch's own decompositions of them."""
+"""Operators that torch's own decompositions make expressions of others."""
 _ROWS: Final = (
     "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
     "native_group_norm", "native_group_norm_backward",
 )  # fmt: skip
-"""The same with sums of rows."""
+"""Such operators that also take sums of rows."""
 
 
 class KeptForAutograd(TorchFunctionMode):
-    """Autograd sees operators whole that torch's trace would take apart before.
+    """Lets autograd see operators whole that torch's trace would take apart before autograd.
 
-    Softshrink's parts multiply by 0, whose gradient is NaN where the arriving one is NaN or infinite. Eager's is 0.
+    Softshrink's parts multiply by 0. So its gradient would be NaN where the arriving gradient is NaN or infinite.
+    Eager's is 0 there.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,8 +55,11 @@ _SOFTSHRINKS: Final = (F.softshrink, _aten.softshrink.default)
 
 @functools.cache
 def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
-    """By operator. On a CPU torch computes all gradients of a convolution in one pass. And it adds up in float64 there
-    what batch normalisation needs, which matters where there are few numbers: without pixels."""
+    """The rules for a device, by operator.
+
+    On a CPU torch computes all gradients of a convolution in one pass. It also adds up in float64 there what batch
+    normalisation needs. This matters where there are few numbers: without pixels.
+    """
     names = (*_TAKEN_APART, *_ROWS)
     taken_apart = get_decompositions([getattr(_aten, name) for name in names if hasattr(_aten, name)])
     known: dict[Any, Callable[..., Any]] = {
@@ -75,7 +80,7 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
 
 
 def _if_pixels(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule where the first tensor is of images. Of rows of features, torch's own kernel stays."""
+    """Limits a rule to images, by its first tensor. For rows of features, torch's own kernel stays."""
 
     @functools.wraps(rule)
     def taken_apart(first: torch.Tensor, *others: Any) -> Any:
@@ -85,7 +90,7 @@ def _if_pixels(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Of everything draws nothing, in eager."""
+    """Dropout of everything (p = 1): eager draws no random numbers for it."""
     if p != 1 or not train:
         return NotImplemented
     return x * 0, torch.zeros_like(x, dtype=torch.bool)
@@ -95,7 +100,7 @@ def _nll_loss_backward(
     gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
     ignored: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """By comparing classes with the target, which is pointwise; torch's writes into zeros, in two passes more."""
+    """Compares classes with the target, which is pointwise. torch's rule writes into zeros: two more passes."""
     dim, targets = x.dim() - 1, target.unsqueeze(-1)
     of_sample = -(gradient / total_weight if reduction == _MEAN else gradient)
     of_sample = of_sample.unsqueeze(-1) if of_sample.dim() == dim > 0 else of_sample
@@ -111,7 +116,7 @@ _MEAN: Final = 1  # at::Reduction
 def _var_mean(
     x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: int | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two reductions of which each is one that kernels know."""
+    """Two reductions, each of a kind that kernels know."""
     dims = list(range(x.dim())) if dim is None else dim
     return torch.var(x, list(dims), correction=correction, keepdim=keepdim), torch.mean(x, list(dims), keepdim=keepdim)
 
@@ -120,10 +125,10 @@ def _batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
     running_variance: torch.Tensor, training: bool, momentum: float, eps: float,
 ) -> Any:  # fmt: skip
-    """With a batch's own statistics, of which the first part is that of each image's parts: as many rows as keep a GPU
-    busy, and short enough to be read a second time from a cache.
+    """Batch normalisation with the batch's own statistics. They are computed first for parts of each image: these are
+    enough rows to keep a GPU busy, and short enough to be read a second time from a cache.
 
-    The variance is that of the parts' means and the mean of the parts' variances, so that nothing cancels.
+    The variance is the variance of the parts' means plus the mean of the parts' variances, so that nothing cancels.
     """
     if not training:
         return NotImplemented
@@ -166,13 +171,13 @@ def _batch_norm_backward(
 
 
 _PART: Final = 512
-"""Pixels whose 32 bytes each (of channels that lie side by side) a block of threads finds in its cache again."""
+"""Most pixels of a part: a block of threads finds their 32 bytes each (of adjacent channels) in its cache again."""
 _LEAST: Final = 32
-"""Pixels of which it pays to take the mean."""
+"""Fewest pixels of a part for which taking the mean pays."""
 
 
 def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """(images, parts, channels, pixels of a part ...), and which dimensions are the pixels'; x itself without any."""
+    """x as (images, parts, channels, pixels of a part ...), and the pixels' dimensions. Without pixels, x itself."""
     if x.dim() < 3:
         return x, []
     rows, pixels = x.shape[2], math.prod(x.shape[3:])
@@ -184,27 +189,27 @@ def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
-    """Over images and pixels."""
+    """The sums over images and pixels."""
     return x.sum([0, *range(2, x.dim())])
 
 
 _MANY: Final = 8192
-"""Rows that keep a GPU busy, however long they are: 32 threads for each are 2048 for each of 128 multiprocessors."""
+"""Rows that keep a GPU busy, however long they are: 32 threads each make 2048 for each of 128 multiprocessors."""
 _LONG: Final = 2048
-"""Elements of a row. If it has more, dividing it saves more time than a second launch costs."""
+"""Elements of a row. If a row has more, dividing it saves more time than a second launch costs."""
 _SHORT: Final = 128
 """Elements of a part that need not be divided further."""
 _TOO_FAR: Final = 4
-"""Rows stay whole if parts would be so many times longer or shorter than wanted: if a length is prime."""
+"""Rows stay whole if parts would be this many times longer or shorter than wanted, as with a prime length."""
 
 
 def _sum(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """The sums of parts, and the sums of those: of rows that are too few and too long for a GPU, or that do not lie in
-    one piece (those of channels, in NCHW).
+    """Sums parts of rows, then the parts' sums. This is for rows that are too few and too long for a GPU, or that are
+    not in one piece (those of channels, in NCHW).
 
-    Both are rows that kernels compute, together with what is added up. torch's own sum reads that from memory.
+    Kernels compute both sums together with the values that are added up. torch's own sum reads these from memory.
     """
     added = {one % max(x.dim(), 1) for one in dim} if dim else set(range(x.dim()))
     order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
@@ -229,8 +234,8 @@ def _sum(
 def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
     """How rows along `dims` of x, the innermost last, are divided into parts.
 
-    Returns: how many of the innermost dimensions belong to a part as a whole, and how much of the next one does, a
-    divisor of its size. None if rows stay whole.
+    Returns the number of innermost dimensions that a part holds as a whole, and how much of the next dimension it holds
+    (a divisor of its size). None if rows stay whole.
     """
     piece: list[int] = []
     for dim in reversed(dims):  # the innermost dimensions that lie in one piece
@@ -241,7 +246,7 @@ def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
     whole = None if len(piece) == len(dims) else (len(piece), 1)
     if length <= _LONG or x.numel() // length >= _MANY:
         return whole
-    wanted, count = max(_SHORT, math.isqrt(length)), 1  # parts that are about as long as there are parts
+    wanted, count = max(_SHORT, math.isqrt(length)), 1  # so that a part's length is about the number of parts
     lengths: dict[tuple[int, int], int] = {}
     for inner, dim in enumerate(reversed(piece)):
         most = min(x.shape[dim] - 1, _TOO_FAR * wanted // count)
@@ -265,7 +270,7 @@ def _mean(
 def _var(
     x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    """By the squares of what is left without the mean."""
+    """The variance, by the squared deviations from the mean."""
     mean = _mean(x, dim, True, dtype=torch.float32)
     free = 0 if mean is NotImplemented else x.numel() // mean.numel() - (1 if correction is None else correction)
     if free <= 0:
@@ -277,7 +282,7 @@ def _var(
 
 
 def _exact(x: torch.Tensor) -> torch.Tensor:
-    """As it is added up: float16 and bfloat16 as float32."""
+    """x in the dtype in which it is added up: float32 for float16 and bfloat16."""
     return x.float() if x.dtype.itemsize == 2 else x
 
 
@@ -290,10 +295,11 @@ def _convolution_backward(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], is_transposed: bool,
     output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """That of the bias by itself; of a depthwise one the two others, too: for that of filters there is a kernel
-    (program/depthwise_gradient.py), and without a stride that of x is a convolution with the filters turned round.
+    """Computes the gradient of the bias by itself, and for a depthwise convolution the other two as well.
 
-    Those of a 1x1 convolution in channels_last are a convolution with the filters turned round, and a product.
+    For the gradient of depthwise filters there is a kernel (program/depthwise_gradient.py). Without a stride, the
+    gradient of a depthwise convolution's x is a convolution with flipped filters. For a 1x1 convolution in
+    channels_last, that of x is a convolution with transposed filters, and that of the filters is a matrix product.
     """
     is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
     is_of_pixels = (

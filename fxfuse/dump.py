@@ -1,6 +1,6 @@
-"""FXFUSE_DUMP=folder: everything that is built, as files for people.
+"""FXFUSE_DUMP=folder: writes everything that is built to files for people to read.
 
-Each process makes a folder of its own in that folder, which only its user can read, and says where it is:
+Each process makes a folder of its own in that folder, which only its user can read, and logs its path:
 
     run-20260131-120000-k3v9x2/
         kernels/linear-relu-acc-1f0c9d52.cpp    the source of each kernel, as it is compiled
@@ -9,8 +9,8 @@ Each process makes a folder of its own in that folder, which only its user can r
             map.txt                             line by line of the model: nodes, lines of both files, region, kernels
             program-1.txt                       what a call runs: kernels launched, calls of torch, and its code
 
-This module knows where files go, and writes those of kernels; listing.py writes the others. Without the variable
-nothing is written. What cannot be written is left out with a warning: nobody's call fails for it.
+This module decides where files go, and writes those of kernels; listing.py writes the others. Without the variable
+nothing is written. A file that cannot be written is left out with a warning, and no call fails for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _warned: Final[set[str]] = set()
 
 
 def write(text: str, *names: str) -> None:
-    """Writes a file of the process's folder, by the names that lead to it, if files are to be written."""
+    """Writes a file in the process's folder, if files are to be written. `names` are the parts of its path there."""
     parent = os.environ.get(VARIABLE)
     if not parent:
         return
@@ -84,17 +84,17 @@ def _plain(text: str) -> str:
 
 
 def file_name(label: str, key: str, cuda: bool) -> str:
-    """What a kernel's file is called."""
+    """The name of a kernel's file."""
     return f"{_plain(label)}-{key[:8]}.{'cu' if cuda else 'cpp'}"
 
 
 def kernel(text: str, label: str, key: str, cuda: bool, flags: Sequence[str]) -> None:
-    """Writes the source of a kernel that is loaded, whether it is compiled now or was kept.
+    """Writes the source of a kernel that is loaded, whether it is compiled now or comes from the cache.
 
     Args:
-        label: what it computes.
-        key: what decides its machine code, as a hash.
-        flags: those of its compiler.
+        label: what the kernel computes.
+        key: a hash of what decides its machine code.
+        flags: its compiler's flags.
     """
     if is_on():
         head = [label, f"compiled with {' '.join(flags)}", f"kept in the cache as {key}"]
@@ -105,23 +105,23 @@ def kernel(text: str, label: str, key: str, cuda: bool, flags: Sequence[str]) ->
 # --------------------------------------------------------------------------------------- plans of regions
 
 _rewriting: Final[dict[int, Callable[[], None]]] = {}
-"""By region, what writes again the files that name its kernels."""
+"""By region, the function that rewrites the files that name its kernels."""
 
 
 def when_planned(regions: Sequence[int], rewrite: Callable[[], None]) -> None:
-    """Lets `rewrite` be called whenever it is decided what runs a call of one of these regions."""
+    """Lets `rewrite` be called whenever a plan for one of these regions is made."""
     if is_on():
         _rewriting.update(dict.fromkeys(regions, rewrite))
 
 
 def plan_made(region: int) -> None:
-    """Says that it was decided what runs calls of a region."""
+    """Reports that a plan for a region was made."""
     rewrite = _rewriting.get(region)
     if rewrite is not None:
         rewrite()
 
 
 def forget(regions: Sequence[int]) -> None:
-    """Drops what is known of regions that no longer exist."""
+    """Drops the entries of regions that no longer exist."""
     for region in regions:
         _rewriting.pop(region, None)

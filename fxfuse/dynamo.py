@@ -1,7 +1,7 @@
-"""What Dynamo loads when it is asked for the backend "fxfuse": the entry point's module.
+"""The entry point's module, which Dynamo loads when it is asked for the backend "fxfuse".
 
-Nothing else imports it. So this is where Dynamo, which is loaded by then, learns which functions are operations of the
-user's (`fxfuse.register_pointwise`): `import fxfuse` alone must not load Dynamo, which takes a second.
+Nothing else imports this module, so Dynamo is loaded by then. Here Dynamo learns which functions are the user's own
+operations (`fxfuse.register_pointwise`). `import fxfuse` alone must not load Dynamo, which takes a second.
 """
 
 from fxfuse import ops

@@ -24,7 +24,7 @@ class ToolchainError(FxfuseError):
 
 
 class BuildError(FxfuseError):
-    """A generated kernel did not compile; the message has the compiler's words and the source's path."""
+    """A generated kernel did not compile; the message has the compiler's output and the source's path."""
 
 
 class MissingKernelError(ToolchainError):

@@ -1,4 +1,4 @@
-"""What plans do while a program is recorded (program/): the kernels that they launch, the memory that they take."""
+"""Notes what plans do while a program is recorded (program/): which kernels they launch, which memory they allocate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Launch:
     params: bytes
     addresses: tuple[int, ...]
     together: int = 1
-    """How many such problems a launch of the kernel may have (cuda/kernel.py)."""
+    """Most such problems that one launch of the kernel may run (cuda/kernel.py)."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Events:
 
     launches: list[Launch] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)
-    """What was allocated for results and scratch; kept, so that no address means two things."""
+    """Tensors that were allocated for results and scratch. They are kept, so that no address is allocated twice."""
 
 
 recording: Final[dict[int, Events]] = {}
-"""By thread. Empty but while a program is recorded, so that asking costs nothing."""
+"""Events by thread. Empty unless a program is being recorded, so that a check costs nothing."""
 
 
 @contextlib.contextmanager
@@ -47,14 +47,14 @@ def recorded() -> Iterator[Events]:
 
 
 def note_launch(function: Callable[..., None], params: bytes, addresses: Sequence[int], together: int = 1) -> None:
-    """Says that `function` is launched with `params` on `addresses`."""
+    """Notes that `function` is launched with `params` on `addresses`."""
     events = recording.get(threading.get_ident())
     if events is not None:
         events.launches.append(Launch(function, params, tuple(addresses), together))
 
 
 def note_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Says that `tensor` was allocated; returns it."""
+    """Notes that `tensor` was allocated; returns it."""
     events = recording.get(threading.get_ident())
     if events is not None:
         events.memory.append(tensor)
@@ -62,7 +62,7 @@ def note_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def noting(function: Any) -> Any:
-    """`function`, whose results are noted."""
+    """Wraps `function`, which allocates tensors, so that each is noted."""
 
     def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor: torch.Tensor = function(*args, **kwargs)

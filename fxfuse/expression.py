@@ -10,7 +10,7 @@ hashing is free, and a value that is used twice is one node.
     tanh(clamp(silu(acc) * 0.5, -1, 1))
     t0 = acc + o0; t0 * sigmoid(t0)
 
-with `acc` the accumulator, `o0`, `o1`, … the operands, and `t0 = …;` naming a value that is used more than once.
+`acc` is the anchor's result, `o0`, `o1`, … are the operands, and `t0 = …;` names a value that is used more than once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _COMPARISON_PRECEDENCE = 1
 _UNARY_PRECEDENCE = 4
 _ATOM_PRECEDENCE = 5
 _MAX_NESTING = 24
-"""Text nests no deeper than this: deeper values get a name, so that any parser's stack suffices."""
+"""Text is written with no deeper nesting: deeper values get a name, so that any parser's stack suffices."""
 _MAX_NESTING_READ = 64
-"""Text that nests deeper is not read."""
+"""Text with deeper nesting is refused."""
 NUMBERS: Final = range(-(2**63), 2**64)
-"""Integers that torch takes for a number beside a tensor."""
+"""Integers that torch accepts as a number beside a tensor."""
 _MAX_DIGITS = 20
-"""Of an integer in NUMBERS."""
+"""Most digits of an integer in NUMBERS."""
 
 
 class _Interned(type):
@@ -94,7 +94,7 @@ class Operand(Expr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Const(Expr):
-    """A Python number; its type takes part in dtype promotion as torch has it."""
+    """A Python number. Its type takes part in torch's dtype promotion."""
 
     value: Number
 
@@ -232,7 +232,7 @@ def parse(text: str, variables: Sequence[str] = ()) -> Expr:
 
 
 def _excerpt(text: str, position: int) -> str:
-    """`text`, or of a long one what surrounds the position."""
+    """`text`; if it is long, only the part around the position."""
     start, end = max(position - 60, 0), position + 60
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 

@@ -1,4 +1,4 @@
-"""The fused operators: linear, gated_linear, matmul, mm, addmm, bmm, conv2d, conv3d, layer_norm and pointwise.
+"""The fused operators: linear, gated_linear, matmul, mm, pixel_mm, addmm, bmm, conv2d, conv3d, layer_norm, pointwise.
 
 Each is a function of this module and an operator in torch.ops.fxfuse. It takes the anchor's arguments, the other
 tensors that the epilogue reads, and the epilogue as text:
@@ -218,7 +218,7 @@ def _transformed(tensors: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _is_special(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are more than its memory read by its strides: see the cases."""
+    """Whether reading the tensor's memory by its strides does not give its values: see the cases."""
     return (
         tensor.layout is not torch.strided
         or tensor.is_nested
@@ -279,7 +279,7 @@ register_fake: Final[Callable[..., Any]] = getattr(torch.library, "register_fake
 
 
 def _with_empty_lists(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wraps `implementation`: AOTInductor's packages pass None for empty lists, and it gets empty lists."""
+    """Wraps `implementation`, which gets empty lists where AOTInductor's packages pass None for them."""
 
     def given(x, weight, bias, operands, epilogue, *values, pool=(), **caller) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return implementation(x, weight, bias, operands or [], epilogue, *values, pool=pool or [], **caller)

@@ -1,7 +1,7 @@
-"""A gated linear as two problems: what runs it wherever one kernel for both weights cannot, or is no faster.
+"""Runs a gated linear as two problems, wherever one kernel for both weights cannot run or is no faster.
 
-act(linear(x, w)) * linear(x, v) is a region of either linear, the second of which reads the first one's result. That is
-how its parts run: see patterns/gated.py, which puts them together.
+act(linear(x, w)) * linear(x, v) can be two regions, one for each linear, where the second reads the first one's result.
+Its parts run like that. patterns/gated.py puts them together.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxfuse.problem import Draft, Plan, Problem, TensorMeta, anchor_meta, evalua
 from fxfuse.split import renumbered
 
 _PRODUCT = Operand(0)
-"""What an epilogue calls the product with the second weight."""
+"""The operand that stands for the product with the second weight in a gated linear's epilogue."""
 _FIRST = -1
-"""Among operands, in the place of a number of theirs: the first part's result."""
+"""Sentinel operand index: the first part's result."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Parts:
     """A gated linear's two linears."""
 
     first: Problem
-    """That of the second weight, with what is computed of its result alone."""
+    """The linear of the second weight, with the operations that need its result alone."""
     second: Problem
     first_operands: tuple[int, ...]
-    """Which of the whole problem's operands each has; _FIRST stands for the first part's result."""
+    """The indices, in the whole problem, of each part's operands; _FIRST stands for the first part's result."""
     second_operands: tuple[int, ...]
     biased: bool
-    """Whether the first has a bias."""
+    """Whether the first part has a bias."""
 
 
 def split(problem: Problem) -> Parts:
@@ -54,7 +54,7 @@ def split(problem: Problem) -> Parts:
 
 
 def _cut(epilogue: Expr) -> Expr:
-    """What the first part computes: all that is made of its product alone, if that is one number, else the product."""
+    """What the first part computes: all that needs its product alone, if that makes one value, else the product."""
     nodes = list(postorder(epilogue))
     alone = {node for node in nodes if _PRODUCT in postorder(node) and not depends_on_acc(node)}
     met = {arg for node in nodes if isinstance(node, Call) and node not in alone for arg in node.args if arg in alone}

@@ -1,14 +1,14 @@
-"""Breaks one of Dynamo's graphs around what no trace can hold.
+"""Breaks one of Dynamo's graphs around nodes that no trace can hold.
 
-If data decide a size (`tolist`, `nonzero`, a split into what each expert gets), the sizes of what follows differ from
-call to call; and an operator of a stranger may have a gradient that looks at data. A graph with one such node could
-have neither a program nor a training step. So such nodes run one by one, as torch runs them, and what lies between
-them are graphs of their own:
+If data decide a size (`tolist`, `nonzero`, a split into the rows of each expert), later sizes differ from call to call.
+Another package's operator may have a gradient that looks at data. A graph with one such node could have neither a
+program nor a training step. So such nodes run one by one, as torch runs them. The nodes between them become graphs of
+their own:
 
     x ─ linear ─ relu ─ topk ─ tolist ─ split ─ cat ─ linear ─ gelu
         └──── part_1 ────┘    (node by node)         └─ part_2 ─┘
 
-The order of the nodes stays as it is, so that in-place changes and random numbers do, too.
+The nodes keep their order, and so in-place changes and random numbers keep theirs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fxfuse.patterns.mutation import SWITCHES, asks_shape
 from fxfuse.row_padding import is_view
 
 PART: Final = "fxfuse_part_"
-"""The beginning of the names of parts: a submodule of each graph that is broken."""
+"""The beginning of the names of parts, which are submodules of the broken graph."""
 WORTH: Final = 12
-"""Operations from which a run of them is worth a part: a training step costs the CPU what some ten operators cost."""
+"""Fewest operations that are worth a part: a training step costs the CPU as much as some ten operators."""
 _OWN: Final = frozenset({"aten", "prims", "prim", "higher_order", "fxfuse"})
 """The namespaces of operators whose gradients can be traced."""
 _VIEWS: Final = frozenset(
@@ -41,10 +41,10 @@ _VIEWS: Final = frozenset(
 
 
 def broken(gm: fx.GraphModule, made: Callable[[fx.GraphModule], nn.Module]) -> fx.GraphModule:
-    """The graph with its breaks; `gm` itself if there are none, or no parts. `gm` gets the parts as submodules.
+    """The broken graph; `gm` itself if there are no breaks, or no parts. `gm` gets the parts as submodules.
 
     Args:
-        gm: a graph of Dynamo's, with fake values in its nodes.
+        gm: one of Dynamo's graphs, with fake values in its nodes.
         made: makes a module of a part.
     """
     stays = {node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr", "output")}
@@ -106,7 +106,8 @@ def _is_strided(value: Any) -> bool:
 
 
 def _has_traceable_gradient(node: fx.Node) -> bool:
-    """Whether the gradient of a stranger's operator, if there will be one, can be traced: it is, of fake values."""
+    """Whether the gradient of another package's operator can be traced: tries it with fake values. True if no gradient
+    will be needed."""
     target: Any = node.target
     namespace = getattr(target, "_qualified_op_name", getattr(target, "namespace", "aten")).partition("::")[0]
     if node.op != "call_function" or not isinstance(target, _OPERATORS) or namespace in _OWN:
@@ -125,7 +126,7 @@ def _has_traceable_gradient(node: fx.Node) -> bool:
             if results:
                 ones = list(map(torch.ones_like, results))
                 torch.autograd.grad(results, [again[id(value)] for value in wanted], ones, allow_unused=True)
-    except Exception:  # whatever a stranger's gradient raises, a trace of it would raise, too
+    except Exception:  # whatever the gradient raises, a trace of it would raise, too
         return False
     return True
 
@@ -138,7 +139,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def _runs(graph: fx.Graph, apart: Set[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The nodes in their order, in runs of nodes that are all apart, or all arguments or results, or neither."""
+    """The nodes in their order, in runs. A run's nodes are all apart, all arguments, all results, or none of these."""
     run: list[fx.Node] = []
     kind: Any = None
     for node in graph.nodes:
@@ -154,7 +155,7 @@ def _runs(graph: fx.Graph, apart: Set[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether a node makes no more than a view of the only tensor that it takes, or asks it for its shape."""
+    """Whether a node takes a single tensor, and only makes a view of it or asks for its shape."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return len(node.all_input_nodes) == 1 and (name in _VIEWS or asks_shape(node) or is_view(node))
 
@@ -166,7 +167,7 @@ def _add_part(
     """Adds a part to the graph: a call of the module that is made of these nodes.
 
     Args:
-        copied: the nodes of `graph` by those that they are copies of. It is added to.
+        copied: the nodes of `graph`, by the nodes that they are copies of. New ones are added.
     """
     inside = set(nodes)
     behind = _made_behind([node for node in nodes if not inside.issuperset(node.users)], inside)
@@ -192,8 +193,8 @@ def _add_part(
 
 
 def _made_behind(leaving: Sequence[fx.Node], inside: Set[fx.Node]) -> list[fx.Node]:
-    """The views that are made behind a part: results of a training step share no memory, nor do they show what the
-    part was given.
+    """The views that are made behind a part instead of inside: the results of a training step must not share memory
+    with each other or with the part's arguments.
     """
     views: dict[fx.Node, list[fx.Node]] = {}
     counts = Counter[fx.Node]()

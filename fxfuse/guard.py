@@ -23,8 +23,8 @@ SOURCE: Final = build.Source('#include "guard.h"\n', None, "the guard of program
 class Guard:
     """The state of some tensors and tables, to compare later ones with.
 
-    Of tensors it has type, dtype, device, sizes, strides, alignment, requires_grad and dispatch keys; of the thread its
-    dispatch keys; of tables the objects in them.
+    It holds each tensor's type, dtype, device, sizes, strides, alignment, requires_grad and dispatch keys, the thread's
+    dispatch keys, and the objects in the tables.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Guard:
         return True
 
     def note_tables(self) -> None:
-        """Notes the objects that the tables hold now. Called where others were found to be as good."""
+        """Notes the objects that the tables hold now. Called if objects were replaced by others that are as good."""
         self._members[:] = [member for table in self._tables for member in table.values()]
 
     def holds(self, tensors: list[torch.Tensor], addresses: array[int]) -> bool:
@@ -76,13 +76,13 @@ class Guard:
         return True
 
     def alone(self, tensors: list[torch.Tensor]) -> bytes:
-        """For each of some plain tensors, 1 if no tensor but these uses its memory, else 0."""
+        """For each of these plain tensors, 1 if no tensor but these uses its memory, else 0."""
         marks = array("B", bytes(len(tensors)))
         self._call(b"", id(tensors), _MARK_ALONE, self._offset, marks.buffer_info()[0])
         return marks.tobytes()
 
     def are_apart(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-        """Whether none of some plain tensors shares its memory with another of them, or with one of the others."""
+        """Whether none of the plain `tensors` shares memory with another of them, or with one of `others`."""
         both = [*tensors, *others]
         try:
             self._call(b"", id(both), _TELL_APART, self._offset, len(tensors))
@@ -91,7 +91,7 @@ class Guard:
         return True
 
     def versions(self, tensors: list[torch.Tensor]) -> array[int]:
-        """How often each of some plain tensors was changed in place: `_version`. 0 for inference tensors."""
+        """How often each of these plain tensors was changed in place (`_version`). 0 for inference tensors."""
         versions = array("Q", bytes(8 * len(tensors)))
         self._call(b"", id(tensors), _READ_VERSIONS, self._offset, versions.buffer_info()[0])
         return versions

@@ -1,4 +1,4 @@
-"""The hooks of modules: what runs beside their forward, so that no kernel may stand for it."""
+"""The hooks of modules. They run beside a module's forward, so no kernel may stand for the module."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes of a module that hold its own."""
+"""The attributes in which a module keeps its own hooks."""
 
 
 def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    """The module's own hooks, by their numbers: the dictionaries in which they come and go."""
+    """The module's own hooks, by number: the dictionaries to which hooks are added and from which they are removed."""
     return [getattr(module, name) for name in HOOKS]
 
 
@@ -23,25 +23,25 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def why_no_kernel(module: nn.Module) -> str:
-    """What a report says of a module that has hooks."""
+    """A report's text about a module that has hooks."""
     if any(map(is_in_parts, module.parameters(recurse=False))):
         return "has hooks, and parameters of which each process holds a part (DTensor)"
     return "has hooks"
 
 
 def is_in_parts(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, of which each process holds a part."""
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # whose module has other names before 2.5
+    """Whether a tensor is a DTensor, of which each process holds a part."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # its module has another name before 2.5
 
 
 _autograd: Final[Any] = torch._C._autograd
 _top_hooks: Final[Any] = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-"""Older versions of torch, 2.3 among them, do not have it: there hooks are known by what cannot be done beside them."""
+"""Missing in older versions of torch, 2.3 among them. There, hooks are noticed because disabling them fails."""
 
 
 def keep_otherwise() -> bool:
-    """Whether torch.autograd.graph.saved_tensors_hooks are set: those of a checkpoint need the same tensors to be kept
-    when it runs the forward again, so that nothing may run in another way by then."""
+    """Whether torch.autograd.graph.saved_tensors_hooks are set. A checkpoint's hooks need the same tensors to be kept
+    when it runs the forward again, so nothing may run differently by then."""
     if _top_hooks is not None:
         return _top_hooks(True) is not None
     if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:

@@ -1,11 +1,11 @@
-"""Graphs of Dynamo's with DTensors, of which each process holds a part (tensor parallelism).
+"""Dynamo's graphs with DTensors, of which each process holds a part (tensor parallelism).
 
-A kernel knows nothing of parts. torch's AOTAutograd takes such a graph apart into operators on the parts that this
-process holds, and collectives between them; so forward and backward are two graphs like any other, which are fused:
+Kernels cannot handle DTensors. torch's AOTAutograd takes such a graph apart into operators on the parts that this
+process holds, and collectives between them. So forward and backward are two graphs like any other, and are fused:
 
     linear(x, w: DTensor), gelu, linear(…), redistribute     →     addmm, gelu, addmm, all_reduce, wait_tensor
 
-Collectives run beside what else the GPU does, so there are no programs: the graphs' own code runs node by node.
+Collectives run while the GPU does other work, so there are no programs: the graphs' own code runs node by node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _aten: Final = torch.ops.aten
 
 
 def has_parts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph of Dynamo's reads a DTensor."""
+    """Whether one of Dynamo's graphs reads a DTensor."""
     return any(map(is_in_parts, _tensors(gm, example_inputs)))
 
 
@@ -46,16 +46,16 @@ def _tensors(gm: nn.Module, example_inputs: Sequence[Any]) -> list[torch.Tensor]
 def compiled_by_parts(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, note: Callable[[FusedModule], None]
 ) -> Callable[..., Any] | None:
-    """What runs such a graph; None where torch does.
+    """A function that runs such a graph; None if torch has to.
 
     Args:
-        note: is told of each graph that is fused: the forward's, and the backward's when it is made.
+        note: is called with each fused graph: the forward's, and the backward's when it is made.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
     def fused(half: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        if any(map(draws, half.graph.nodes)):  # parts of a tensor would not draw what the whole one does
+        if any(map(draws, half.graph.nodes)):  # a tensor's parts would not draw what the whole tensor does
             raise Refused("it draws random numbers")
         _without_views(half.graph)
         simplify(half.graph, ())
@@ -80,13 +80,13 @@ def compiled_by_parts(
     )
     try:
         return backend(gm, example_inputs)
-    except Exception as error:  # whatever tracing a stranger's model raises
+    except Exception as error:  # tracing any user's model can raise anything
         logger.info("fxfuse: torch computes a graph with DTensors: %s", error)
         return None
 
 
 def _without_views(graph: fx.Graph) -> None:
-    """Drops views as what they are of, which DTensors make: no region goes on behind one."""
+    """Drops views that keep the shape, which DTensors make: a region would end at such a view."""
     (end,) = (node for node in graph.nodes if node.op == "output")
     for node in list(graph.nodes):
         if node.target is _aten.view.default and node.args[0].meta["val"].shape == node.meta["val"].shape:

@@ -1,8 +1,8 @@
-"""Interval rules: in which range an operation's result lies, given its arguments' ranges.
+"""Interval rules: the range of an operation's result, given its arguments' ranges.
 
 A rule takes the operation's torch reference and one `Interval` per argument and returns an `Interval` that holds
-every non-NaN result in every floating dtype the expression may be evaluated in. NaN is not tracked: whoever uses an
-interval may only drop operations that hand NaN through unchanged. `simplify` uses them to remove clamps.
+every non-NaN result in every floating dtype the expression may be evaluated in. NaN is not tracked, so an interval is
+a reason to drop only those operations that pass NaN through unchanged. `simplify` uses intervals to remove clamps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 _SLACK = 2.0**-7
-"""Computed bounds are widened by one bfloat16 ulp, the coarsest dtype an intermediate is ever rounded to."""
+"""Computed bounds are widened by one ulp of bfloat16, the coarsest dtype that an intermediate is ever rounded to."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Interval:
 
 
 def of_constant(value: float) -> Interval:
-    """A number as a scalar argument: torch rounds it to the dtype it computes in."""
+    """The interval of a number as a scalar argument, which torch rounds to the dtype it computes in."""
     if math.isnan(value):
         return ANYTHING
     rounded = [float(torch.tensor(value, dtype=torch.float64).to(dtype)) for dtype in (torch.float16, torch.bfloat16)]
@@ -70,9 +70,9 @@ def always(lo: float, hi: float) -> Rule:
 
 
 def increasing(lo: float = -math.inf, hi: float = math.inf, sign: Callable[..., bool] | None = None) -> Rule:
-    """Non-decreasing in its first argument, with results in [lo, hi]; the others are constant parameters.
+    """The result does not decrease with the first argument, and lies in [lo, hi]. Other arguments are constants.
 
-    With `sign`, only if sign(*parameters) holds (a leaky_relu with a negative slope is not monotone).
+    With `sign`, this is so only if sign(*parameters) holds (a leaky_relu with a negative slope is not monotone).
     """
 
     def rule(reference: Callable[..., Any], x: Interval, *parameters: Interval) -> Interval:
@@ -91,7 +91,7 @@ def increasing(lo: float = -math.inf, hi: float = math.inf, sign: Callable[..., 
 
 
 def valley(argmin: float, minimum: float, left_limit: float = math.inf) -> Rule:
-    """Falls from `left_limit` (its value at -inf) to `minimum` at `argmin`, then rises for ever."""
+    """The result falls from `left_limit` (its value at -inf) to `minimum` at `argmin`, then rises for ever."""
 
     def rule(reference: Callable[..., Any], x: Interval) -> Interval:
         left = left_limit if math.isinf(x.lo) and x.lo < 0 else _value(reference, x.lo)
@@ -124,7 +124,7 @@ def addcmul(reference: Callable[..., Any], x: Interval, a: Interval, b: Interval
 
 
 def multiply(reference: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    # 0 * inf is NaN only where an argument is infinite, and NaN is not tracked: as a bound it is 0.
+    # 0 * inf is NaN only where an argument is infinite, and NaN is not tracked. So as a bound, 0 * inf is 0.
     products = [0.0 if 0.0 in (x, y) else x * y for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
     return _widened(min(products), max(products))
 
@@ -160,10 +160,10 @@ def filled(reference: Callable[..., Any], x: Interval, mask: Interval, value: In
 
 
 def last(reference: Callable[..., Any], *args: Interval) -> Interval:
-    """The last argument's, whatever the others are."""
+    """The last argument's interval, whatever the others are."""
     return args[-1]
 
 
 def same(reference: Callable[..., Any], x: Interval, *others: Interval) -> Interval:
-    """The first argument's value, perhaps rounded to another dtype."""
+    """The result is the first argument's value, perhaps rounded to another dtype."""
     return _widened(x.lo, x.hi)

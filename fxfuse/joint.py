@@ -70,11 +70,11 @@ class Joint:
     kept_bytes: int
     """Bytes of the tensors that the forward makes and keeps for the backward alone."""
     large: tuple[int, ...]
-    """The positions in `kept` of such tensors that are worth lending."""
+    """The positions in `kept` of those of these tensors that are large enough to be lent."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced
-    """The graph itself, as a function of the tensors that torch computes."""
+    """The graph itself as a function of the tensors, which torch computes."""
     layouts: Layouts
     """The layouts of values in both graphs."""
 
@@ -102,7 +102,7 @@ def joint_of(
             joint = _traced_with_gradients()(traced, tuple(tensors), trace_joint=True, decompositions=taken_apart)
     except Refused:
         raise
-    except Exception as error:  # whatever tracing a stranger's model raises
+    except Exception as error:  # tracing any user's model can raise anything
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise Refused(f"torch's AOTAutograd cannot trace it: {reason[:300]}") from error
     with _TRACING:
@@ -356,8 +356,8 @@ _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
 
 
 def _view_or_copy(graph: fx.Graph) -> None:
-    """Makes reshapes of views: strides of what they show need not be those of the trace, in which torch may be wrong
-    (of an indexed tensor's, for example)."""
+    """Replaces views by reshapes: the tensors that they show may have other strides than in the trace, where torch may
+    be wrong (about an indexed tensor's, for example)."""
     for node in graph.nodes:
         if node.target is _aten.view.default:
             node.target = _aten.reshape.default
@@ -441,10 +441,10 @@ def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Removes nodes that served the trace alone, and replaces others by simpler ones. Changes the graph in place.
 
-    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or take
-    another view back, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
-    `where`, tensors of one number become numbers. Conversions of what leaves the graph name only the dtype. Conjugates
-    and negatives are computed: a program's tensors are what lies in memory.
+    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or undo
+    another view, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
+    `where`, tensors of one number become numbers. Conversions whose results leave the graph name only the dtype.
+    Conjugates and negatives are computed at once: a program reads a tensor's memory as its values.
     """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
@@ -472,14 +472,14 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
 
 _NOT_LAZY: Final = {_aten._conj.default: _aten._conj_physical.default, _aten._neg_view.default: _aten.neg.default}
-"""Operators that torch computes when somebody reads the result, and those that compute at once."""
+"""Operators that torch computes only when the result is read, and those that compute the same at once."""
 
 
 def _without_its_own(conversion: fx.Node) -> dict[str, Any]:
     """The arguments of a conversion but for its argument's own layout and device, which autograd names.
 
-    So a gradient of a weight is converted by the kernel that computes it. Elsewhere what is converted stays a value of
-    its own: others read it, and it takes half of the memory.
+    So the kernel that computes a weight's gradient converts it, too. Elsewhere a conversion's result stays a value of
+    its own: other nodes read it, and it takes half of the memory.
     """
     before = conversion.args[0].meta["val"]  # type: ignore[union-attr]
     own = {"layout": before.layout, "device": before.device}
@@ -487,7 +487,7 @@ def _without_its_own(conversion: fx.Node) -> dict[str, Any]:
 
 
 def _is_as_before(view: fx.Node) -> bool:
-    """Whether a view takes another view back."""
+    """Whether a view undoes another view."""
     before: Any = view.args[0]
     values = [node.meta["val"] for node in (view, *before.args[:1])] if before.target is _aten.view.default else []
     return len(values) == 2 and values[0].shape == values[1].shape and values[0].stride() == values[1].stride()

@@ -13,9 +13,9 @@ Strides = tuple[int, ...]
 
 NCHW = ((0,), (1,), (2, 3))
 CHANNELS_LAST = ((0,), (2, 3), (1,))
-"""Dimensions of a convolution's tensors as (batch, row, col): see `group`."""
+"""The dimensions of a convolution's tensors that form (batch, row, col): see `group`."""
 FORMATS: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""torch's names of the order in which the channels are last, by a tensor's dimensions."""
+"""torch's memory formats with the channels last, by the number of a tensor's dimensions."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """torch's own test for suggesting channels_last of a 4-D tensor, or channels_last_3d of a 5-D one
+    """Whether torch suggests channels_last for a 4-D tensor, or channels_last_3d for a 5-D one: its own test
     (c10/core/MemoryFormat.h)."""
     least = 0
     for dim in (1, *range(len(shape) - 1, 1, -1), 0):
@@ -53,13 +53,13 @@ def channels_last_strides(shape: Sequence[int]) -> Strides:
 
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without contents, by the operator: torch.empty_strided takes nothing that stands in for a GPU."""
+    """An uninitialised tensor. It calls torch's operator, because torch.empty_strided refuses a stand-in for a GPU."""
     made: torch.Tensor = torch.ops.aten.empty_strided.default(shape, strides, dtype=dtype, device=device)
     return made
 
 
 def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may be one in memory, as those of expanded tensors are."""
+    """Whether two elements may share their memory, as those of expanded tensors do."""
     reach = 0
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
@@ -70,20 +70,20 @@ def is_overlapping(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def ends_aligned(dtype: torch.dtype, *lengths: int) -> bool:
-    """Whether rows of these lengths have a multiple of the 16 bytes that products read and write at a time."""
+    """Whether rows of these lengths are multiples of the 16 bytes that products read and write at a time."""
     return all(length * dtype.itemsize % 16 == 0 for length in lengths)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie side by side in memory, in whatever order, each in a place of its own."""
+    """Whether elements lie in memory without gaps, in whatever order, each in a place of its own."""
     span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return span + 1 == math.prod(shape) and not is_overlapping(shape, strides)
 
 
 def broadcast_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> Strides:
-    """Strides of a tensor of `shape` seen at `target`'s shape; zero along broadcast dimensions.
+    """Strides of a tensor of `shape` when it is expanded to `target`'s shape; zero along broadcast dimensions.
 
-    The caller knows that it broadcasts without enlarging `target`.
+    The caller knows that `shape` broadcasts without enlarging `target`.
     """
     missing = len(target) - len(shape)
     return (0,) * missing + tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
@@ -136,7 +136,7 @@ def group(sizes: Sequence[int], tensors: Sequence[Strides], groups: Sequence[Seq
 
 
 def flatten(sizes: Sequence[int], tensors: Sequence[Strides]) -> Layout | None:
-    """The layout with as few, as long dimensions as the tensors allow; None if three do not suffice."""
+    """The layout with the fewest, longest dimensions that the tensors allow; None if three do not suffice."""
     order = memory_order(tensors[0])
     merged_sizes, merged = collapse([sizes[dim] for dim in order], [tuple(t[dim] for dim in order) for t in tensors])
     if len(merged_sizes) > 3:

@@ -1,7 +1,7 @@
-"""Where things came from, as text: a region's kernels below the torch code that they compute, and FXFUSE_DUMP's files.
+"""Lists where kernels came from: a region's kernels below the torch code that they compute, and FXFUSE_DUMP's files.
 
-A graph's nodes know the line of the model that made them (`meta["stack_trace"]`, as torch has it). Regions know their
-nodes, plans and programs know the sources of the kernels that they launch. So each kernel can be traced back.
+A graph's nodes know the line of the model that made them (`meta["stack_trace"]`, in torch's form). Regions know their
+nodes. Plans and programs know the sources of the kernels that they launch. So each kernel can be traced back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelLine:
 
     @classmethod
     def of(cls, node: fx.Node) -> ModelLine | None:
-        """The line that made a node: the innermost that is not torch's own; None if nobody noted one."""
+        """The line that made a node: the innermost that is not torch's own; None if the node has none."""
         trace = node.meta.get("stack_trace") or ""
         found = [cls(file, int(number), text.strip()) for file, number, text in _FRAME.findall(trace)]
         return next((line for line in reversed(found) if "/torch/" not in line.file), found[-1] if found else None)
@@ -42,17 +42,17 @@ class ModelLine:
 
 
 _FRAME: Final = re.compile(r'File "([^"\n]*)", line (\d+), in [^\n]*\n([^\n]*)')
-"""As tracebacks are written."""
+"""A frame as tracebacks write it."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A graph as it was captured, and what became of it."""
+    """A graph as it was captured, and as it was fused."""
 
     name: str
     """"the model", or the path of a part of it."""
     before: fx.Graph | None
-    """None for what runs as Python."""
+    """None for a part that runs as Python."""
     after: fx.Graph
     regions: tuple[FusedRegion, ...]
     programs: tuple[Program, ...] = ()
@@ -70,7 +70,7 @@ class Listing:
         return {} if self.before is None else statements(code_of(self.before))
 
     def torch_code(self, names: Iterable[str]) -> Iterator[str]:
-        """Comments: lines of the model that made these captured nodes, and the nodes as statements."""
+        """C++ comments: the lines of the model that made these captured nodes, and the nodes as statements."""
         names = list(names)
         lines = [ModelLine.of(self._captured[name]) for name in names if name in self._captured]
         for line in dict.fromkeys(line for line in lines if line is not None):
@@ -87,7 +87,7 @@ def code_of(graph: fx.Graph) -> str:
 
 
 def statements(code: str) -> dict[str, tuple[int, str]]:
-    """By name of a node, in which line of a graph's code it is made, and how."""
+    """By the name of each node, the number of the line in a graph's code that makes it, and the statement there."""
     found: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(code.splitlines(), 1):
         match = _STATEMENT.match(line)
@@ -97,7 +97,7 @@ def statements(code: str) -> dict[str, tuple[int, str]]:
 
 
 _STATEMENT: Final = re.compile(r"    (\w+)(?: *:[^=]*)? = (.*?)(?:;  \w.* = None)?$")
-"""As fx writes a node's line; behind it are the names that nobody needs any more."""
+"""A node's line as fx writes it. Behind the statement, fx sets names to None that are no longer needed."""
 
 
 # ---------------------------------------------------------------------------------------------- sources
@@ -107,7 +107,7 @@ def region_text(listing: Listing, region: FusedRegion, shown: set[build.Source])
     """A region's kernels, each once, below the torch code that they compute.
 
     Args:
-        shown: the sources that stand further up already; those of this region are added.
+        shown: the sources that were shown above already; those of this region are added.
     """
     head = [f"// region {region.number}, {region.fused} in {listing.name}: {_kind(region)}: {region.epilogue}"]
     head += listing.torch_code(region.nodes)
@@ -139,11 +139,11 @@ def _source_text(source: build.Source, shown: set[build.Source]) -> str:
 
 
 def program_text(listing: Listing, program: Program, shown: set[build.Source], of: FusedRegion | None = None) -> str:
-    """The kernels that a program launches in the place of several nodes, each below the torch code that it computes.
+    """The kernels that a program launches instead of several nodes, each below the torch code that it computes.
 
     Args:
-        of: only those in which this region has a part.
-        shown: as `region_text` has it; what it has is left out.
+        of: if given, only kernels that compute this region, alone or with others.
+        shown: as in `region_text`. Sources in it are left out.
     """
     parts = []
     for number, (names, source) in enumerate(program.kernels):
@@ -159,7 +159,7 @@ def program_text(listing: Listing, program: Program, shown: set[build.Source], o
 
 
 def write_graphs(folder: str, listing: Listing) -> None:
-    """FXFUSE_DUMP's before.py and after.py, and its map as far as it is known."""
+    """Writes FXFUSE_DUMP's before.py and after.py, and its map as far as it is known."""
     about = f"# {listing.name}: the graph's code"
     if listing.before is not None:
         dump.write(f"{about} as it was captured\n{code_of(listing.before)}", folder, "before.py")
@@ -168,13 +168,14 @@ def write_graphs(folder: str, listing: Listing) -> None:
 
 
 def write_map(folder: str, listing: Listing) -> None:
-    """FXFUSE_DUMP's map.txt: for each line of the model its nodes, where both files have them, and what runs them."""
+    """Writes FXFUSE_DUMP's map.txt: for each line of the model its nodes, their lines in both files, and what runs
+    them."""
     if listing.before is None:
         return
     before, after = statements(code_of(listing.before)), statements(code_of(listing.after))
     owners = {name: region for region in listing.regions for name in region.nodes}
     launched: dict[str, dict[str, None]] = {}
-    """By node of the fused graph, the files of programs' kernels that compute it."""
+    """By node of the fused graph, the files of the programs' kernels that compute the node."""
     for program in listing.programs:
         for names, source in program.kernels:
             if source is not None:
@@ -202,7 +203,7 @@ def write_map(folder: str, listing: Listing) -> None:
 
 
 def _columns(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table without lines, every column as wide as its widest cell."""
+    """A table without rules, every column as wide as its widest cell."""
     texts = [list(headers), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     aligned = (map(str.ljust, row, widths) for row in texts)
@@ -214,7 +215,7 @@ def _file_of(source: build.Source) -> str:
 
 
 def _line_in(known: Mapping[str, tuple[int, str]], name: str) -> object:
-    return known[name][0] + 1 if name in known else ""  # behind the file's comment
+    return known[name][0] + 1 if name in known else ""  # the file begins with a comment line
 
 
 def _kernels_of(region: FusedRegion) -> str:
@@ -230,7 +231,7 @@ def _kernels_of(region: FusedRegion) -> str:
 
 
 def write_program(folder: str, number: int, program: Program) -> None:
-    """FXFUSE_DUMP's list of what a call launches, and the code of the call."""
+    """Writes FXFUSE_DUMP's list of what a call launches, and the code of the call."""
     rows = []
     for place, (names, source) in enumerate(program.kernels):
         file = "" if source is None else _file_of(source)

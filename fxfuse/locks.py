@@ -9,7 +9,7 @@ L = TypeVar("L")
 
 
 def free_in_children(lock: L) -> L:
-    """`lock` (a threading.Lock or RLock): in a child its holder does not exist, and would never release it."""
-    renewed: Any = lock  # the method is the standard library's own for this, and not documented
+    """Returns `lock` (a threading.Lock or RLock). In a child its holder does not exist, and would never release it."""
+    renewed: Any = lock  # the standard library's own method for this is not documented
     os.register_at_fork(after_in_child=renewed._at_fork_reinit)
     return lock

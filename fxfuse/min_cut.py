@@ -1,6 +1,6 @@
-"""The cheapest division of a network's vertices into those with a source and those with a sink (max-flow, min-cut).
+"""The minimum cut of a network between a source and a sink, found by maximum flow.
 
-Dinic's algorithm (E. A. Dinic, 1970): flow along shortest paths, as many at a time as there are.
+Dinic's algorithm (E. A. Dinic, 1970): each round pushes flow along shortest paths until none is left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NEVER: Final = 10**15
 
 
 class Network:
-    """Directed edges, each with a whole number that it costs to have its tail with the source and its head not."""
+    """Directed edges with whole-number prices. A cut pays for each edge from the source's side to the sink's."""
 
     def __init__(self) -> None:
         self._heads: list[Hashable] = []
@@ -24,14 +24,14 @@ class Network:
         self._edges: dict[Hashable, list[int]] = defaultdict(list)
 
     def add(self, tail: Hashable, head: Hashable, price: int) -> None:
-        """An edge; its reverse has the next index."""
+        """Adds an edge. Its reverse has the next index."""
         for start, end, left in ((tail, head, price), (head, tail, 0)):
             self._edges[start].append(len(self._heads))
             self._heads.append(end)
             self._left.append(left)
 
     def with_source(self) -> set[Hashable]:
-        """The vertices on the source's side of the cheapest cut; the fewest of them, if several cuts are."""
+        """The vertices on the source's side of the cheapest cut. Of several cheapest cuts, that with the fewest."""
         levels = self._levels()
         while SINK in levels:
             following = dict.fromkeys(levels, 0)
@@ -41,7 +41,7 @@ class Network:
         return set(levels)
 
     def _levels(self) -> dict[Hashable, int]:
-        """How far each vertex is from the source, along edges that have something left."""
+        """The distance from the source of each vertex that can be reached by edges with capacity left."""
         levels: dict[Hashable, int] = {SOURCE: 0}
         queue = deque(levels)
         while queue:
@@ -54,7 +54,10 @@ class Network:
         return levels
 
     def _push(self, levels: dict[Hashable, int], following: dict[Hashable, int]) -> bool:
-        """Sends what it can along one shortest path; `following` says which edges of a vertex are spent."""
+        """Pushes as much flow as fits along one shortest path. Returns whether there was one.
+
+        `following` has the index of each vertex's first edge that is not used up.
+        """
         path: list[int] = []
         vertex: Hashable = SOURCE
         while vertex != SINK:

@@ -1,7 +1,7 @@
 """The module that optimize() returns: the model's own tensors under its own names, and a graph derived from it.
 
-A chain of small functions stands before the graph's code: each asks whether something is another than when the graph
-was traced (modes, hooks, arguments), and knows what to call then.
+A chain of small functions runs before the graph's code. Each checks whether something (modes, hooks, arguments) differs
+from the time of the trace, and knows what to call in that case.
 """
 
 from __future__ import annotations
@@ -47,48 +47,48 @@ _SHARED: Final = (
     "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-"""nn.Module's own attributes that a fused module has in common with the model it was captured from."""
+"""nn.Module's own attributes that a fused module shares with the model it was captured from."""
 
 
 Arguments: TypeAlias = tuple[tuple[str, ...], Constants]
-"""What decides which graph is right for a call: Captured.given and Captured.constants."""
+"""The arguments that decide which graph is right for a call: Captured.given and Captured.constants."""
 
 
 @dataclass
 class FusedState:
-    """What a FusedModule knows beside what every module has; in one attribute, to hide but one name of the model's."""
+    """A FusedModule's own state. It is a single attribute, so that it hides only one name of the model's."""
 
     captured: Captured
     settings: Settings
     is_variant: bool = False
-    """Whether another module calls it for some arguments, and has Dynamo's graphs for all."""
+    """Whether another module calls this one for some arguments. That module has Dynamo's graphs for all arguments."""
     regions: tuple[FusedRegion, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     layouts: channels_last.Layouts = field(default_factory=channels_last.Layouts)
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     """The modules whose mode decides what may be fused, with the mode that the graph was derived for."""
     variants: dict[Arguments, FusedModule] = field(default_factory=dict)
-    """Graphs for calls with other arguments than `captured` is for, made when such a call comes."""
+    """Graphs for calls with arguments that `captured` is not for. Each is made at the first such call."""
     own_attributes: frozenset[str] = frozenset()
     """Names of the module's attributes that the user did not give it."""
     structure: Structure = field(default_factory=Structure)
-    """What the graph was traced through, and was like then."""
+    """The modules that the graph was traced through, as they were at the trace."""
     outdated: int = 0
-    """2 if an attribute of the model has been set since; 1 if a call has come since that; 0 if it was traced since."""
+    """2 after an attribute of the model was set, 1 after a call since then, 0 after the graph was traced since then."""
     changes: int = 0
     """How many attributes have been set."""
     lock: Any = field(default_factory=lambda: free_in_children(threading.RLock()))
-    """Of threads that find the graph outdated, one derives another; the rest wait."""
+    """If several threads find the graph outdated, one derives a new graph and the others wait."""
     replays: Replays | None = None
     """The model's CUDA graphs, if it was asked for any."""
     programs: Programs | None = None
-    """What runs calls without gradients."""
+    """Runs calls without gradients."""
     training: Training | None = None
-    """What runs calls that need them, since the first of them."""
+    """Runs calls that need gradients; None before the first such call."""
     recapture: Recapture | None = None
     """Dynamo's graphs of the model, if fx could not trace it whole."""
     is_prepared: bool = False
-    """Whether a call has compiled kernels, of a graph a part of which runs as Python."""
+    """Whether the first call has compiled the kernels. Used for graphs of which a part runs as Python (`_prepared`)."""
     forget: Callable[[], Any] | None = None
     """Drops the plans of this graph's regions; called when another graph replaces it, or when the module dies."""
 
@@ -97,7 +97,7 @@ _STATE: Final = "_fxfuse"
 
 
 def _root_of(module: nn.Module) -> nn.Module:
-    """The captured model behind a fused module; any other module, and one that is just being made, itself."""
+    """The captured model behind a fused module. Any other module, or a fused one under construction: itself."""
     state = module.__dict__.get(_STATE)
     return module if state is None else state.captured.root
 
@@ -120,7 +120,7 @@ class FusedModule(fx.GraphModule):
     ) -> None:
         root = captured.root
         super().__init__(root, fx.Graph(), type(root).__name__)
-        # The same dictionaries, so that whatever replaces a parameter, a module or a hook here replaces it there too.
+        # The same dictionaries: a parameter, a module or a hook that is replaced in one is replaced in the other.
         for name in _SHARED:
             if name in root.__dict__:
                 self.__dict__[name] = root.__dict__[name]
@@ -157,8 +157,11 @@ class FusedModule(fx.GraphModule):
 
     @property
     def graph(self) -> fx.Graph:
-        """As GraphModule.graph. torch.export does not call a graph module but interprets its graph: it gets one that
-        calls the module, so that arguments with defaults and modules that run as Python are what they are in a call."""
+        """As GraphModule.graph, but torch.export gets a graph that calls this module.
+
+        torch.export interprets a graph module's graph instead of calling the module. With this graph, arguments with
+        defaults and modules that run as Python behave as in a call.
+        """
         exporting = torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
         return _calling_graph(self) if exporting else super().graph
 
@@ -167,13 +170,13 @@ class FusedModule(fx.GraphModule):
         fx.GraphModule.graph.__set__(self, graph)  # type: ignore[attr-defined]
 
     def recompile(self) -> Any:
-        """As GraphModule.recompile; calls that give other arguments than it was traced for go to a variant."""
+        """As GraphModule.recompile. Calls with arguments that the graph was not traced for go to a variant."""
         with self._graph.on_generate_code(lambda _: functools.partial(_with_short_lookups, self)):
             code = super().recompile()
         drop_source_with(type(self).forward)
-        self._code = self._graph.python_code(root_module="self").src  # for whoever makes a GraphModule of it
-        # GraphModule's own adds a microsecond, and a line to errors. nn.Module's is inherited, not assigned: whoever
-        # traces a model around this one patches it.
+        self._code = self._graph.python_code(root_module="self").src  # for code that makes a GraphModule of this one
+        # GraphModule's own __call__ costs a microsecond, and adds a line to errors. nn.Module's is inherited, not
+        # assigned, because a trace of a model around this one patches it.
         if "__call__" in vars(type(self)):
             del type(self).__call__
         if _STATE in self.__dict__:
@@ -239,14 +242,14 @@ class FusedModule(fx.GraphModule):
 
     @__class__.setter
     def __class__(self, value: type) -> None:
-        state_of(self).captured.root.__class__ = value  # torch's parametrisations, which derive it from the above
+        state_of(self).captured.root.__class__ = value  # by torch's parametrisations: a class derived from the above
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's; an attribute of the model is set there, where its own code reads it."""
+        """As nn.Module's, but an attribute that the model has is set on the model, where the model's code reads it."""
         is_module = isinstance(value, nn.Module)
         of_class = getattr(type(self), name, None)
         if not is_module and (name in OF_GRAPH_MODULES or isinstance(of_class, property)):
-            object.__setattr__(self, name, value)  # whatever the model's children are called
+            object.__setattr__(self, name, value)  # even if a child of the model has this name
         elif name not in self.__dict__ and of_class is None and name in vars(_root_of(self)):
             root = _root_of(self)
             before = vars(root)[name]
@@ -319,7 +322,7 @@ _living: Final[weakref.WeakSet[FusedModule]] = weakref.WeakSet()
 
 
 def listing_of(module: FusedModule, name: str) -> Listing:
-    """What is known of a module's graph, for people."""
+    """The Listing of a module's graph, for people: its captured and fused form, its regions and its programs."""
     state = state_of(module)
     programs = () if state.programs is None else tuple(state.programs.programs)
     return Listing(name, state.captured.graph, module._graph, state.regions, programs)
@@ -347,10 +350,10 @@ def _dump(module: FusedModule) -> None:
 
 
 def _derive_without(row: ops.PointwiseOp) -> None:
-    """Derives all graphs anew that have to do with an operation which register_pointwise has replaced by another.
+    """Derives all graphs anew that use an operation which register_pointwise has redefined.
 
-    What Dynamo or torch.export captured stays as it is captured: a function that is no spelling any more computes what
-    it always did. Other models are traced again, since the code that they call may be another now.
+    Graphs that Dynamo or torch.export captured are not captured again: a function that is no longer a spelling computes
+    what it always did. Other models are traced again, because the code that they call may have changed.
     """
     changed = [module for module in list(_living) if _has_to_do_with(row, state_of(module))]
     for module in changed:
@@ -361,7 +364,7 @@ def _derive_without(row: ops.PointwiseOp) -> None:
             module._retrace()
     for module in list(_living) if changed else ():
         state = state_of(module)
-        if state.replays is not None:  # perhaps with what another module runs
+        if state.replays is not None:  # its CUDA graphs may contain what another module runs
             state.replays = state.replays.fresh()
 
 
@@ -381,7 +384,7 @@ ops.on_replacement.append(_derive_without)
 
 
 def drop_source_with(forward: Callable[..., Any]) -> None:
-    """Lets the text of a graph's code go with the code: fx, and linecache for tracebacks, keep it for ever."""
+    """Frees the text of a graph's code together with the code. fx, and linecache for tracebacks, would keep it."""
     assert isinstance(forward, types.FunctionType)
     name = forward.__code__.co_filename
     if name.startswith(_SOURCE_OF_ONE):
@@ -389,7 +392,7 @@ def drop_source_with(forward: Callable[..., Any]) -> None:
 
 
 _SOURCE_OF_ONE: Final = "<eval_with_key>"
-"""How fx begins the file name of code that no other graph module has."""
+"""The prefix of the file names that fx gives to code of a single graph module."""
 
 
 def _drop_source(name: str) -> None:
@@ -399,9 +402,9 @@ def _drop_source(name: str) -> None:
 
 
 def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
-    """The graph's code, whose modules and tensors are looked up in their modules' tables.
+    """The graph's code, with modules and tensors looked up directly in the tables of the modules that hold them.
 
-    nn.Module.__getattr__ takes half a microsecond for each name of a path, of which a region reads up to six.
+    nn.Module.__getattr__ takes half a microsecond for each name of a path, and a region reads up to six.
     """
     short: dict[str, tuple[str, str]] = {}
     for node in module._graph.nodes:
@@ -424,7 +427,7 @@ def _with_short_lookups(module: FusedModule, code: list[str]) -> list[str]:
 
 
 def _has_tables(module: nn.Module, path: Sequence[str]) -> bool:
-    """Whether every name of the path is in the table of modules, and what is there has tables of its own."""
+    """Whether every name of the path is in its module's table, and names a module that has tables of its own."""
     for name in path:
         child = module._modules.get(name)
         if child is None or isinstance(child, torch.jit.ScriptModule):  # whose tables are no dictionaries
@@ -434,7 +437,7 @@ def _has_tables(module: nn.Module, path: Sequence[str]) -> bool:
 
 
 def _attribute_path(target: Any) -> str:
-    """As fx spells it in code."""
+    """The path of an attribute as fx writes it in code."""
     path = "self"
     for name in str(target).split("."):
         path = f"{path}.{name}" if name.isidentifier() else f'getattr({path}, "{name}")'
@@ -452,7 +455,7 @@ def _extras(module: FusedModule) -> dict[str, Any]:
 
 
 def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
-    """The model traced for calls that give these arguments, of those with a default, another value."""
+    """The model, traced for calls that give these arguments other values than their defaults."""
     state = state_of(module)
     if arguments not in state.variants:
         root, settings = state.captured.root, state.settings
@@ -464,7 +467,7 @@ def _variant(module: FusedModule, arguments: Arguments) -> FusedModule:
 
 
 def _rebuild(root: nn.Module, settings: Settings, extras: dict[str, Any], cuda_graphs: bool) -> FusedModule:
-    """A fused module of its own captured model (whose children that run as Python have fused children already)."""
+    """A new fused module of `root`, a captured model. Its modules that run as Python have fused children already."""
     captured = trace(root, is_fused, settings.strict)
     fused = FusedModule(with_fused_children(captured, settings), settings, cuda_graphs)
     fused.__dict__.update(extras)
@@ -484,7 +487,7 @@ def _modes(captured: Captured) -> tuple[tuple[nn.Module, bool], ...]:
 
 
 def _structure(captured: Captured) -> Structure:
-    """What the graph was traced through: all but what runs as Python, or is fused on its own."""
+    """The structure of the modules that the graph was traced through: not those run as Python or fused on their own."""
     if captured.graph is None:
         return Structure()
     apart = {captured.root.get_submodule(untraced.path) for untraced in captured.untraced}
@@ -494,9 +497,9 @@ def _structure(captured: Captured) -> Structure:
 
 
 def changes_since(fast: nn.Module, model: nn.Module) -> list[str]:
-    """What decided the graphs of an optimised model and is another now, in it or in the model it was made of.
+    """The changes, in words, to what decided an optimised model's graphs: in it, or in the model it was made of.
 
-    In words; empty for modules that optimize() did not return.
+    Empty for modules that optimize() did not return.
     """
     found: dict[str, None] = {}
     model = _root_of(getattr(model, "_orig_mod", model))
@@ -515,7 +518,7 @@ def changes_since(fast: nn.Module, model: nn.Module) -> list[str]:
 
 
 def _calling(root: nn.Module) -> Callable[..., Any]:
-    """A `__call__` for the module that stands for `root`, which has one of its own; their hooks are the same."""
+    """A `__call__` for the fused module of `root`, whose class defines its own `__call__`. Both have the same hooks."""
 
     stand_in = _stand_in(root)
 
@@ -532,9 +535,9 @@ def _calling(root: nn.Module) -> Callable[..., Any]:
 
 
 def _stand_in(root: nn.Module) -> type[nn.Module] | None:
-    """A class like the model's, whose forward is that of a fused module: what its `__call__` calls in the end.
+    """A subclass of the model's class with a fused module's forward, which the class's own `__call__` calls in the end.
 
-    None where making one does more than that. An instance has the model's own attributes.
+    None if making a subclass runs other code. An instance has the model's own attributes.
     """
     kind = type(root)
     if type(kind) is not type or any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1]):
@@ -553,15 +556,17 @@ _GLOBAL_HOOKS: Final = tuple(
 
 
 def _unless_hooked(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
-    """`forward`; while hooks are registered for all modules that of `root`, which calls its children as modules; also
-    while Dynamo captures a model around it, whole."""
+    """`forward`, or that of `root`, which calls its children as modules, while hooks for all modules are registered.
+
+    Also that of `root` while Dynamo captures a model around this one whole, and in comparisons with eager.
+    """
     before_forward, after_forward, backward, before_backward = _GLOBAL_HOOKS
 
     @functools.wraps(forward)
     def unless_hooked(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
         if before_forward or after_forward or backward or before_backward:
             return root.forward(*args, **kwargs)
-        # by its module: Dynamo of torch 2.3 writes what it said over a global name of this one
+        # called through its module: Dynamo of torch 2.3 would overwrite a global name of this module with the answer
         if recapture.is_eager() or (torch.compiler.is_compiling() and recapture.is_capturing()):
             return root.forward(*args, **kwargs)
         return forward(self, *args, **kwargs)
@@ -606,8 +611,10 @@ def _fused_half(settings: Settings, graph_module: fx.GraphModule) -> FusedModule
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, after deriving the graph anew if the modules that it was traced through are not what they were: a
-    dropout or normalisation has changed its mode on its own, a module was replaced or got a hook, an attribute was set.
+    """`forward`, but first the graph is derived anew if the modules that it was traced through have changed.
+
+    A dropout or normalisation has changed its mode on its own, a module was replaced or got a hook, or an attribute was
+    set.
     """
 
     @functools.wraps(forward)
@@ -624,7 +631,7 @@ def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return state.captured.root.forward(*args, **kwargs) if state.outdated else forward(self, *args, **kwargs)
-        if state.outdated == 2:  # perhaps it is set before every call, and a trace is no call's work
+        if state.outdated == 2:  # it may be set before every call: too often for a trace each time
             state.outdated = 1
             return state.captured.root.forward(*args, **kwargs)
         if _is_outdated(state):
@@ -644,19 +651,21 @@ def _has_other_modes(state: FusedState) -> bool:
 
 
 def _is_outdated(state: FusedState) -> bool:
-    """Whether the captured graph is of another model than there is now, but for its mode."""
+    """Whether the model has changed since the graph was captured, apart from its mode."""
     return bool(state.outdated) or not state.structure.is_as_traced(_root_of)
 
 
-# Dynamo of torch 2.3 reads what follows, but neither `bool | int` in it nor frozenset() of a generator
+# Dynamo of torch 2.3 reads the code below. It supports neither `bool | int` nor frozenset() of a generator
 _PLAIN: Final = (bool, int, float, str)
 _TENSORS: Final = (torch.Tensor, fx.Proxy)
 _REQUIRED: Final = "an argument without a default, traced as an input"
 
 
 def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
-    """`forward`, for calls in which those arguments are tensors that `captured` takes for tensors; others run as
-    Python: a forward asked for their class."""
+    """`forward`, for calls in which the arguments that `captured` takes for tensors are tensors.
+
+    Other calls run as Python, because the model's forward asked for the class of these arguments.
+    """
     names = list(inspect.signature(forward).parameters)[1:]
     positions = tuple((names.index(name), name) for name in sorted(captured.tensors))
 
@@ -672,7 +681,7 @@ def _for_tensors(forward: Callable[..., Any], captured: Captured) -> Callable[..
 
 
 def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
-    """`forward`, which is right for the arguments that `captured` is for; calls that give others go to a variant."""
+    """`forward`, for calls with the arguments that `captured` is for. Calls with others go to a variant."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -683,7 +692,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
     traced_for = (captured.given, captured.constants)
     positional = [item for item in parameters if item.kind is not inspect.Parameter.KEYWORD_ONLY]
     required = sum(defaults.get(item.name) is _REQUIRED for item in positional)
-    most = required if traced_for == ((), ()) else -1  # so many tensors need no further question
+    most = required if traced_for == ((), ()) else -1  # up to so many tensors need no further check
 
     def is_default(given: Any, value: Any) -> bool:
         if value is _REQUIRED:
@@ -704,7 +713,7 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         if takes_more:
             others.update((name, value) for name, value in kwargs.items() if name not in names)
         fixed = {name: fixed_in(value) for name, value in others.items()}
-        in_order = sorted(fixed)  # Dynamo sorts no pairs
+        in_order = sorted(fixed)  # Dynamo cannot sort pairs
         constants = tuple([(name, fixed[name]) for name in in_order if fixed[name] != GIVEN])
         given = tuple([name for name in in_order if fixed[name] == GIVEN])
         if (given, constants) == traced_for:
@@ -712,21 +721,24 @@ def _guarded(forward: Callable[..., Any], captured: Captured) -> Callable[..., A
         if (given, constants) not in state_of(self).variants and (
             torch.compiler.is_dynamo_compiling() or stream_capture.is_underway()
         ):
-            return captured.root.forward(*args, **kwargs)  # Dynamo traces it itself, and cannot trace a trace
-        # not called as a module: it shares the hooks, which run already
+            return captured.root.forward(*args, **kwargs)  # Dynamo traces root itself, and cannot trace a trace
+        # not called as a module: it shares the hooks, which are run already
         return _variant(self, (given, constants)).forward(*args, **kwargs)
 
     return _with_own_code(guarded)
 
 
 def _suits_dynamo(captured: Captured) -> bool:
-    """What runs as Python, but not a model with generators of its own: Dynamo takes what Python's draw while it
-    captures for constants. Before torch 2.6 it also forgets what a forward does to other objects."""
+    """Whether Dynamo may capture the model: a part runs as Python, and it has no random generators of its own.
+
+    Dynamo takes the numbers that Python's generators draw during a capture for constants. Before torch 2.6 it also
+    forgets what a forward does to other objects.
+    """
     return DYNAMO_KEEPS_OBJECTS and any(stops(captured)) and not Attributes(captured.root.modules()).hold_generators()
 
 
 def stops(captured: Captured) -> Iterator[str]:
-    """Where tracing stopped: why parts of it run as Python, on their own or as children with graphs of their own."""
+    """Why parts of the model run as Python: the reasons why tracing stopped, in it or in children with own graphs."""
     yield from (untraced.reason for untraced in captured.untraced)
     for node in captured.graph.nodes if captured.graph is not None else ():
         module = captured.root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -738,9 +750,9 @@ DYNAMO_KEEPS_OBJECTS: Final = tuple(map(int, torch.__version__.split(".")[:2])) 
 
 
 def _prepared(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, a part of which runs as Python. Its first call is torch's, which compiles all kernels together.
+    """`forward`, a part of which runs as Python. torch computes the first call, while all kernels compile together.
 
-    Nobody may run that Python without data, to look ahead.
+    Looking ahead is not possible here: that Python must not run without data.
     """
 
     @functools.wraps(forward)
@@ -782,17 +794,17 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for which Dynamo keeps what it compiles apart: it goes by code objects, a few results for each."""
+    """`function` with its own code object: Dynamo keeps what it compiles by code object, a few results for each."""
     assert isinstance(function, types.FunctionType)
     function.__code__ = function.__code__.replace()
     return function
 
 
 def _calling_graph(module: FusedModule) -> fx.Graph:
-    """A graph for fx.Interpreter, by which torch.export runs, that calls `module`."""
+    """A graph that calls `module`. It is for fx.Interpreter, by which torch.export runs graphs."""
 
     def call(args: Sequence[Any]) -> Any:
-        with same_attributes(module):  # torch.export puts back those of the modules it knows, not the captured model's
+        with same_attributes(module):  # torch.export restores those of modules that it knows, not the captured model's
             return nn.Module.__call__(module, *args)  # as a module, hooks included: an interpreter calls none
 
     graph = fx.Graph()
@@ -834,7 +846,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def with_fused_children(captured: Captured, settings: Settings) -> Captured:
-    """`captured` with the children of what runs as Python replaced by their own fused graphs."""
+    """`captured`, with the children of modules that run as Python replaced by their own fused graphs."""
     for untraced in captured.untraced:
         module = captured.root.get_submodule(untraced.path)
         _fuse_children(module, settings)
@@ -868,6 +880,6 @@ def _is_worth_while(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear | nn.Conv2d):  # a normalisation gains less than a graph module costs
         return False
     kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
-    if kind == "linear" and layer.weight.dtype != torch.float32:  # so does a product, even with few rows
+    if kind == "linear" and layer.weight.dtype != torch.float32:  # nor does a product gain enough, even with few rows
         return False
     return is_region_alone(kind, layer.weight, layer.bias is not None)

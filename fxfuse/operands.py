@@ -119,7 +119,7 @@ class _View:
         return broadcast_strides(shape, strides, self.shape)
 
     def actual(self, layout: Layout) -> Layout:
-        """The layout with the true batch size. The batch is the slowest dimension: part of the first that is not 1."""
+        """The layout with the true batch size. The batch is the slowest part of the first dimension that is not 1."""
         if not self.grows:
             return layout
         batch, row, col = layout.sizes

@@ -2,14 +2,14 @@
 
 A `PointwiseOp` row has its torch reference (fallback, test oracle, source of gradients), its C++ text (used by the
 CUDA and the CPU code generators alike), its interval rule, and all its spellings in torch. A `Composite` row is a
-spelling whose meaning is an expression of other rows (relu6 is a hardtanh). `find` goes from what a traced graph
-contains to a row; `row` from a name in an epilogue's text. Adding an operation is adding a row; users add theirs
-with `register_pointwise`.
+spelling whose meaning is an expression of other rows (relu6 is a hardtanh). `find_function`, `find_method` and
+`find_module` look up what a traced graph calls; `row` looks up a name in an epilogue's text. Adding an operation is
+adding a row; users add theirs with `register_pointwise`.
 
 C++ text: `{0}`, `{1}`, … stand for the arguments (variables or literals, type float, or bool for comparisons);
 `{name} = …;` before the final expression introduces a float. `divide(a, b)` is a faster a / b for |b| from 2^-126 to
-2^126. Functions are those of cuda/kernels/math.cuh and
-cpu/kernels/math.h: float to float, NaN and infinities as torch has them.
+2^126. The other functions are those of cuda/kernels/math.cuh and cpu/kernels/math.h. They take and return floats, and
+treat NaN and infinities as torch does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BINARY: Final[Mapping[str, Any]] = {"input": REQUIRED, "other": REQUIRED}
 
 
 class Rejected(Exception):
-    """A spelling's arguments ask for something its row does not do; str() is the reason for the report."""
+    """A spelling's arguments ask for something that its row does not do. str() is the reason for the report."""
 
 
 def call(name: str, *args: Expr | Number) -> Call:
-    """The expression of a row's call; what a traced graph hands on may be anything (None, a tuple)."""
+    """The expression of a row's call. Raises Rejected for other arguments that a graph may pass (None, a tuple)."""
     for arg in args:
         if not isinstance(arg, Expr | bool | int | float):
             raise Rejected(f"{name}'s argument {arg!r} is neither a tensor nor a number")
@@ -56,7 +56,7 @@ class PointwiseOp:
 
     name: str
     reference: Callable[..., Any]
-    """Computes it on tensors and Python numbers, with torch's dtype promotion and broadcasting."""
+    """Computes the operation on tensors and Python numbers, with torch's dtype promotion and broadcasting."""
     code: str
     """C++ text; see the module's docstring."""
     interval: interval.Rule = interval.anything
@@ -68,19 +68,20 @@ class PointwiseOp:
     """Whether the result is a truth value (C++ bool) rather than a number."""
     commutative: bool = False
     passing: bool = False
-    """Whether a range of arguments comes through as it is, negated or as a constant: eager then rounds nothing more."""
+    """Whether a range of arguments is returned as it is, negated or as a constant: there eager rounds nothing more."""
     channel_args: tuple[int, ...] = ()
     """Arguments that are vectors along dimension 1 of the result (or one number for all)."""
     formats: Mapping[str, Sequence[torch.memory_format]] = field(default_factory=dict)
-    """By type of device, the layouts that torch's result has if its argument has: given others it is contiguous, which
-    meta tensors do not tell. Where a device is missing, it has the strides that meta tensors have."""
+    """For each type of device, the layouts that torch's result takes over from its argument. For an argument in another
+    layout the result is contiguous, which meta tensors do not tell. On a device that is missing here, the result has
+    the strides of meta tensors."""
     in_place_of: str | None = None
-    """The row that computes the same into a tensor of its own."""
+    """For an in-place operation, the name of the row that computes the same into a tensor of its own."""
     recast: bool = False
-    """Whether a spelling of it is one whose arguments torch.autocast casts (to float32, or for prelu from it)."""
+    """Whether torch.autocast casts the arguments of one of its spellings (to float32; for prelu, from it)."""
 
     def is_called_in(self, epilogue: str) -> bool:
-        """Whether an epilogue's text has the operation, perhaps in place."""
+        """Whether an epilogue's text calls the operation, perhaps in place."""
         return re.search(rf"\b{self.name}_?\(", epilogue) is not None
 
     def build(self, *args: Any) -> Expr:
@@ -160,7 +161,7 @@ def _batch_norm(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, ep
 
 @fx.node.has_side_effect
 def check_rank(rank: Any, ranks: Sequence[int]) -> None:
-    """Raises what nn.BatchNorm1d and its like raise for a tensor whose rank is none of theirs."""
+    """Raises the ValueError of nn.BatchNorm1d and its like for a tensor whose rank they do not accept."""
     if isinstance(rank, fx.Proxy):  # somebody traces the optimised model
         rank.tracer.create_proxy("call_function", check_rank, (rank, tuple(ranks)), {})
     elif rank not in ranks:
@@ -169,7 +170,7 @@ def check_rank(rank: Any, ranks: Sequence[int]) -> None:
 
 
 def _batch_norm_of(*ranks: int) -> Callable[..., torch.Tensor]:
-    """What nn.BatchNorm1d and its like compute."""
+    """The reference of nn.BatchNorm1d and its like: a normalisation that accepts these ranks."""
 
     def reference(x: torch.Tensor, *parameters: Any) -> torch.Tensor:
         check_rank(x.dim(), ranks)
@@ -187,11 +188,12 @@ def _assign(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     value = value.to(old.dtype)
     if old.layout is not torch.strided or old.is_nested or value.stride() == old.stride():
         return value
-    return old.new_empty_strided(old.shape, old.stride()).copy_(value)  # what is overwritten stays where it lies
+    return old.new_empty_strided(old.shape, old.stride()).copy_(value)  # an overwritten tensor keeps its strides
 
 
 def _logical(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """logical_and or logical_or, of which torch has no meta function but a decomposition that orders strides anew."""
+    """The reference of logical_and or logical_or. torch has no meta function for them, but a decomposition that orders
+    strides anew."""
 
     def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.eq(a, b) if a.is_meta and b.is_meta else function(a, b)
@@ -200,12 +202,12 @@ def _logical(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """Of complex numbers torch gives gradients if they are overwritten only; an expression does not tell."""
+    """silu. For complex numbers torch has gradients only if x is overwritten, which an expression does not tell."""
     return F.silu(x.clone(), inplace=True) if x.is_complex() else F.silu(x)
 
 
 def _logsigmoid(x: torch.Tensor) -> torch.Tensor:
-    """On a CPU torch makes this copy itself, but neither meta nor fake tensors tell."""
+    """logsigmoid. torch itself makes this contiguous copy on a CPU, but neither meta nor fake tensors tell."""
     return F.logsigmoid(x.contiguous() if x.device.type == "cpu" else x)
 
 
@@ -217,7 +219,7 @@ def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _scaled(row: str, a: Any, b: Any, alpha: Any) -> Expr:
-    """a and b * alpha; of two tensors one operation, since the product of its own may have strides of its own."""
+    """`row` of a and b * alpha. For two tensors it is one operation: a separate product may have other strides."""
     if isinstance(a, Expr) and isinstance(b, Expr) and alpha != 1:
         return call(f"{row}_scaled", a, b, alpha)
     if alpha != 1:
@@ -244,7 +246,7 @@ def _div(a: Any, b: Any, rounding_mode: Any) -> Expr:
 
 
 def _pow(base: Any, exponent: Any) -> Expr:
-    """torch itself computes these exponents by multiplication and square roots, with their NaN and inf."""
+    """pow. torch itself computes the `special` exponents by multiplication and square roots, with their NaN and inf."""
     if isinstance(base, Expr) and not isinstance(exponent, Expr):
         special: dict[float, Callable[[Expr], Expr]] = {
             1.0: lambda x: x,
@@ -319,11 +321,11 @@ def _to(x: Any, dtype: Any) -> Expr:
 
 
 _HARMLESS: Final = {"layout": None, "device": None, "pin_memory": False, "requires_grad": False, "memory_format": None}
-"""Arguments of functions that make a tensor, with the values for which it is like what they are given."""
+"""Arguments of functions that make a tensor like a given one, with the values that leave it like that one."""
 
 
 def _number_of(name: str, value: Any) -> Number:
-    """What a tensor is filled with. Raises Rejected unless each dtype holds it: torch refuses what overflows."""
+    """The number that a tensor is filled with. Raises Rejected unless each dtype holds it: torch refuses others."""
     if not isinstance(value, bool | int | float) or (math.isfinite(value) and abs(value) > _MOST_OF_HALF):
         raise Rejected(f"{name} of {value!r}, which is no number that each dtype holds")
     return float(value)
@@ -350,7 +352,7 @@ def _new_full(x: Any, size: Any, value: Any, dtype: Any, *options: Any) -> Expr:
 
 
 def _constant_rows() -> list[Row]:
-    """Tensors of one number, with the dtype of a value and perhaps its shape: made without reading the value."""
+    """Rows of tensors filled with one number. Dtype and perhaps shape are those of a value, which is not read."""
     given, value = {"input": REQUIRED}, {"fill_value": REQUIRED}
     like, new = {"dtype": None, **_HARMLESS}, {"size": REQUIRED}
     return [
@@ -401,7 +403,7 @@ _ROWS: Final[list[Row]] = [
     Composite("rsub", _rsub, {**BINARY, "alpha": 1}),
     Composite("div", _div, {**BINARY, "rounding_mode": None}, ("divide", "true_divide")),
     Composite("pow", _pow, {"input": REQUIRED, "exponent": REQUIRED}, (operator.pow, operator.ipow)),
-    # no sums of products: three tensors decide together on the strides of the result
+    # not sums of products: three tensors together decide the strides of the result
     PointwiseOp("add_scaled", _add_scaled, "{0} + {1} * {2}", interval.add_scaled, {**BINARY, "alpha": REQUIRED}),
     PointwiseOp("sub_scaled", _sub_scaled, "{0} - {1} * {2}", interval.sub_scaled, {**BINARY, "alpha": REQUIRED}),
     PointwiseOp("addcmul", lambda x, a, b, value: torch.addcmul(x, a, b, value=value), "{0} + {1} * {2} * {3}",
@@ -437,7 +439,7 @@ _ROWS: Final[list[Row]] = [
                 {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED}, (torch.where, torch.ops.aten.where),
                 passing=True),
     Composite("where", _where_method, {"input": REQUIRED, "condition": REQUIRED, "other": REQUIRED}, ("where",)),
-    # no where: it has the dtype of its first argument, and is contiguous whatever it is given
+    # not a where: the result has the dtype of the first argument, and is always contiguous
     PointwiseOp("masked_fill", torch.masked_fill, "{1} ? {2} : {0}", interval.filled,
                 {"input": REQUIRED, "mask": REQUIRED, "value": REQUIRED}, passing=True),
     PointwiseOp("minimum", _minimum, "minimum({0}, {1})", interval.minimum, BINARY, commutative=True, passing=True),
@@ -453,7 +455,7 @@ _ROWS: Final[list[Row]] = [
                 {"input": REQUIRED, "max": REQUIRED}, passing=True),
     Composite("clamp_min", lambda x, lo: _clamp(x, lo, None), {"input": REQUIRED, "min": REQUIRED}),
     Composite("clamp_max", lambda x, hi: _clamp(x, None, hi), {"input": REQUIRED, "max": REQUIRED}),
-    # no clamp: its gradient at the bounds is 0, and the strides of its result are its own
+    # not a clamp: the gradient at the bounds is 0, and the result has strides of its own
     PointwiseOp("hardtanh", F.hardtanh, "minimum(maximum({0}, {1}), {2})", interval.clamp,
                 {"input": REQUIRED, "min_val": -1.0, "max_val": 1.0}, (nn.Hardtanh,), passing=True),
     Composite("relu6", lambda x: call("hardtanh", x, 0.0, 6.0), UNARY, (nn.ReLU6,)),
@@ -525,7 +527,7 @@ _ROWS: Final[list[Row]] = [
     PointwiseOp("float16", _cast(torch.float16), "round_to_half({0})", interval.anything),
     PointwiseOp("bfloat16", _cast(torch.bfloat16), "round_to_bfloat16({0})", interval.same),
     PointwiseOp("type_as", lambda x, other: x.type_as(other), "{0}", interval.same, BINARY),
-    # an in-place operation: its result, and the value whose dtype and shape it keeps
+    # an in-place operation. Arguments: its result, and the value whose dtype and shape it keeps
     PointwiseOp("assign", _assign, "{0}", interval.same, BINARY),
     Composite("to", _to, {"input": REQUIRED, "dtype": REQUIRED}, ("to", "type", torch.ops.aten._to_copy)),
     Composite("float", lambda x: _to(x, torch.float32), UNARY, ("float",)),
@@ -570,7 +572,7 @@ def _spellings_of(row: Row) -> dict[Any, Spelling]:
     """
     found: dict[Any, Spelling] = {}
     names = [item for item in row.spellings if isinstance(item, str)]
-    # torch.where and Tensor.where order their arguments differently, so each has a row; so do batch_norm's functions.
+    # torch.where and Tensor.where order their arguments differently, as do batch_norm's functions. So each has a row.
     if row.name not in ("where", "batch_norm"):
         names.append(row.name)
     for name in names:
@@ -600,14 +602,14 @@ for _row in _ROWS:
 
 
 _overwriting: dict[str, PointwiseOp] = {}
-"""The rows of in-place operations that were asked for so far."""
+"""The rows of the in-place operations that `row` was asked for so far."""
 
 
 def row(name: str) -> PointwiseOp:
     """The row that an epilogue's text calls `name`. Raises ExpressionError if there is none.
 
-    With an underscore it is the row of the operation in place: what it returns has its first argument's dtype and
-    strides, those of dimensions of size 1 included.
+    A name that ends in an underscore is the operation in place. Its result has the dtype and the strides of the first
+    argument, those of dimensions of size 1 included.
     """
     try:
         return _by_name.get(name) or _overwriting.get(name) or _overwriting_row(_by_name[name.removesuffix("_")])
@@ -634,7 +636,7 @@ def names() -> tuple[str, ...]:
 
 
 def function_of(target: Any) -> Any:
-    """A call_function target as tables have it: an operator (torch.ops.aten.relu) for each of its overloads."""
+    """A call_function target as tables have it: for an overload, its operator (torch.ops.aten.relu)."""
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
@@ -642,7 +644,7 @@ def find_function(target: Any) -> Spelling | None:
     """The row that a call_function target spells."""
     try:
         return _by_spelling.get(function_of(target))
-    except TypeError:  # an unhashable callable is nobody's spelling
+    except TypeError:  # an unhashable callable is no spelling
         return None
 
 
@@ -652,7 +654,7 @@ def find_method(name: str) -> Spelling | None:
 
 
 def find_module(module: nn.Module) -> Spelling | None:
-    """The row that a module computes; exact types only, since a subclass may compute anything."""
+    """The row that a module computes. Only exact types count, since a subclass may compute anything."""
     spelling = _by_spelling.get(type(module))
     if spelling is None:
         return None
@@ -662,7 +664,7 @@ def find_module(module: nn.Module) -> Spelling | None:
 def split_in_place(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any], bool]:
-    """Takes the flag `inplace` that torch.nn.functional's Python functions have out of a call's arguments."""
+    """Separates the flag `inplace` of torch.nn.functional's Python functions from a call's other arguments."""
     remaining, named = list(args), dict(kwargs)
     flag = named.pop("inplace", False)
     if inspect.isfunction(target):
@@ -697,7 +699,7 @@ def bind(row: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
 
 
 def module_arguments(row: Row, module: nn.Module) -> dict[str, Any]:
-    """A module's parameters of the operation, read from its attributes (nn.ELU has .alpha). Tensors included."""
+    """The operation's parameters, tensors included, read from a module's attributes (nn.ELU has .alpha)."""
     return {name: getattr(module, name) for name in list(row.params)[1:] if hasattr(module, name)}
 
 
@@ -717,26 +719,27 @@ def register_pointwise(
 
         fxfuse.register_pointwise("cubed", reference=cubed, code="{0} * {0} * {0}", spellings=(cubed,))
 
-    Calls of a function that is a spelling stay one node of the graph, by `fxfuse.optimize` if the model calls it by a
-    global name, by Dynamo always. Otherwise the function is traced through, and the result is the same.
+    A call of a function that is a spelling stays one node of the graph: with `fxfuse.optimize` if the model calls it by
+    a global name, with Dynamo always. Otherwise the function is traced through, and the result is the same.
 
     A name that was registered before is replaced, as when a notebook's cell runs again. Models that are optimised
     already use the operation's new meaning from their next call on. Registering the same again changes nothing. Dynamo
     of torch 2.3 does not notice that a function was defined again: call `torch.compiler.reset()` there.
 
     Args:
-        name: how the operation is called in an epilogue's text; an identifier that no operation of fxfuse's own has,
-            and that does not end in an underscore.
+        name: the operation's name in an epilogue's text: an identifier that is no operation of fxfuse's own and does
+            not end in an underscore.
         reference: the operation in torch, on tensors of any shape and dtype, elementwise in its first argument.
             Used as fallback, for gradients and for dtype promotion.
         code: C++ expression with {0}, {1}, … for the arguments (float); the functions of the math headers
             (exp, log1p, tanh, erf, minimum, …) may be called, and `{t} = …;` introduces a temporary.
-        spellings: what stands for it in a graph: functions (call_function targets), nn.Module types, or method names.
+        spellings: the forms of the operation in a graph: functions (call_function targets), nn.Module types, or method
+            names.
         params: parameter names with defaults (`fxfuse.ops.REQUIRED` for none); one required argument if omitted.
         interval: rule for the result's range (see fxfuse.interval); no knowledge if omitted.
 
     Raises FxfuseError if the name cannot be an operation's or is one of fxfuse's own, if the code does not fit the
-    parameters, or if a spelling is another operation's; nothing has changed then.
+    parameters, or if a spelling is another operation's. Then nothing has changed.
     """
     _check_name(name)
     old = _by_name.get(name)
@@ -774,14 +777,14 @@ def register_pointwise(
 
 
 on_replacement: Final[list[Callable[[PointwiseOp], None]]] = []
-"""Functions that forget what was derived from a row that register_pointwise has replaced."""
+"""Functions that are called with each row that register_pointwise replaces. They drop what was derived from it."""
 
 _BUILT_IN: Final = frozenset(_by_name)
 _DYNAMO: Final = "torch._dynamo"
 
 
 def _check_name(name: str) -> None:
-    """Raises FxfuseError unless a user's operation can be called so."""
+    """Raises FxfuseError unless a user's operation can have this name."""
     if (
         not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         or name in ("acc", "inf", "nan")
@@ -798,19 +801,19 @@ def _check_name(name: str) -> None:
 
 
 def own_functions() -> tuple[Callable[..., Any], ...]:
-    """The functions that spell operations of the user's."""
+    """The functions that are spellings of the user's operations."""
     rows = [row for name, row in _by_name.items() if name not in _BUILT_IN]
     return tuple(item for row in rows for item in row.spellings if inspect.isfunction(item))
 
 
 def own_code(expression: Expr) -> tuple[tuple[str, str], ...]:
-    """Names and C++ texts of the user's operations in an expression: what its own text does not say of them."""
+    """The names and C++ texts of the user's operations in an expression, whose own text has only the names."""
     called = dict.fromkeys(node.op for node in postorder(expression) if isinstance(node, Call))
     return tuple((name, row(name).code) for name in called if (row(name).in_place_of or name) not in _BUILT_IN)
 
 
 def keep_in_dynamos_graphs() -> None:
-    """Lets Dynamo keep calls of `own_functions` as nodes, where it would trace through them.
+    """Lets Dynamo keep calls of `own_functions` as nodes. It would trace through these functions otherwise.
 
     Called once Dynamo is about to capture a model: importing it takes a second.
     """

@@ -29,7 +29,7 @@ def optimize(
 ) -> fx.GraphModule:
     """A model that computes the same with one kernel for every Linear or Conv2d and the pointwise work after it.
 
-    Other pointwise operations that follow each other, perhaps after an operation of torch's library, become one pass.
+    Other chains of pointwise operations, perhaps after an operation of torch's library, become one pass each.
 
         fast = fxfuse.optimize(model)
         print(fxfuse.explain(fast))
@@ -45,28 +45,33 @@ def optimize(
         strict: raise where fxfuse would otherwise fall back to torch: CaptureError for a model that cannot be traced,
             UnsupportedError, ToolchainError or BuildError for a region that cannot run as a kernel. A model whose
             parameters have no shape yet (LazyLinear) is a CaptureError in any case.
-        fp32: how float32 matrix products are computed on a GPU. "exact": as accurate as eager's, so that TF32 is
-            used where torch's switches allow it and torch's library uses it for that problem. "fast": TF32 wherever it
-            is allowed; where torch's switches ask for full precision, each row of x and of the weight is scaled
-            and split into two float16 numbers, about twice as fast; as accurate for rows whose numbers are within a
-            factor of 2^18 of each other, while smaller ones lose digits. It takes scratch memory as large as x and the
-            weight at every call.
+        fp32: how float32 matrix products are computed on a GPU. "exact": as accurate as eager's, so TF32 is used where
+            torch's switches allow it and torch's library uses it for that problem. "fast": TF32 wherever the switches
+            allow it. Where they ask for full precision, each row of x and of the weight is scaled, and its numbers are
+            split into two float16 numbers each. This is about twice as fast, and as accurate for rows whose numbers are
+            within a factor of 2^18 of each other; smaller numbers lose digits. It takes scratch memory as large as x
+            and the weight at every call.
         cuda_graphs: on a GPU, replay the model as one CUDA graph for calls without gradients in evaluation mode. The
-            call of `example_inputs` is captured now; of other calls (shapes, dtypes, strides, values that are no
-            tensors), the second of a kind, for up to 8 kinds. Results are the caller's own. Weights may change in place
-            at any time, and elsewhere too (the graphs are then captured again); what a forward does in Python, or reads
-            from attributes that are no tensors, is fixed when it is captured. The report says which calls ran without a
-            graph, and why; with strict=True it is an UnsupportedError if the example's call cannot be captured.
+            call of `example_inputs` is captured now. Other calls are captured at the second of a kind (shapes, dtypes,
+            strides, values that are no tensors), for up to 8 kinds. Results are the caller's own. Weights may change in
+            place at any time. They may also move to other memory; the graphs are then captured again. Whatever a
+            forward does in Python, or reads from attributes that are no tensors, is fixed at the capture. The report
+            says which calls ran without a graph, and why. With strict=True, UnsupportedError is raised if the example's
+            call cannot be captured.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
-    load_state_dict(), gradients, copy.deepcopy and pickle included. Hooks and modules that are set on it or inside of
-    it later, and attributes of its own, are seen at the next call; attributes of modules inside of it (a dropout's p)
-    by the next train() or eval() that changes a mode, as is all of that where torch.compile has compiled it; what is
-    set on `model` never, nor a bias where there was none: verify() names them. With FXFUSE_DISABLE=1 in the environment
-    it is the traced model with nothing fused. Raises FxfuseError for arguments of another kind.
+    load_state_dict(), gradients, copy.deepcopy and pickle included. Later changes are seen as follows:
 
-    torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) hands the
-    arguments of a graph module on by position whatever their names: leave none out before the last one that you give.
+    - Hooks and modules that are set on it or inside of it, and attributes of its own: at the next call.
+    - Attributes of modules inside of it (a dropout's p): at the next train() or eval() that changes a mode. If
+      torch.compile has compiled it, this holds for all of the above.
+    - Anything that is set on `model`, and a bias where there was none: never. verify() names them.
+
+    With FXFUSE_DISABLE=1 in the environment it is the traced model with nothing fused. Raises FxfuseError for arguments
+    of another kind.
+
+    torch.compile and torch.export take it with its fused operators. torch.export (unless strict=True) passes the
+    arguments of a graph module by position, whatever their names: leave none out before the last one that you give.
     """
     example = None
     if example_inputs is not None or kwargs is not None:

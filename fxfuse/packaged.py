@@ -1,8 +1,9 @@
-"""What packages brought into this process (deploy/): kernels and measured choices, beside the cache's; and what a
-package that is being saved will have to bring.
+"""Kernels and measured choices that packages (deploy/) brought into this process, beside those of the cache.
 
-Kernels of a package are known by what they compute, not by the machine that compiled them: whether its instructions are
-known here is asked once, when the package is loaded.
+Also notes the kernels and choices that a package needs while it is being saved.
+
+A package's kernels are identified by what they compute, not by the machine that compiled them. Whether this machine
+knows that machine's instructions is checked once, when the package is loaded.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
     from fxfuse.build import Source
 
 kernels: Final[dict[str, Callable[..., None]]] = {}
-"""By build.portable_key: the launch functions of kernels that packages brought."""
+"""The launch functions of kernels that packages brought, by build.portable_key."""
 choices: Final[dict[str, Any]] = {}
-"""By tune's and exactness' keys: what was measured where packages were saved."""
+"""The results that were measured where packages were saved, by the keys of tune.py and exactness.py."""
 gpus: Final[list[tuple[str, int]]] = []
-"""The GPUs on which that was: for others of the architecture, their choices are better than none."""
+"""The GPUs on which they were measured. For other GPUs of the architecture, these choices are better than none."""
 
 
 @dataclass
 class Used:
-    """What calls needed since somebody began to note it."""
+    """The kernels and choices that calls needed since `noting` began."""
 
     sources: dict[str, Source] = field(default_factory=dict)
-    """By build's keys."""
+    """The sources of kernels, by build's keys."""
     choices: dict[str, Any] = field(default_factory=dict)
 
 
@@ -40,7 +41,7 @@ _noting: Final[list[Used]] = []
 
 @contextlib.contextmanager
 def noting() -> Iterator[Used]:
-    """Inside, kernels and choices that anybody in this process uses are noted."""
+    """A context in which all kernels and choices that this process uses are noted."""
     used = Used()
     _noting.append(used)
     try:
@@ -66,7 +67,7 @@ _NO_CALL: Final[tuple[str | None, bool]] = None, False
 
 
 class only:
-    """Inside, in this thread, nothing is compiled: a kernel that neither `package` nor the cache has is missing.
+    """A context in which this thread compiles nothing: a kernel that neither `package` nor the cache has is missing.
 
     A class, since every call enters one: a generator would take three times as long.
     """
@@ -74,7 +75,7 @@ class only:
     def __init__(self, package: str | None, unmeasured: bool = False) -> None:
         """
         Args:
-            package: its name for messages; None to compile as ever.
+            package: its name for messages; None to compile as usual.
             unmeasured: whether its kernels were chosen without measuring anything.
         """
         self._now = package, unmeasured
@@ -88,13 +89,13 @@ class only:
 
 
 def this_call() -> tuple[str | None, bool]:
-    """What `only` was given for this thread's call: a thread that works for it enters only(*this_call())."""
+    """The arguments of `only` in this thread's call. A thread that works for this call enters only(*this_call())."""
     found: tuple[str | None, bool] = getattr(_thread, "call", _NO_CALL)
     return found
 
 
 def is_alone() -> bool:
-    """Whether this thread's call takes what a package and the cache have, and nothing is compiled."""
+    """Whether this thread's call uses only kernels of a package and of the cache, and compiles nothing."""
     return this_call()[0] is not None
 
 

@@ -521,7 +521,7 @@ def preparing() -> Iterator[Drafts]:
 
 
 def preparing_together() -> contextlib.AbstractContextManager[Any]:
-    """`preparing`; inside of it nothing: the outer one makes the plans, so that all kernels are compiled together."""
+    """`preparing`; inside another one, an empty context. The outer one makes all plans: kernels compile together."""
     return preparing() if getattr(_collecting, "pending", None) is None else contextlib.nullcontext()
 
 
@@ -572,7 +572,7 @@ def _posed(key: Key, problem: Problem) -> Key:
 
 
 def _new_draft(problem: Problem, strict: bool) -> Draft:
-    """`_draft`; if something must be compiled for it, what the call needs after it is compiled at the same time."""
+    """`_draft`. If something must be compiled for it, what the call needs later is compiled at the same time."""
     this = ahead.of_this_call()
     if this is None or _is_bound_to_this_thread():
         return _draft(problem, strict)

@@ -1,9 +1,9 @@
-"""What max-pooling's gradient needs: a byte for each window, the place of its largest element in it.
+"""Max-pooling whose gradient needs one byte for each window: the place of its largest element in the window.
 
-torch keeps the element's index in the image, eight bytes, and the image itself, of whose gradient only the shape is
-asked. Two operators stand in their place, in joint graphs (joint.py). torch's partitioner keeps the places, or the
-image, of which the backward then takes them. Loops compute both operators (program/operators.py); what is here is what
-they mean, by torch's own operators.
+torch keeps the element's index in the image, eight bytes, and the image itself, although the gradient needs only its
+shape. In joint graphs (joint.py), two operators replace torch's. torch's partitioner then keeps either the places, or
+the image, from which the backward computes the places. Loops compute both operators (program/operators.py). This file
+defines their meaning by torch's own operators.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
 LARGEST_WINDOW: Final = 16
-"""The most elements of a window that a thread looks at. All but the first read of an element come from caches."""
+"""The most elements of a window that a thread reads. All but the first read of an element come from caches."""
 LEAST_CHANNELS: Final = 16
-"""Channels that are worth vectors, on a CPU."""
+"""The least number of channels for which vectors pay on a CPU."""
 _SIDES: Final = "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode"
 LIBRARY.define(f"max_pool_places(Tensor self, {_SIDES}) -> Tensor")
 LIBRARY.define(f"max_pool_gradient(Tensor gradient, Tensor places, int[] size, int[] strides, {_SIDES}) -> Tensor")
@@ -53,7 +53,7 @@ def _gradient(
     gradient: torch.Tensor, places: torch.Tensor, size: Sequence[int], strides: Sequence[int], sides: Sequence[int],
     steps: Sequence[int], around: Sequence[int], ceil_mode: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of what was pooled, which has this size and these strides."""
+    """The gradient of the pooled image, which has this size and these strides."""
     index, before, place = torch.zeros_like(places, dtype=torch.int64), 1, places.long()
     for dim in reversed(range(len(sides))):
         within = place % sides[dim] + _starts(places, dim, sides, steps, around)
@@ -84,8 +84,8 @@ for _name, _meaning in (("max_pool_places", _places), ("max_pool_gradient", _gra
 def keep_places(graph: fx.Graph, is_on_gpu: bool) -> None:
     """Replaces the indices of max-pooling in a joint graph by places. Changes the graph in place.
 
-    Left are indices that something else reads, dilated windows, windows that are too large for a thread, and numbers of
-    which kernels know nothing. On a CPU only images in channels_last have places: vectors are of channels.
+    Indices stay if something else reads them, if windows are dilated or too large for a thread, and for dtypes that
+    kernels do not have. On a CPU only images in channels_last get places, because vectors hold channels.
     """
     for node in list(graph.nodes):
         gradient = _GRADIENTS.get(node.target)

@@ -1,7 +1,7 @@
-"""Max-pooling at the end of a region: what the epilogue gives is not stored but pooled.
+"""Max-pooling at the end of a region: the epilogue's result is pooled without being stored.
 
 Only the largest of a window's values leaves the kernel, so a result of a convolution is read once and a quarter of it
-is written. On a GPU a generated pass pools; elsewhere, and where it cannot, torch does, after the region.
+is written. On a GPU a generated pass pools. Elsewhere, and where that pass cannot, torch pools after the region.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MaxPool(NamedTuple):
         )
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """By torch."""
+        """`tensor`, pooled by torch."""
         kernel, stride, padding = self[0:2], self[2:4], self[4:6]
         return F.max_pool2d(tensor, kernel, stride, padding, 1, bool(self.ceil_mode))
 

@@ -318,7 +318,7 @@ PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "pixel_mm
 """The anchors that multiply x with a weight of its dtype. torch's switches for TF32 apply to them."""
 
 BY_CONVOLUTION: Final = frozenset({"pixel_mm", *CONVOLUTIONS})
-"""The products that torch computes as convolutions do, by their switch for TF32."""
+"""The products that torch computes as convolutions. torch's switch for TF32 in convolutions applies to them."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
 """The matrix products whose weight is (N, K). The others' is (K, N), and (batch, K, N) for bmm."""

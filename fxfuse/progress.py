@@ -1,4 +1,4 @@
-"""Progress of what takes seconds (capturing, compiling, measuring): events for callbacks, and else tqdm's bars.
+"""Progress of work that takes seconds (capturing, compiling, measuring): events for callbacks, or else tqdm's bars.
 
     with fxfuse.on_progress(lambda event: print(event.stage, event.done, "of", event.total, event.label)):
         fast = fxfuse.optimize(model, (x,))
@@ -6,9 +6,9 @@
 Without a callback, bars are drawn on stderr if that is a terminal or a notebook's (FXFUSE_PROGRESS=0: never). Without
 tqdm one line says what is being waited for, once for each stage.
 
-Steps are counted where a compiler is started or a measurement made, which takes a thousand times as long as counting: a
-call whose plan is known does not come here. Nobody waits for a callback but the thread that calls it. A forked process
-counts from zero and draws nothing.
+Steps are counted where a compiler is started or a measurement made, which takes a thousand times as long as counting. A
+call whose plan is known counts nothing. Only the thread that calls a callback waits for it. A forked process counts
+from zero and draws nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Progress:
     calls may compile for minutes."""
     done: int
     total: int
-    """Steps that were asked for so far: it grows while a model's first call finds more. The stage is over when `done`
-    reaches it; what is asked for later counts from zero."""
+    """Steps requested so far. The number grows while a model's first call finds more. The stage is over when `done`
+    reaches `total`; steps requested later count from zero."""
     label: str
     """What the step is about, as "linear: relu(acc + o0)"; "" if that is not known yet."""
 
@@ -53,11 +53,11 @@ Callback: TypeAlias = Callable[[Progress], object]
 
 _callbacks: Final[OrderedDict[int, Callback]] = OrderedDict()
 _counts: Final[dict[Stage, list[int]]] = {stage: [0, 0] for stage in get_args(Stage)}
-"""Steps done and asked for."""
+"""For each stage, the steps done and the steps requested."""
 _events: Final[collections.deque[Progress]] = collections.deque()
 _counting = free_in_children(threading.Lock())
 _delivering = free_in_children(threading.Lock())
-"""Held by the thread that delivers; others leave their events to it, and wait for nobody."""
+"""Held by the thread that delivers events. Other threads leave their events to it and do not wait."""
 
 
 def on_progress(callback: Callback) -> RemovableHandle:
@@ -74,7 +74,7 @@ def on_progress(callback: Callback) -> RemovableHandle:
 
 
 def add(stage: Stage, label: str, *, total: int = 0, done: int = 0) -> None:
-    """Counts steps that are asked for, or done; `deliver` then tells of it."""
+    """Counts steps that are requested, or done. `deliver` then tells callbacks."""
     with _counting:
         counts = _counts[stage]
         counts[1] += total
@@ -87,7 +87,7 @@ def add(stage: Stage, label: str, *, total: int = 0, done: int = 0) -> None:
 
 
 def deliver() -> None:
-    """Hands events to callbacks, in order, unless another thread is at it."""
+    """Hands events to callbacks, in order, unless another thread is doing so."""
     while _events and _delivering.acquire(blocking=False):
         try:
             while _events:
@@ -98,9 +98,9 @@ def deliver() -> None:
 
 @contextlib.contextmanager
 def steps(stage: Stage, total: int, label: str = "") -> Iterator[Callable[[str], None]]:
-    """Inside, `total` steps are made, beginning with `label`: what it gives is called after each, with its label.
+    """A context for `total` steps, the first of which is `label`. Gives a function to call after each, with its label.
 
-    Those that were not made on leaving, as after an error, count as done.
+    Steps that were not made on leaving, as after an error, count as done.
     """
     left = total
 
@@ -124,7 +124,7 @@ def steps(stage: Stage, total: int, label: str = "") -> Iterator[Callable[[str],
 def _deliver(event: Progress) -> None:
     callbacks: list[tuple[int | None, Callback]] = [*_callbacks.items()]
     if callbacks:
-        _bars.close()  # those from before there was one
+        _bars.close()  # bars from before there was a callback
     for number, callback in callbacks or [(None, _bars.show)]:
         try:
             callback(event)
@@ -145,7 +145,7 @@ _IN_WORDS: Final[dict[Stage, str]] = {
     "measure": "measures which kernels are the fastest",
     "compare": "lets each contestant compile, which may take minutes",
 }
-_FORMAT: Final = "{desc} {n_fmt}/{total_fmt} |{bar:24}| {elapsed}{postfix}"  # no time left: the total is not known
+_FORMAT: Final = "{desc} {n_fmt}/{total_fmt} |{bar:24}| {elapsed}{postfix}"  # no estimate of time: the total is unknown
 
 
 class _Bars:
@@ -154,7 +154,7 @@ class _Bars:
     def __init__(self) -> None:
         self._drawn: dict[Stage, Any] = {}
         self._told: set[Stage] = set()
-        """The stages that a line told of, where there is no tqdm."""
+        """The stages for which a line was printed, where there is no tqdm."""
         self._ended = False
 
     def show(self, event: Progress) -> None:
@@ -178,12 +178,12 @@ class _Bars:
             self._drawn.pop(event.stage).close()
 
     def close(self) -> None:
-        """Removes what is drawn."""
+        """Removes the bars that are drawn."""
         while self._drawn:
             self._drawn.popitem()[1].close()
 
     def end(self) -> None:
-        """Draws no more: in a forked process, a lock of tqdm's might be held by nobody."""
+        """Stops drawing. In a forked process, a lock of tqdm's might be held by a thread that does not exist there."""
         self._drawn.clear()
         self._ended = True
 
@@ -212,7 +212,7 @@ def _tqdm() -> Any:
 
 
 def _renew() -> None:
-    """In a forked process, the steps that threads were at are nobody's."""
+    """Resets everything in a forked process, which has none of the threads that were making steps."""
     _events.clear()
     for counts in _counts.values():
         counts[:] = 0, 0

@@ -1,9 +1,9 @@
-"""The values that a forward computes with while it is traced, and what they answer about themselves.
+"""Proxies: the values that a forward computes with while it is traced, and their answers to questions about them.
 
-`isinstance(x, torch.Tensor)` is False of fx's proxies, so that the wrong branch would be traced. While a model is
-traced, its questions are answered for the value that will be there (`answering`), where that is sure whatever the model
-is called with; otherwise they end the trace. `x is None` asks nobody: where a part of what a module returns is taken
-that may be None, the code that takes it is looked at (`_asked_for_none`).
+`isinstance(x, torch.Tensor)` is False for fx's proxies, so that the wrong branch would be traced. While a model is
+traced, such questions are answered for the value that a call will have (`answering`), if the answer is sure whatever
+the model is called with. Otherwise they end the trace. `x is None` cannot be intercepted. So where code takes a part of
+a module's result, which may be None, that code is examined (`_asked_for_none`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxfuse.patterns.tensors import tensors_of
 
 
 class Proxy(fx.Proxy):
-    """A proxy for which `x += 1` overwrites x, as it does for tensors, and to which nothing can be attached unseen."""
+    """A proxy for which `x += 1` overwrites x, as it does for tensors. Setting an attribute on it ends the trace."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("node", "tracer"):
@@ -53,7 +53,7 @@ class Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
 
     def __iter__(self) -> Iterator[fx.Proxy]:
-        """As fx.Proxy's: the code that asks says how many values there are."""
+        """As fx.Proxy's: the number of values follows from the code that unpacks them."""
         frame = sys._getframe(1)
         count, names = _unpacked_into(frame)
         if count is None:
@@ -62,7 +62,7 @@ class Proxy(fx.Proxy):
         return (self[place] for place in range(count))
 
     def _is_surely_tensor(self) -> bool:
-        """Whether it is one by what was done until now, not because an argument was taken for one."""
+        """Whether the value is known to be a tensor already. No argument is taken for a tensor to answer this."""
         return _tensor_class(self.tracer, self.node) is not None
 
 
@@ -86,7 +86,7 @@ for _name in _AUGMENTED:
 
 
 class BufferProxy(Proxy):
-    """A buffer, read at every call; what is asked of its shape while tracing is answered at once."""
+    """A proxy for a buffer, which is read at every call. Questions about its shape are answered while tracing."""
 
     _buffer: torch.Tensor
 
@@ -133,7 +133,7 @@ for _name in _AUGMENTED:
 
 
 def _check_no_question(node: fx.Node, frame: FrameType, names: Iterable[str]) -> None:
-    """Raises TraceError if the code asks whether one of these, which it takes of a module's result, is None."""
+    """Raises TraceError if the code asks whether one of `names`, parts of a module's result, is None."""
     while node.op == "call_function" and node.target in (operator.getitem, getattr):
         if not isinstance(node.args[0], fx.Node):
             return
@@ -147,7 +147,7 @@ def _check_no_question(node: fx.Node, frame: FrameType, names: Iterable[str]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _asked_for_none(code: CodeType) -> frozenset[str]:
-    """Of what a function asks whether it is None: variables, attributes as ".name", elements as "[0]"."""
+    """The things that a function compares with None: variables, attributes as ".name", elements as "[0]"."""
     asked = set()
     steps = list(dis.get_instructions(code))
     for place, step in enumerate(steps):
@@ -164,7 +164,7 @@ def _is_none(step: dis.Instruction) -> bool:
 
 
 def _loaded(steps: list[dis.Instruction]) -> str:
-    """What the last of these steps puts on the stack, in the words of `_asked_for_none`."""
+    """The thing that the last of these steps puts on the stack, in the notation of `_asked_for_none`."""
     step = steps[-1]
     if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return f".{step.argval}"
@@ -174,7 +174,7 @@ def _loaded(steps: list[dis.Instruction]) -> str:
 
 
 def _unpacked_into(frame: FrameType) -> tuple[int | None, list[str]]:
-    """How many values the frame now takes a tuple apart into, and the variables that get them. None if it does not."""
+    """The number of values that the frame now unpacks, and the variables that get them. None if it unpacks nothing."""
     steps = iter(dis.get_instructions(frame.f_code))
     current = next(step for step in steps if step.offset == frame.f_lasti)
     if current.opname != "UNPACK_SEQUENCE":
@@ -190,9 +190,9 @@ def _unpacked_into(frame: FrameType) -> tuple[int | None, list[str]]:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Inside, Python's isinstance goes by what a proxy's value will be, if a model's code asks.
+    """A context in which Python's isinstance, asked by a model's code, answers for the value that a proxy will have.
 
-    Not `__class__`, by which torch's own C++ would take a proxy for a tensor in memory.
+    `__class__` stays as it is: torch's own C++ would otherwise take a proxy for a tensor in memory.
     """
     plain = builtins.isinstance
 
@@ -225,9 +225,11 @@ def answering() -> Iterator[None]:
 
 
 class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets modules that a trace happens to import find Python's own isinstance, and no mode that records what they do
-    with tensors: Dynamo, which torch imports when it is first needed (by torch.utils.checkpoint, say), would know no
-    other for good. A module whose import fails half-way may never be imported again."""
+    """Imports modules during a trace with Python's own isinstance, and without modes that record operations on tensors.
+
+    Otherwise Dynamo, which torch imports when it is first needed (by torch.utils.checkpoint, say), would keep the
+    replaced isinstance for good. A module whose import fails half-way may never be imported again.
+    """
 
     def __init__(self, as_ever: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._as_ever = as_ever
@@ -252,7 +254,7 @@ class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _asking_frame() -> FrameType:
-    """The frame that calls the caller; of what calls torch.is_tensor if that is what asks."""
+    """The frame that calls the caller. If that is torch.is_tensor, the frame that calls torch.is_tensor."""
     frame = sys._getframe(2)
     if frame.f_code is torch.is_tensor.__code__ and frame.f_back is not None:
         return frame.f_back
@@ -260,7 +262,7 @@ def _asking_frame() -> FrameType:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether it runs code of the model, or of a library that is neither torch nor fxfuse."""
+    """Whether the frame runs code of the model, or of a library that is neither torch nor fxfuse."""
     return not _is_torchs(str(frame.f_globals.get("__name__")))
 
 
@@ -272,8 +274,8 @@ def _is_torchs(module: str) -> bool:
 def class_of(tracer: Any, node: fx.Node) -> type:
     """The class that the node's value has at every call.
 
-    An argument that nothing is known of is taken for a tensor, and noted in the tracer's `taken_for_tensors`. Raises
-    TraceError where the class may differ from call to call.
+    An argument about which nothing is known is taken for a tensor, and noted in the tracer's `taken_for_tensors`.
+    Raises TraceError where the class may differ from call to call.
     """
     found = _tensor_class(tracer, node)
     if found is None and node.op == "placeholder" and not str(node.target).startswith("*"):
@@ -286,7 +288,7 @@ def class_of(tracer: Any, node: fx.Node) -> type:
 
 
 def _tensor_class(tracer: Any, node: fx.Node) -> type | None:
-    """torch.Tensor or the class of the parameter, if it is surely a tensor."""
+    """The value's class, torch.Tensor or that of a parameter, if it is surely a tensor; else None."""
     root = tracer.root
     if node.op == "get_attr":
         *path, name = str(node.target).split(".")
@@ -304,15 +306,15 @@ MODES: Final = (
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
     "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
 )  # fmt: skip
-"""torch's functions that say under which gradient mode and autocast code runs."""
+"""torch's functions that tell the current gradient mode and autocast."""
 
 
 @contextlib.contextmanager
 def modes_asked(root: nn.Module, asked: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `asked` is called with the name of each of `MODES` that a model's code calls, as an attribute of torch or
-    by a name in a Python module that defines one of its layers.
+    """A context in which `asked` gets the name of each of `MODES` that a model's code calls.
 
-    What torch's own modules ask decides only how they compute, not what.
+    The code may call them as attributes of torch, or by names in a Python module that defines one of the model's
+    layers. Calls by torch's own modules do not count: they decide only how these compute, not what.
     """
 
     def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,7 +345,7 @@ _CLASSES: Final[dict[str, type]] = {
     "is_contiguous": bool, "is_floating_point": bool, "is_complex": bool, "get_device": int, "element_size": int,
     "storage_offset": int,
 }  # fmt: skip
-"""Attributes and methods of a tensor that return something else, and what."""
+"""Attributes and methods of a tensor that give something other than a tensor, and its class."""
 _OF_NUMBERS: Final = frozenset(
     {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pos}
 )

@@ -58,7 +58,7 @@ _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dt
 
 
 class _Flags(threading.local):
-    """What this thread does. Defaults of the class are read six times as fast as a thread's attribute is missed."""
+    """This thread's flags. Reading a class's default is six times as fast as not finding an attribute of the thread."""
 
     now = False
     eager = False
@@ -320,8 +320,8 @@ class Recapture:
                 def forward(*args: Any, **kwargs: Any) -> Any:
                     return root.forward(*args, **kwargs)
 
-                # Dynamo keeps what it compiles by code object (a few results for each) and in the function's globals,
-                # and its tables keep each of them alive for the other: so this model gets both of its own
+                # Dynamo keeps what it compiles by code object (a few results for each) and in the function's globals.
+                # Its tables let each of the two keep the other alive. So this model has its own of both
                 names = {"__name__": __name__, "__builtins__": __builtins__, "torch": torch}  # its code may read these
                 # Dynamo keeps what it learns about varying sizes by the code's name and line, shared between models
                 code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")

@@ -1,8 +1,8 @@
-"""What a forward does to tensors that a trace has no proxy for: those it makes itself, those of its attributes.
+"""Records what a forward does to tensors without a proxy: those that it makes itself, and those in its attributes.
 
-fx records what is done to proxies. `torch.ones(8)`, `self.scale * 2` or `torch.rand(1).item()` hold none and would be
+fx records operations on proxies. `torch.ones(8)`, `self.scale * 2` or `torch.rand(1).item()` have none and would be
 computed once, while tracing, for all calls. `Recording` sees these calls, too, and makes nodes of them. The forward
-gets real tensors, which answer for their shape and dtype; asking one for its values ends the trace.
+gets real tensors, which answer for their shape and dtype. Asking one for its values ends the trace.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _METADATA: Final = frozenset(
      "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "element_size", "__len__",
      "storage_offset", "get_device", "type", "is_same_size", "result_type", "dim_order"}
 )  # fmt: skip
-"""What may be asked of a tensor while tracing: it does not depend on its values."""
+"""Attributes, methods and functions that tracing allows on tensors: they do not depend on the tensors' values."""
 _RESHAPING: Final = frozenset(
     {"resize_", "resize_as_", "set_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_",
      "as_strided_", "rename_"}
 )  # fmt: skip
-"""Methods that change what a tensor is, and not only its values."""
+"""Methods that change more of a tensor than its values: its shape, strides, memory or names."""
 _ATTACHING: Final = frozenset(
     {"__set__", "__delete__", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
-"""Those that change something beside values, which a graph would not do again."""
+"""Methods that change something other than values, which a graph would not repeat."""
 _UPDATING: Final = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag", "native_batch_norm"})
 """Functions that may write into arguments without saying so in their name."""
 
 
 class Recording(TorchFunctionMode):
-    """Inside it, torch's calls on tensors become nodes of the tracer's graph, proxies or not."""
+    """A mode in which torch's calls on tensors become nodes of the tracer's graph, with proxies or without."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         super().__init__()
         self._tracer = tracer
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._made: dict[int, int] = {}  # the memory of tensors that the forward made, and how often it was written
-        self._constant: set[int] = set()  # that of those among them that nothing but constants went into
+        self._constant: set[int] = set()  # the memory of those that were made from constants only
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node whose value `tensor` is, if the trace saw where it comes from."""
@@ -83,7 +83,7 @@ class Recording(TorchFunctionMode):
     def _overwrite(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
     ) -> Any:
-        """A call that writes into its first argument; only the forward's own memory is written while tracing."""
+        """A call that writes into its first argument. While tracing, only memory that the forward made is written."""
         target = args[0] if args else kwargs.get("input")
         if not isinstance(target, torch.Tensor):
             if symbolic:
@@ -99,7 +99,7 @@ class Recording(TorchFunctionMode):
             if not symbolic:
                 _without_drawing(func, args, kwargs)
             elif target.is_floating_point():
-                target.detach().fill_(torch.nan)  # what it holds is not known: wherever it is kept, nobody shall use it
+                target.detach().fill_(torch.nan)  # its values are unknown, and nobody may use them later
             self._made[_memory(target)] = target._version
         if name == "__setitem__":
             return None
@@ -110,7 +110,7 @@ class Recording(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
     ) -> Any:  # fmt: skip
-        """A call on real tensors, or on none: what it returns, which the graph computes anew at every call."""
+        """The result of a call on real tensors, or on none. The graph computes it anew at every call."""
         if name in _UPDATING and any(_memory(tensor) not in self._made for tensor in tensors):
             raise fx.proxy.TraceError(f"'{name}' may overwrite a tensor that is there before the call")
         result = _without_drawing(func, args, kwargs)
@@ -118,7 +118,7 @@ class Recording(TorchFunctionMode):
             if tensors:
                 raise fx.proxy.TraceError(f"'{name}' asks for the values of a tensor, which differ from call to call")
             return result  # a question about torch, or a switch
-        # whether gradients are switched off does not matter to what has none
+        # constants have no gradients, so it does not matter whether these are switched off
         constant = all(map(self._is_constant, tensors))
         with torch.enable_grad() if constant else contextlib.nullcontext():
             node = self._node(func, args, kwargs)
@@ -128,11 +128,11 @@ class Recording(TorchFunctionMode):
         return result
 
     def _is_constant(self, value: Any) -> bool:
-        """Whether nothing that gradients or calls might change went into it."""
+        """Whether nothing went into the value that gradients or calls might change."""
         return not isinstance(value, torch.Tensor) or (_memory(value) in self._constant and not value.requires_grad)
 
     def _noted(self, result: Any, node: fx.Node, given: Sequence[torch.Tensor]) -> Any:
-        """`result`, each of whose tensors is known from now on as the value of `node` or of a part of it."""
+        """`result`, with its tensors noted as the value of `node` or of a part of it."""
         if isinstance(result, torch.Tensor):
             if any(result is tensor for tensor in given):
                 result = torch.ops.aten.alias(result)  # an object of its own: `x.float()` may return x
@@ -157,7 +157,7 @@ class Recording(TorchFunctionMode):
 
 
 def _as_node(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-    """Kind, target and arguments of the node that is this call, spelled as a proxy's calls are."""
+    """The kind, target and arguments of this call's node, in the form that a proxy's calls have."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, (args[0], _name(func))
@@ -186,7 +186,7 @@ def _overwrites(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What a call's arguments or results consist of; slices are looked into, too."""
+    """The leaves of a call's arguments or results. The parts of a slice are leaves, too."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from _leaves(item)
@@ -200,12 +200,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What tells a tensor's memory from others'; 0 for those that have none of their own (sparse ones)."""
+    """A number that identifies a tensor's memory; 0 for a tensor without memory of its own (a sparse one)."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _without_drawing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs), after which the random state is what it was: the graph's calls draw."""
+    """The result of func(*args, **kwargs). Restores the random state afterwards: the graph draws at its calls."""
     randomness = RandomState()
     try:
         return func(*args, **kwargs)
@@ -215,9 +215,9 @@ def _without_drawing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 @contextlib.contextmanager
 def no_saved_tensors_hooks() -> Iterator[None]:
-    """Inside, the present thread cannot enter torch.autograd.graph.saved_tensors_hooks, which graphs do not hold.
+    """A context in which this thread cannot enter torch.autograd.graph.saved_tensors_hooks, which graphs do not hold.
 
-    torch.utils.checkpoint does; traced through, all that it is there to forget would be saved.
+    torch.utils.checkpoint enters them. If it were traced through, all that it is meant to discard would be saved.
     """
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     thread, enter = threading.get_ident(), hooks.__enter__

@@ -1,7 +1,7 @@
-"""What a region means, in torch: its epilogue evaluated with the op table's references.
+"""A region's meaning in torch: its epilogue evaluated with the op table's references.
 
-This is the fallback when no kernel can run, the oracle of the tests, the source of gradients, and (on meta tensors)
-how a region's dtype, shape and strides are known to be eager's.
+This is the fallback when no kernel can run, the oracle of the tests, and the source of gradients. On meta tensors it
+gives the dtype, shape and strides that a region's result has in eager.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _T = TypeVar("_T")
 
 
 def operand_at(operands: Sequence[_T], index: int) -> _T:
-    """What an epilogue calls o<index>. Raises ExpressionError if the call has too few operands."""
+    """The operand that an epilogue calls o<index>. Raises ExpressionError if the call has too few operands."""
     if index >= len(operands):
         raise ExpressionError(f"the epilogue reads o{index}, but the call has {len(operands)} operands")
     return operands[index]
 
 
 def evaluate(expression: Expr, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`expression` on tensors, one torch call per node, each value computed once.
+    """Evaluates `expression` on tensors: one torch call per node, each value computed once.
 
     Args:
         acc: the anchor's result, any shape and floating dtype.

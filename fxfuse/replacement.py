@@ -25,7 +25,7 @@ from fxfuse.patterns.tensors import tensors_of
 
 @dataclass(frozen=True)
 class Settings:
-    """What optimize() was asked for."""
+    """The settings that optimize() was called with."""
 
     strict: bool = False
     fp32: str = "exact"
@@ -37,7 +37,7 @@ class Settings:
             raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
 
     def changed(self) -> dict[str, Any]:
-        """Keyword arguments for the fused operators: those that are not their defaults."""
+        """Keyword arguments for the fused operators: the settings that differ from their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
 
 
@@ -46,12 +46,12 @@ _region_numbers: Final = itertools.count(1)
 
 @dataclass(frozen=True)
 class FusedRegion:
-    """What the report needs to know of one replacement."""
+    """One replaced region, as the report needs it."""
 
     fused: str
     """The name of the node that replaced the others."""
     number: int
-    """Unique in the process; the operator gets it, so that its plans can be told apart (plans.of_region)."""
+    """Unique in the process. The operator gets it, so that plans can be found by region (plans.of_region)."""
     kind: str
     nodes: tuple[str, ...]
     epilogue: str
@@ -99,14 +99,14 @@ def with_regions_replaced(captured: Captured, settings: Settings) -> Replaced:
                 layouts = channels_last.assign_layouts(root, graph)
     keep_numbers(graph)
     for node in graph.nodes:
-        if node.name == "self":  # a child of this name: what the code calls the module
+        if node.name == "self":  # a child of this name; the code calls the module itself so
             node._rename("self_1")
     graph.lint()
     return Replaced(graph, tuple(regions), tuple(skipped), layouts)
 
 
 def _trains(root: nn.Module, graph: fx.Graph) -> bool:
-    """Whether calls will want gradients, as far as is known: graphs of Dynamo and torch.export have no mode."""
+    """Whether calls will want gradients, as far as is known. Graphs of Dynamo and torch.export have no mode."""
     given = [noted(node) for node in graph.nodes if node.op == "placeholder"]
     if isinstance(root, fx.GraphModule) and any(value is not None for value in given):
         tensors = [*given, *root.parameters()]  # which Dynamo makes arguments since torch 2.5
@@ -123,10 +123,10 @@ def _replace(
     graph: fx.Graph, region: Region, number: int, replaced: dict[fx.Node, fx.Node], settings: Settings,
     known: frozenset[fx.Node],
 ) -> fx.Node:  # fmt: skip
-    """One call of a fused operator in the place of the region's nodes.
+    """Replaces the region's nodes by one call of a fused operator, and returns the call.
 
-    `replaced` maps the nodes that are replaced already to those that stand for them now; `known` are the nodes that are
-    surely tensors: other operands may be numbers.
+    `replaced` maps nodes that have been replaced to their replacements. `known` are the nodes that are surely tensors;
+    other operands may be numbers.
     """
     anchor, output, nodes = region.anchor, region.output, region.nodes
     if region.library is not None:
@@ -156,7 +156,7 @@ def _replace(
             {"region": number, **pool, **settings.changed()},
             name=f"{region.nodes[0].name}_fused",
         )
-    # not what says how the old node was called (fx.wrap leaves "is_wrapped")
+    # without entries about how the old node was called (fx.wrap leaves "is_wrapped")
     kept = ("stack_trace", "nn_module_stack", "val", "example_value")
     fused.meta = {key: value for key, value in output.meta.items() if key in kept}
     output.replace_all_uses_with(fused)
@@ -171,7 +171,7 @@ def _replace(
 
 
 def _as_function(graph: fx.Graph, module: fx.Node, library: LibraryCall) -> fx.Node:
-    """The call of a function in the place of a module's, so that nobody but the graph has its result."""
+    """Replaces a module's call by a function's, so that nobody but the graph has the result."""
     assert library.function is not None
     with graph.inserting_before(module):
         arguments = {

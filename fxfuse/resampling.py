@@ -1,7 +1,7 @@
-"""Poolings and interpolations as a training step is traced with them (joint.py).
+"""Replaces poolings and interpolations while a training step is traced (joint.py).
 
-What torch itself makes of them in a trace is right, but slow: an interpolation becomes loads by tables of indices, and
-its gradient additions into memory, element by element.
+torch's own traces of them are right, but slow. An interpolation becomes loads by tables of indices. Its gradient
+becomes additions into memory, element by element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POOLS: Final = {
     for dims, name in (((-2, -1), "adaptive_avg_pool2d"), ((-3, -2, -1), "adaptive_avg_pool3d"))
     for pool in (*(getattr(where, name) for where in (F, torch._C._nn, _aten)), getattr(_aten, name).default)
 }
-"""The dimensions of an image, by the functions that pool them."""
+"""The dimensions of an image that each pooling function pools."""
 _NEAREST: Final = ("nearest", "nearest-exact")
 _OPERATORS: Final = {
     ("nearest", 3): "upsample_nearest1d",
@@ -37,13 +37,13 @@ _OPERATORS: Final = {
     ("bicubic", 4): "upsample_bicubic2d",
     ("trilinear", 5): "upsample_trilinear3d",
 }
-"""torch's operators that interpolate, by mode and dimensions of the image."""
+"""torch's operators that interpolate, by mode and number of dimensions of the image."""
 
 
 class Resampling(TorchFunctionMode):
-    """Images that are pooled to one pixel become their means, and interpolations stay whole or become views.
+    """A mode in which pooling to one pixel becomes a mean, and interpolations stay whole or become views.
 
-    Pooling is a mean in torch, too. But if the image is in channels_last, torch gives the pixel other strides in place,
+    torch's pooling is a mean, too. But if the image is in channels_last, torch gives the pixel other strides in place,
     and the gradient of that is three copies.
     """
 
@@ -57,7 +57,7 @@ class Resampling(TorchFunctionMode):
 
 
 def _pooled_by_mean(dims: tuple[int, ...], input: torch.Tensor, output_size: Any) -> torch.Tensor | None:
-    """None if more than one pixel is left. The parameters are torch's."""
+    """The mean of an image; None if pooling leaves more than one pixel. The parameters are torch's."""
     sizes = output_size if isinstance(output_size, Sequence) else [output_size]
     return input.mean(dims, keepdim=True) if all(size == 1 for size in sizes) else None
 
@@ -66,7 +66,7 @@ def _interpolated(
     input: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
-    """None for what is left to torch. The parameters are those of F.interpolate. Raises Refused."""
+    """The interpolated image; None if it is left to torch. The parameters are F.interpolate's. Raises Refused."""
     name = _OPERATORS.get((mode, input.dim()))
     if name is None or antialias or not input.is_floating_point() or (size is None) == (scale_factor is None):
         return None
@@ -95,10 +95,10 @@ def _each(value: Any, count: int) -> Sequence[Any]:
 
 
 def _repeated(input: torch.Tensor, factors: Sequence[int]) -> torch.Tensor:
-    """Each pixel repeated, as a view that kernels read. The gradient is a sum. The channels stay last if they are.
+    """Each pixel repeated, as a view that kernels read. The gradient is a sum. An image in channels_last stays so.
 
     Args:
-        factors: by dimension, powers of two. Of other numbers torch rounds the reciprocal, and with it positions.
+        factors: a power of two for each dimension. For other factors torch rounds the reciprocal, and so positions.
     """
     last = list(range(2, input.dim()))
     channels_last = FORMATS.get(input.dim())
@@ -115,12 +115,12 @@ def _repeated(input: torch.Tensor, factors: Sequence[int]) -> torch.Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """An interpolation by torch's own operator, as in eager: its gradient is one, too."""
+    """An interpolation by torch's own operator, as in eager. Its gradient is one of torch's operators, too."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, name: str, sides: Sequence[int], options: Sequence[Any]) -> torch.Tensor:
         ctx.name, ctx.options, ctx.shape = name, options, tuple(input.shape)
-        with torch._C._AutoDispatchBelowAutograd():  # above, torch takes the operator apart
+        with torch._C._AutoDispatchBelowAutograd():  # above it, torch takes the operator apart
             return getattr(_aten, name).default(input, sides, *options)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -8,7 +8,7 @@ each element often enough.
     x ─ softmax ─┬─ mm          x ─ softmax ─ pad ─ slice ─┬─ mm
                  └─ sum                                    └─ sum
 
-The caller does not see it: results do not change. What the backward keeps are the longer rows.
+The caller does not see it: results do not change. The backward keeps the longer rows.
 """
 
 from __future__ import annotations

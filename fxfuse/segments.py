@@ -52,8 +52,8 @@ class Segment:
     """A segment of a backward: a graph, and the meaning of its arguments and results."""
 
     graph: fx.GraphModule
-    """From the `kept` tensors, the values that it `takes`, and a Lent (which kept tensors are lent) to its `gradients`,
-    then the values that it `makes`."""
+    """Its arguments are the `kept` tensors, the values that it `takes`, and a Lent (which kept tensors are lent). Its
+    results are the `gradients`, then the values that it `makes`."""
     kept: tuple[int, ...]
     """The tensors kept by the forward that it takes: positions among those of the whole backward."""
     takes: tuple[str, ...]
@@ -118,7 +118,7 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _groups(graph: fx.Graph, uses: Mapping[int, Set[fx.Node]], buckets: Buckets) -> list[list[int]]:
-    """For each segment the numbers of the tensors whose gradients fill it, in the order in which these are complete.
+    """For each segment, the numbers of the tensors whose gradients it computes, in the order of their completion.
 
     Args:
         uses: for each tensor with a gradient: the nodes that must run before the gradient is given.

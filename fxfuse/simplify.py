@@ -37,7 +37,7 @@ def ranges(root: Expr) -> dict[Expr, Interval]:
 
 
 # ------------------------------------------------------------------------------------------ conditions
-# Each takes the ranges of all nodes and what the wildcards matched.
+# Each condition takes the ranges of all nodes and what the wildcards matched.
 
 
 def _number(matched: Matched, name: str) -> float:
@@ -51,7 +51,7 @@ def _inside(known: Ranges, matched: Matched) -> bool:
 
 
 def _strictly_inside(known: Ranges, matched: Matched) -> bool:
-    """The same without the bounds, at which hardtanh has no gradient."""
+    """As `_inside`, but without the bounds, at which hardtanh has no gradient."""
     below, above = (math.nextafter(_number(matched, bound), 0.0) for bound in ("c", "d"))
     return _is_float(known, matched) and known[matched["x"]].within(below, above) and below < 0 < above
 
@@ -77,12 +77,12 @@ def _exact_reciprocal(known: Ranges, matched: Matched) -> bool:
 
 
 def _is_float(known: Ranges, matched: Matched) -> bool:
-    """x surely has a floating dtype, which a Python number does not change."""
+    """Whether x surely has a floating dtype, which a Python number does not change."""
     return any(isinstance(leaf, Acc) for leaf in _numeric_leaves(matched["x"]))
 
 
 def _numeric_leaves(root: Expr) -> list[Expr]:
-    """Leaves that `root`'s dtype is promoted from: not those behind a comparison."""
+    """The leaves from which `root`'s dtype is promoted: not those behind a comparison."""
     leaves: list[Expr] = []
     stack, seen = [root], set()
     while stack:
@@ -152,7 +152,7 @@ _RULES = [
     # a multiplication instead of a division
     _rule("x / c", "x * r", _exact_reciprocal),
 ]
-# what leaves its argument as it is does so in place, too
+# an operation that leaves its argument as it is does so in place, too
 _RULES += [
     Rule(Call(f"{rule.pattern.op}_", rule.pattern.args), rule.replacement, rule.condition)
     for rule in _RULES
@@ -216,14 +216,14 @@ _VIEWS: Final = frozenset({"detach", "contiguous", "type_as", "float32", "float1
 
 
 def is_fresh(node: Expr, fresh_acc: bool) -> bool:
-    """Whether its value is surely a tensor of its own, without gaps in memory; acc is one if `fresh_acc`."""
+    """Whether the node's value is surely a tensor of its own, without gaps in memory; acc is one if `fresh_acc`."""
     while isinstance(node, Call) and (node.op in (*_VIEWS, "assign") or ops.row(node.op).in_place_of):
         node = node.args[-1 if node.op == "assign" else 0]
     return fresh_acc if isinstance(node, Acc) else isinstance(node, Call)
 
 
 def _without_copies(root: Expr, fresh_acc: bool) -> Expr:
-    """`root` without clones of what nobody else has; others decide on strides and on whose memory the result is."""
+    """`root` without clones of values that nobody else has. Others decide strides, and whose memory it is."""
 
     def replaced(node: Expr) -> Expr:
         is_copy = isinstance(node, Call) and node.op == "clone" and is_fresh(node.args[0], fresh_acc)

@@ -14,18 +14,18 @@ from fxfuse.module import FusedModule, listing_of, state_of
 
 
 def source(fast: nn.Module, region: int | None = None) -> str:
-    """The source of the kernels that run a region, or all, with the torch code that each computes as comments.
+    """The source of the kernels that run a region, or all regions, with the torch code that each computes as comments.
 
         print(fxfuse.source(fast, 3))
 
     Args:
         fast: what fxfuse.optimize returned, what torch.compile(model, backend="fxfuse") returned and was called, or one
             of fxfuse.compiled_graphs().
-        region: the number of a region, which the graph's code tells (`print(fast.code)`: "region = 3"). Kernels of
-            programs in which it has a part stand behind its own. None for all regions and programs.
+        region: the number of a region, which the graph's code shows (`print(fast.code)`: "region = 3"). The kernels of
+            programs that contain the region follow its own kernels. None for all regions and programs.
 
     A region has a kernel for each kind of call so far; before the first call there is none, and the text says so.
-    Comments are C++'s. Each source stands once.
+    Comments are C++'s. Each source appears once.
 
     Raises FxfuseError for other modules, and for a number that no region has.
     """
@@ -58,7 +58,7 @@ def source(fast: nn.Module, region: int | None = None) -> str:
 
 
 def _graphs(module: nn.Module, path: str, seen: set[int]) -> Iterator[Listing]:
-    """All graphs of a model: of its parts, for other arguments, Dynamo's, and those of training."""
+    """All graphs of a model: those of its parts, those for other arguments, Dynamo's, and those of training."""
     for name, part in module.named_modules():
         if not isinstance(part, FusedModule) or id(part) in seen:
             continue

@@ -1,6 +1,7 @@
-"""An epilogue whose operands enlarge the result: what has the anchor's shape stays with it, a pass computes the rest.
+"""Splits an epilogue whose operands enlarge the result.
 
-So a gate of one value per channel, times what it gates, is one kernel and one pass.
+The part that has the anchor's shape stays with the anchor. A pass computes the rest. So a gate with one value per
+channel, times the tensor that it gates, is one kernel and one pass.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from fxfuse.reference import evaluate
 
 @dataclass(frozen=True)
 class Split:
-    """A problem as two, the second of which has the first's result as its x."""
+    """A problem in two parts. The x of the second is the first's result."""
 
     first: Problem
     second: Problem
     first_operands: tuple[int, ...]
-    """Which of the whole problem's operands each has."""
+    """The operands of each part, as indices of the whole problem's operands."""
     second_operands: tuple[int, ...]
 
     @property
     def has_chain(self) -> bool:
-        """Whether the second is worth a pass of ours, and not one operation of torch's.
+        """Whether the second part is worth a pass of ours instead of one operation of torch's.
 
-        On a GPU one is, too: operands are broadcast, for which torch's kernels read element by element.
+        On a GPU even a single operation is. Its operands are broadcast, and torch's kernels then read element by
+        element.
         """
         operations = sum(isinstance(node, Call) for node in postorder(self.second.expression))
         return operations > 1 or self.second.x.device.type == "cuda"
@@ -75,7 +77,7 @@ def _without(whole: Expr, part: Expr) -> Expr | None:
 
 
 def renumbered(expression: Expr) -> tuple[Expr, tuple[int, ...]]:
-    """The expression with its operands numbered from 0, and which they were."""
+    """The expression with its operands renumbered from 0, and their former indices."""
     used = [node.index for node in postorder(expression) if isinstance(node, Operand)]
     numbers = {old: new for new, old in enumerate(used)}
     return rewrite(expression, lambda n: Operand(numbers[n.index]) if isinstance(n, Operand) else n), tuple(used)
@@ -86,7 +88,7 @@ def _chosen(problem: Problem, indices: Sequence[int]) -> tuple[TensorMeta, ...]:
 
 
 def draft(parts: Split, first: Draft, second: Draft | None) -> Draft:
-    """Runs the first part, then the second; in torch if there is no draft of it."""
+    """A draft that runs the first part, then the second. Without a draft, the second part runs in torch."""
 
     def decide() -> Plan:
         expression, expected = parts.second.expression, parts.second.x

@@ -1,4 +1,4 @@
-"""What running a model changes beside its outputs: random numbers, Python attributes, buffers; and putting it back."""
+"""Notes and restores what running a model changes beside its outputs: random states, Python attributes, buffers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fxfuse.locks import free_in_children
 _MISSING: Final = object()
 _LITERALS: Final = (bool, int, float, str, torch.dtype, torch.device)
 _FOREIGN: Final = sys.stdlib_module_names | {"torch", "numpy", "fxfuse"}
-"""Packages whose objects hold nothing that a user's forward keeps there (but for containers)."""
+"""Packages in whose objects (containers excepted) a user's forward keeps nothing."""
 
 
 class TorchRandomState:
-    """The states of torch's global generators: all that operators of torch draw from."""
+    """The states of torch's global generators, from which torch's operators draw."""
 
     def __init__(self) -> None:
         with _STATES:
@@ -45,13 +45,13 @@ class TorchRandomState:
     def is_present(self) -> bool:
         """Whether nobody has drawn since."""
         now = TorchRandomState()
-        with torch._C.DisableTorchFunction():  # of a trace under way
+        with torch._C.DisableTorchFunction():  # a trace may be under way
             states = zip(self._states, now._states, strict=False)  # a GPU may have been met for the first time
             return all(before.equal(after) for (_, before), (_, after) in states)
 
 
 class RandomState:
-    """Those, and the states of Python's and numpy's."""
+    """The states of torch's, Python's and numpy's global generators."""
 
     def __init__(self) -> None:
         numpys = _numpy_random()
@@ -74,12 +74,12 @@ class RandomState:
 
 
 _STATES: Final = free_in_children(threading.RLock())
-"""torch locks a generator and may then run Python (a collection of garbage), while another thread waits for the
-generator with Python's lock in its hands."""
+"""Held while states of torch's generators are read or set. torch locks a generator and may then run Python (a garbage
+collection), while another thread, which holds Python's lock, waits for the generator."""
 
 
 def _numpy_random() -> Any:
-    """numpy.random, whole, also while another thread imports it; None if nobody has imported numpy."""
+    """numpy.random, completely imported even while another thread imports it; None if nobody has imported numpy."""
     return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
 
 
@@ -95,7 +95,7 @@ def _is_same_numpy(before: Any, after: Any) -> bool:
 
 
 class Draws:
-    """Whether somebody draws random numbers from now on, with a global generator or one in an attribute of a model."""
+    """Notices draws of random numbers from now on, with a global generator or one in an attribute of a model."""
 
     def __init__(self, *models: nn.Module) -> None:
         self._global = RandomState()
@@ -105,7 +105,7 @@ class Draws:
         return not self._global.is_present() or self.of_its_own()
 
     def of_its_own(self) -> bool:
-        """Whether one in an attribute was drawn from."""
+        """Whether a generator in an attribute was drawn from."""
         return self._own.have_drawn()
 
 
@@ -118,7 +118,7 @@ class _Noted(TorchDispatchMode):
         self._drawn: list[torch.UntypedStorage] = []
 
     def have_drawn(self, tree: Any) -> bool:
-        """Whether what was drawn is among what the tree's tensors hold."""
+        """Whether a tensor of the tree has the memory of one that was drawn."""
         storages = [tensor.untyped_storage() for tensor in _tensors_in(tree) if tensor.layout is torch.strided]
         return any(storage._cdata == drawn._cdata for storage in storages for drawn in self._drawn)
 
@@ -134,7 +134,7 @@ class _Noted(TorchDispatchMode):
 
 
 class _Readers(TorchFunctionMode):
-    """Notes whether anything is asked of what was drawn, `tolist` and `numpy` included, which call no operator."""
+    """Notes whether a tensor that was drawn is read, also by `tolist` and `numpy`, which call no operator."""
 
     def __init__(self, noted: _Noted) -> None:
         super().__init__()
@@ -151,10 +151,10 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def draws_without_readers(call: Callable[[], Any]) -> list[Callable[[], Any]] | None:
-    """What `call` draws on a CPU and nobody reads, to be drawn again where something else stands for it; None if it
-    draws other random numbers, too.
+    """The draws of `call` on a CPU that nobody reads; None if it draws other random numbers, too.
 
-    Models draw for each layer whether to leave it out, and ask in training only.
+    Something that replaces `call` must repeat them. Some models draw for each layer whether to leave it out, and read
+    the number in training only.
     """
     before = RandomState()
     with _Noted() as noted, _Readers(noted) as readers:
@@ -167,7 +167,7 @@ def draws_without_readers(call: Callable[[], Any]) -> list[Callable[[], Any]] | 
 
 
 def seed(number: int) -> None:
-    """Sets all global generators."""
+    """Seeds all global generators."""
     random.seed(number)
     numpys = _numpy_random()
     if numpys is not None:
@@ -176,14 +176,14 @@ def seed(number: int) -> None:
 
 
 class Attributes:
-    """What modules' attributes are now, and what containers and objects among them hold."""
+    """The attributes of modules as they are now, with the contents of containers and objects among them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._before: list[tuple[nn.Module, str, Any, Any]] = []
-        """Containers with the module and the attribute they were found in, and their contents; for a module's own
-        attributes, "" stands for the name."""
+        """For each container: the module and the attribute in which it was found, the container, and its contents. For
+        a module's own attributes, the container is `vars(module)` and the attribute ""."""
         self.tensors: list[torch.Tensor] = []
-        """Tensors among them, parameters excepted."""
+        """The tensors among attributes and contents, parameters excepted."""
         self._seen: set[int] = set()
         for module in modules:
             self._before.append((module, "", vars(module), dict(vars(module))))
@@ -208,7 +208,7 @@ class Attributes:
                 values.extend(held.values() if isinstance(held, dict) else held)
 
     def changes(self) -> dict[nn.Module, str]:
-        """The modules that something was done to, with an attribute's name."""
+        """The modules that have changed, each with the name of a changed attribute."""
         found: dict[nn.Module, str] = {}
         for module, name, value, before in self._before:
             if name:
@@ -223,17 +223,17 @@ class Attributes:
         return found
 
     def have_drawn(self) -> bool:
-        """Whether a generator among what they hold is in another state."""
+        """Whether a generator among attributes and contents is in another state."""
         return any(
             _is_generator(value) and not _is_same(_contents(value), before) for *_, value, before in self._before
         )
 
     def hold_generators(self) -> bool:
-        """Whether there is a generator of random numbers among what they hold."""
+        """Whether there is a generator of random numbers among attributes and contents."""
         return any(_is_generator(value) for *_, value, _ in self._before)
 
     def restore(self) -> None:
-        """Undoes what was done, unless hooks were installed: who does that once, at the first call, has done it."""
+        """Undoes changes, unless hooks were installed: a model that does so once, at its first call, has done it."""
         if any(name.endswith("_hooks") for name in self.changes().values()):
             return
         for _, name, value, before in self._before:
@@ -245,7 +245,7 @@ class Attributes:
 
 
 def _is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers, of torch, Python or numpy."""
+    """Whether a value is a generator of random numbers, of torch, Python or numpy."""
     if isinstance(value, random.Random | torch.Generator):
         return True
     numpys = _numpy_random()
@@ -257,7 +257,7 @@ def _numpys_state(generator: Any) -> Any:
 
 
 def _contents(value: Any) -> Any:
-    """A copy of what may be changed in place in a container, an object or a generator; `_MISSING` of anything else."""
+    """A copy of the mutable contents of a container, an object or a generator; `_MISSING` for anything else."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | collections.deque):
@@ -294,7 +294,7 @@ def _put_back(value: Any, contents: Any) -> None:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Whether it is the same object, or a container of the same objects, or an equal literal."""
+    """Whether `now` is the same object as `before`, or a container of the same objects, or an equal literal."""
     if now is before:
         return True
     if type(now) is not type(before):
@@ -311,12 +311,11 @@ def _is_same(now: Any, before: Any) -> bool:
 
 @contextlib.contextmanager
 def unchanged(*modules: nn.Module, gradients: bool = False, tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Inside, runs without gradients unless told otherwise; afterwards, all that a forward may change is what it was,
-    `tensors` included.
+    """A context that restores on leaving all that a forward may change, `tensors` included.
 
-    Batch normalisation in training mode counts into its buffers, dropout draws random numbers, models count their
-    calls and keep what they computed; with gradients, `backward` may add to parameters' `grad`. The values of
-    parameters are not looked after.
+    Inside, gradients are on only if `gradients` is true. Batch normalisation in training mode counts into its buffers,
+    dropout draws random numbers, models count their calls and keep what they computed. With gradients, `backward` may
+    add to parameters' `grad`. The values of parameters are not restored.
     """
     modules = tuple(_with_captured(modules))
     attributes = Attributes(modules)
@@ -341,7 +340,7 @@ def unchanged(*modules: nn.Module, gradients: bool = False, tensors: Iterable[to
 
 @contextlib.contextmanager
 def same_attributes(*modules: nn.Module) -> Iterator[None]:
-    """Afterwards, the modules' attributes, and what containers among them hold, are what they were."""
+    """A context that restores on leaving the modules' attributes, and the contents of containers among them."""
     attributes = Attributes(_with_captured(modules))
     try:
         yield
@@ -350,7 +349,7 @@ def same_attributes(*modules: nn.Module) -> Iterator[None]:
 
 
 def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """All modules of these, where they are fused graphs the models that these stand for."""
+    """All submodules of these modules. A fused module is replaced by the model that it stands for."""
     seen: set[nn.Module] = set()
     for model in modules:
         for module in model.modules():
@@ -362,10 +361,10 @@ def _with_captured(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def called_unchanged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `model` makes of copies of the arguments; afterwards, all that its forward may change is what it was.
+    """The result of `model` for copies of the arguments. All that its forward may change is restored.
 
-    It runs without gradients, for which it would keep all that it computes. Where that raises, it runs again as the
-    caller would run it: a forward may ask for derivatives (torch.autograd.grad), which are there with gradients only.
+    The model runs without gradients: with them it would keep all that it computes. If that raises, it runs again as the
+    caller would run it: a forward may ask for derivatives (torch.autograd.grad), which exist with gradients only.
     """
     try:
         return _called(model, args, kwargs, gradients=False)
@@ -384,9 +383,9 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], gr
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, since a model may overwrite what it is given, or keep gradients there; no part of the caller's graph.
+    """A copy for a model, which may overwrite its arguments or keep gradients there. No part of the caller's graph.
 
-    Its strides are the tensor's, which decide what is compiled, also those of a part of another one.
+    It has the tensor's strides, which decide what is compiled, even if the tensor is a part of another one.
     """
     copy = _lying_alike(tensor.detach())
     copy.requires_grad_(tensor.requires_grad)
@@ -397,7 +396,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lying_alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, where no two elements but those of an expanded dimension share memory."""
+    """A copy. It has the same strides if no elements share memory except along expanded dimensions."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone()
     shape, strides = tensor.shape, tensor.stride()

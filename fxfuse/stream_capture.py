@@ -1,8 +1,9 @@
 """Calls that somebody captures as a CUDA graph: whether one is captured now, and memory that the graph goes on reading.
 
-A capture takes launches down and runs none of them, so that nothing can be compiled, measured or waited for meanwhile.
-Replays read memory where it lay then. Results and scratch come from the graph's own pool, and live as long as it does;
-what a program made before (masks, positions: program/constants.py) would go with the program, so it is kept here.
+A capture records launches and runs none of them, so that nothing can be compiled, measured or waited for meanwhile.
+Replays read memory at the addresses of the capture. Results and scratch come from the graph's own pool, and live as
+long as the graph. Tensors that a program made before (masks, positions: program/constants.py) would be freed with the
+program, so they are kept here.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ def is_underway() -> bool:
 
 
 def is_captured(tensors: Sequence[torch.Tensor]) -> bool:
-    """The same, asked by a call of these tensors."""
+    """Whether a call with these tensors is being captured."""
     return any(tensor.is_cuda for tensor in tensors) and gpu.is_capturing()
 
 
 _for_good: Final[dict[int, torch.Tensor]] = {}
-"""By identity, what graphs of others read: nobody says when one of them is gone."""
+"""The tensors that other people's graphs read, by identity. Nobody says when such a graph is gone."""
 _own = threading.local()
 
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """Inside, this thread's calls will be replayed as a CUDA graph, or are captured for that."""
+    """A context in which this thread's calls will be replayed as a CUDA graph, or are captured for that."""
     outer, _own.replayed = will_be_replayed(), True
     try:
         yield
@@ -48,15 +49,14 @@ def will_be_replayed() -> bool:
 
 
 def keep(tensors: Iterable[torch.Tensor]) -> None:
-    """Lets tensors outlive whoever has them, for the graph that is captured now: as long as the one of `keeping`, or
-    for good."""
+    """Keeps tensors alive for the graph that is captured now: as long as the dictionary of `keeping`, else for good."""
     kept: dict[int, torch.Tensor] = getattr(_own, "kept", _for_good)
     kept.update((id(tensor), tensor) for tensor in tensors)
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[dict[int, torch.Tensor]]:
-    """Inside, this thread captures a graph whose owner keeps what it reads: the dictionary that is given."""
+    """A context in which this thread captures a graph. Gives a dictionary of what the graph reads, for its owner."""
     kept: dict[int, torch.Tensor] = {}
     _own.kept = kept
     try:

@@ -78,11 +78,11 @@ class TrainingStep:
             tuple(begins[kind] + at for kind, at in map(joint.kept.__getitem__, segment.kept))
             for segment in self.segments
         ]
-        """By segment: what it takes, by position among the given tensors, the results and what is kept beside them."""
+        """For each segment, the tensors that it takes: positions among the given, the results and others kept."""
         self.ways: list[_Ways] = []
-        """By segment: how what it takes gets to its backward; empty until the forward has run once."""
+        """For each segment, the ways of these tensors to its backward; empty until the forward has run once."""
         self._lendable: list[list[int]] = []
-        """By segment: the positions of kept tensors that are worth lending. No later segment takes them."""
+        """For each segment, the positions of kept tensors that are worth lending. No later segment takes them."""
         behind: set[int] = set()
         for segment in reversed(self.segments):
             large = [place for place, at in enumerate(segment.kept) if at in joint.large and at not in behind]
@@ -219,10 +219,10 @@ Values: TypeAlias = dict[str, torch.Tensor]
 
 
 class _Ways:
-    """How what a segment takes gets from the forward to its backward.
+    """The ways of the tensors that a segment takes, from the forward to its backward.
 
-    Autograd keeps what others have, too, and sees if they change it in the meantime. That takes time for each tensor.
-    What only the backward has is kept in a tuple.
+    Autograd keeps the tensors that others have, too, and notices changes in the meantime. That takes time for each
+    tensor. The tensors that only the backward has are kept in a tuple.
     """
 
     def __init__(
@@ -239,12 +239,12 @@ class _Ways:
         own = {first + at for at, tensor in enumerate(more) if _beginning(tensor) not in known}
         seen, unseen = [at for at in taken if at not in own], [at for at in taken if at in own]
         self.seen, self.unseen = _getter(seen), _getter(unseen)
-        """Of all these tensors: those taken that others have, too, and those that only the backward has."""
+        """Each selects some of the taken tensors: those that others have, too; those that only the backward has."""
         order = {at: place for place, at in enumerate((*seen, *unseen))}
         self._in_order = _getter([order[at] for at in taken])
 
     def joined(self, seen: Sequence[torch.Tensor], unseen: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Both, in the order in which the segment takes them."""
+        """Both kinds of tensors, in the order in which the segment takes them."""
         return self._in_order((*seen, *unseen))
 
 
@@ -343,7 +343,7 @@ class _Function(torch.autograd.Function):
             there: the tensors of the call, the results of the forward, and what it keeps beside them.
         """
         ctx.call, ctx.number, ctx.lent = call, number, False
-        ctx.set_materialize_grads(False)  # unused results have no gradient, nor has what only they depend on
+        ctx.set_materialize_grads(False)  # neither unused results nor what only they depend on have gradients
         ways = call.step.ways[number]
         ctx.save_for_backward(*ways.seen(there))
         ctx.unseen = ways.unseen(there)

@@ -18,16 +18,16 @@ from fxfuse.module import changes_since
 from fxfuse.state import RandomState, called_unchanged, seed
 
 ALLOWANCE: Final = 2.0
-"""How much larger than eager's the error may be: both are one sample of rounding noise. At the end of fifty layers of
-a correct network their ratio was seen between 0.7 and 1.5 over a few seeds."""
+"""The largest ratio of the error to eager's that is ok. Both are one sample of rounding noise. After fifty layers of a
+correct network, their ratio was between 0.7 and 1.5 over a few seeds."""
 
 
 @dataclass(frozen=True)
 class Verification:
     """The outcome of comparing an optimised model with the original; true in a condition if it is ok.
 
-    Errors are relative Frobenius norms, ‖y - y64‖ / ‖y64‖, against the original model in float64 on the same device;
-    of several outputs, those of the one with the largest error.
+    Errors are relative Frobenius norms, ‖y - y64‖ / ‖y64‖, against the original model in float64 on the same device. If
+    there are several outputs, they are those of the output with the largest error.
     """
 
     ok: bool
@@ -47,14 +47,14 @@ class Verification:
 def verify(
     model: nn.Module, fast: nn.Module, inputs: Inputs | None = None, *, kwargs: Mapping[str, Any] | None = None
 ) -> Verification:
-    """Compares what `fast` and `model` make of the same arguments, and both with the model in float64.
+    """Compares the results of `fast` and `model` for the same arguments, and both with the model in float64.
 
     It is ok if structure, dtypes and shapes are equal, NaN and ±inf stand in the same places, and the error is at most
     twice eager's own plus one ulp of the output's dtype, whatever precision torch's switches allow. Neither the models
     nor the inputs are changed.
 
     It is not ok, either, if something that decided the graph has changed since optimize(), in the model or the
-    optimised one, and calls do not see it; the problem names the module and what is another.
+    optimised one, and calls do not see it. The problem then names the module and the change.
 
     Args:
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a tensor; tensors inside tuples, lists
@@ -90,8 +90,7 @@ def verify(
 
 
 def _explained(problem: str | None, model: nn.Module, fast: nn.Module) -> str | None:
-    """`problem` and what has changed since optimize(), or else, if there is a problem, that the models do not belong
-    together."""
+    """`problem` with what has changed since optimize(), or with the remark that the two are different models."""
     changed = changes_since(fast, model)
     if changed and (problem is None or _is_of(model, fast)):
         listed = "; ".join(changed[:_LISTED]) + ("; ..." if len(changed) > _LISTED else "")
@@ -103,7 +102,7 @@ def _explained(problem: str | None, model: nn.Module, fast: nn.Module) -> str | 
 
 
 _LISTED: Final = 5
-"""Changes that are named at most."""
+"""The most changes that are named."""
 
 
 def _is_of(model: nn.Module, fast: nn.Module) -> bool:
@@ -126,7 +125,7 @@ def _outputs(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> 
 
 
 def leaves_of(value: Any, inside: tuple[Any, ...] = ()) -> list[Any]:
-    """What a value consists of; of objects that can only be equal to themselves (a cache), their attributes."""
+    """The leaves of a value. An object that can only be equal to itself (a cache) stands for its attributes."""
     parts: list[Any]
     if dataclasses.is_dataclass(value):  # transformers' outputs are dictionaries, too
         parts = [getattr(value, item.name) for item in dataclasses.fields(value)]
@@ -152,7 +151,11 @@ def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _difference_in_kind(expected: list[Any], actual: list[Any]) -> str | None:
-    """What no tolerance covers: number, type, dtype and shape of the outputs, and where they are not finite."""
+    """The first difference, in words, that no tolerance covers; None if there is none.
+
+    It is in the number, type, dtype or shape of the outputs, in values without a tolerance, or in where they are not
+    finite.
+    """
     if len(expected) != len(actual):
         return f"{len(actual)} outputs instead of {len(expected)}"
     for index, (want, have) in enumerate(zip(expected, actual, strict=True)):

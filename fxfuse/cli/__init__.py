@@ -1,7 +1,7 @@
 """The command line: `fxfuse`, and `python -m fxfuse`.
 
-A command is a module with `add(commands)`, which adds its parser and sets `run` there: from the parsed arguments to an
-exit code. What was asked for goes to stdout, everything else to stderr.
+A command is a module with `add(commands)`, which adds the command's parser and sets its default `run`: a function from
+the parsed arguments to an exit code. The requested output goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxfuse.cli import bench, cache, compile, doctor, explain, terminal
 from fxfuse.errors import FxfuseError
 
 RIGHT, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: argparse has 2 for usage, shells have 128 + SIGINT."""
+"""Exit codes: argparse uses 2 for wrong usage, shells use 128 + SIGINT."""
 
 COMMANDS: Final = (doctor, explain, bench, compile, cache)
 """In the order of the help."""
@@ -32,9 +32,9 @@ environment: FXFUSE_CACHE_DIR (where kernels are kept), FXFUSE_PROGRESS=0 (no ba
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line (that of the process if none is given); its exit code. SystemExit for usage and --help."""
+    """Runs a command line (by default the process's) and returns its exit code. SystemExit for usage and --help."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # tables have lines that some encodings do not
+        if isinstance(stream, io.TextIOWrapper):  # tables have characters that some encodings lack
             stream.reconfigure(errors="replace")
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fxfuse: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # who reads has left, as `head` does; the interpreter is not to write there at its end
+    except BrokenPipeError:  # the reader has left, as `head` does; the interpreter must not write there at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
 def parser() -> argparse.ArgumentParser:
-    """What a command line is parsed with."""
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="fxfuse", description="Fused kernels for PyTorch models: look at them, measure them, ship them.",
         epilog=_EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter,

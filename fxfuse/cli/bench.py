@@ -43,7 +43,7 @@ def _seconds(text: str) -> float:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measures and prints; fails if a peer could not run, but fxfuse's own failure is raised."""
+    """Measures and prints. Returns 1 if a peer could not run; fxfuse's own failure is raised."""
     if given.png is not None:
         chart.check(given.png)  # before anything is waited for
     subject = model.load(given)
@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _document(subject: model.Subject, found: Benchmark) -> dict[str, Any]:
-    """Times in seconds."""
+    """The results for JSON, times in seconds."""
     rows = [
         {**dataclasses.asdict(timing), "speedup_over_eager": chart.speedup(found, timing)} for timing in found.timings
     ]

@@ -14,7 +14,7 @@ from fxfuse.cli import terminal
 
 
 def add(commands: Any) -> None:
-    """Adds the command's parser, and those of what it can do."""
+    """Adds the command's parser, and those of its actions."""
     parser = commands.add_parser(
         "cache", help="list, size, verify, prune or clear the kept kernels", description=__doc__,
         epilog="The cache is in FXFUSE_CACHE_DIR, else in the user's cache folder. What it lost is compiled again when "

@@ -1,4 +1,4 @@
-"""Built-in models for a command line: a table of the forms that fxfuse is for."""
+"""Built-in models for a command line: a table of the kinds of models that fxfuse is for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's block: attention and an MLP, each behind a LayerNorm and added to what it was given."""
+    """A transformer's block: attention and an MLP, each behind a LayerNorm and added to its input."""
 
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Case:
 
     description: str
     build: Callable[[bool], nn.Module]
-    """Takes whether it is for a GPU."""
+    """Makes the model. The argument: whether it is for a GPU."""
     gpu_shape: tuple[int, ...]
     cpu_shape: tuple[int, ...]
 

@@ -46,7 +46,7 @@ def draw(found: Benchmark, title: str, path: Path) -> None:
     labels = [f"{time:.3f} ms" + ("" if ratio is None else f", {ratio:.2f}x")
               for time, ratio in zip(times, ratios, strict=True)]  # fmt: skip
     axes.bar_label(bars, labels, padding=4)
-    axes.set_xlim(0, 1.3 * max(times))  # the longest bar's label, too
+    axes.set_xlim(0, 1.3 * max(times))  # room for the longest bar's label
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"ms a call, median (and speed-up over eager); {found.device}, fxfuse {fxfuse.__version__}")

@@ -82,7 +82,7 @@ def _is_for_absent(names: Sequence[str], device: torch.device | None) -> bool:
 
 
 def _inputs(subject: model.Subject) -> Inputs:
-    """The call's arguments, by name where some have one."""
+    """The call's arguments: by name if some are keyword arguments, else by position."""
     if not subject.kwargs:
         return subject.args
     bound = inspect.signature(subject.model.forward).bind(*subject.args, **subject.kwargs)

@@ -1,6 +1,6 @@
 """`fxfuse doctor`: what fxfuse needs, what is there, and whether a kernel can be built and run on each device.
 
-Exit code 1 if something is missing that fxfuse needs here; each such point names the remedy.
+Exit code 1 if something that fxfuse needs here is missing; each such point names the remedy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLOURS: Final[dict[State, str]] = {"ok": "green", "warning": "yellow", "failed
 
 @dataclass(frozen=True)
 class Check:
-    """One point that was looked at."""
+    """The result of one check."""
 
     name: str
     state: State
@@ -47,7 +47,7 @@ class Check:
     remedy: str = ""
     """What to install or set, unless all is well."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """For programs."""
+    """Details for programs that read the JSON."""
 
 
 def add(commands: Any) -> None:
@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Checks everything, each point printed when it is known."""
+    """Checks everything, and prints each point as soon as it is known."""
     found = []
     for check in checks(kernels=not given.no_kernel):
         found.append(check)
@@ -85,7 +85,7 @@ def _print(check: Check) -> None:
 
 
 def checks(kernels: bool = True) -> Iterator[Check]:
-    """The points, one after the other; `kernels`: whether to build and run one on each device, which takes seconds."""
+    """Makes the checks one by one. `kernels`: whether to build and run a kernel on each device, which takes seconds."""
     yield check_python()
     yield check_torch()
     yield check_fxfuse()
@@ -196,7 +196,7 @@ _NOT_NEEDED: Final = "not needed, but for `fxfuse compile --arch sm_80`"
 
 
 def check_nvcc(capabilities: list[tuple[int, int]]) -> Check:
-    """The CUDA compiler, beside torch's version of CUDA and these GPUs' architectures."""
+    """The CUDA compiler, compared with torch's CUDA version and these GPUs' architectures."""
     path = toolchain.nvcc()
     wanted = torch.version.cuda
     toolkit = f"install the CUDA toolkit {wanted or _dotted(LEAST_CUDA)} (conda install cuda-nvcc), or set CUDA_HOME"
@@ -264,7 +264,7 @@ def check_kernel(device: str, can_compile: bool, folder: str) -> Check:
 
 
 def _probe(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """What the process found; its end, if it found nothing."""
+    """What the process found; how it ended, if it found nothing."""
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -12,7 +12,7 @@ import fxfuse
 from fxfuse.cli import model, terminal
 
 CALLS: Final = 4
-"""Calls before the report: from the third of a kind they run as a program, which is in the report, too."""
+"""Calls before the report. From the third of a kind on they run as a program, which is in the report, too."""
 
 
 def add(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""MODEL on a command line: how it is written, and the module and the arguments of a call that it stands for."""
+"""MODEL on a command line: how it is written, and the module and example call that it stands for."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class InputSpec:
     """An input of random numbers: [NAME=]8x3x224x224[:DTYPE]."""
 
     name: str | None
-    """Of a keyword argument; None for a positional one."""
+    """The name of a keyword argument; None for a positional one."""
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None for that of the model."""
+    """None for the model's dtype."""
 
     @staticmethod
     def parse(text: str) -> InputSpec:
-        """Raises argparse.ArgumentTypeError."""
+        """The input that `text` describes. Raises argparse.ArgumentTypeError if it is none."""
         match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
         if match is None:
             raise argparse.ArgumentTypeError(f"{text!r} is no input; write 8x3x224x224, 8x128:int64 or mask=8x128:bool")
@@ -65,7 +65,7 @@ class InputSpec:
         return InputSpec(name, sizes, None if dtype is None else getattr(torch, dtype))
 
     def make(self, model: nn.Module) -> torch.Tensor:
-        """Normal numbers; integers that are rows of each of the model's embeddings."""
+        """Normally distributed numbers, or integers that are valid rows in all of the model's embeddings."""
         dtype = self.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         if dtype.is_floating_point:
             return torch.randn(self.shape).to(dtype)
@@ -102,7 +102,7 @@ def _described(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and what says how it is made, called and optimised."""
+    """Adds MODEL, and the options for how it is made, called and optimised."""
     parser.add_argument("model", metavar="MODEL", type=_spec, help="see below")
     parser.add_argument(
         "--input", metavar="SHAPE", action="append", default=[], type=InputSpec.parse, dest="inputs",
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options(given: argparse.Namespace) -> dict[str, Any]:
-    """Those of fxfuse.optimize that the command line has."""
+    """The options of fxfuse.optimize that the command line has."""
     return {"fp32": given.fp32, "cuda_graphs": given.cuda_graphs}
 
 

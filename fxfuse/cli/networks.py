@@ -17,19 +17,19 @@ from torch import nn
 from fxfuse.errors import FxfuseError
 
 Inputs: TypeAlias = dict[str, torch.Tensor]
-"""By name; a tensor that has none is an image, the only positional argument."""
+"""Tensors by name. An image, the only positional argument, has the empty name IMAGE."""
 InputsFor: TypeAlias = Callable[[int], Iterator[Inputs]]
-"""For a batch of that size, the inputs that the model may take, the likeliest first. Raises UnknownInputs."""
+"""From a batch size to the inputs that the model may take, the likeliest first. Raises UnknownInputs."""
 
 IMAGE: Final = ""
 NOTHING: Final = 1e-3
-"""Parameters with no value above this begin as nothing: heads, residual branches' last layers, layer scales."""
+"""A parameter with no value above this starts as good as zero: heads, residual branches' last layers, layer scales."""
 TOKENS: Final = 128
 """Tokens of a text."""
 
 
 class UnknownInputs(FxfuseError):
-    """A network takes what is not known here."""
+    """A network takes inputs that are not known here."""
 
 
 def from_torchvision(name: str) -> tuple[nn.Module, InputsFor]:
@@ -58,11 +58,11 @@ def _images(shape: tuple[int, ...]) -> InputsFor:
 
 
 def from_transformers(kind: str, full: bool = False, channels: int = 768) -> tuple[nn.Module, InputsFor]:
-    """A model of transformers' by its type ("bert"), of its default configuration.
+    """A model of transformers' by its type ("bert"), with its default configuration.
 
     Args:
         full: at full size; if not, with four layers.
-        channels: the most that one not at full size has.
+        channels: the most channels of a model that is not at full size.
 
     Raises ImportError, and what transformers raises for an unknown type.
     """
@@ -108,7 +108,7 @@ def from_transformers(kind: str, full: bool = False, channels: int = 768) -> tup
 
 
 def _shrunk(config: Any, channels: int) -> dict[str, Any]:
-    """Arguments that make a configuration small: four layers, at most so many channels."""
+    """Arguments that make a configuration small: four layers, at most `channels` channels."""
     limits = {
         "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "encoder_layers": 4, "decoder_layers": 4,
         "hidden_size": channels, "intermediate_size": 4 * channels, "d_model": channels,
@@ -123,7 +123,7 @@ def _shrunk(config: Any, channels: int) -> dict[str, Any]:
         beyond = (name for name, value in values.items() if isinstance(value, int) and value >= changed["vocab_size"])
         changed |= dict.fromkeys((name for name in beyond if name.endswith("_token_id")), 1)
     layers = values.get("num_hidden_layers")
-    if "num_hidden_layers" in changed:  # what is given for each layer
+    if "num_hidden_layers" in changed:  # lists with one item for each layer
         changed |= {name: value[: changed["num_hidden_layers"]] for name, value in values.items()
                     if isinstance(value, list) and len(value) == layers}  # fmt: skip
     for name in getattr(type(config), "sub_configs", {}):
@@ -133,7 +133,10 @@ def _shrunk(config: Any, channels: int) -> dict[str, Any]:
 
 
 def as_if_trained(model: nn.Module) -> None:
-    """Gives values to what begins as nothing: otherwise heads and branches of zeros would hide what is before them."""
+    """Gives random values to parameters that start as zero, and random statistics to BatchNorm2d.
+
+    Otherwise heads and branches of zeros would hide the layers before them.
+    """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_var is not None:
             nn.init.uniform_(module.running_mean, -0.1, 0.1)

@@ -1,9 +1,9 @@
-"""A small model with one kernel, compiled, run and compared with float64; a process of its own for `fxfuse doctor`.
+"""Compiles and runs a small model with one kernel, and compares it with float64, in a process for `fxfuse doctor`.
 
     python -m fxfuse.cli.probe cuda:0
 
-prints JSON: {"kernel": …, "seconds": …, "error": …, "eager_error": …}, or {"failure": …}. A kernel that crashes takes
-this process with it, and not the doctor.
+prints JSON: {"kernel": …, "seconds": …, "error": …, "eager_error": …}, or {"failure": …}. A kernel that crashes ends
+this process, and not the doctor.
 """
 
 from __future__ import annotations

@@ -10,18 +10,18 @@ _COLOURS: Final = {"red": 31, "green": 32, "yellow": 33, "grey": 90}
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks at what is written there."""
+    """Whether the stream is a terminal, which somebody looks at."""
     return stream is not None and stream.isatty()
 
 
 def painted(text: str, colour: str, stream: TextIO) -> str:
-    """`text` in a colour, if the stream is a terminal that has some and NO_COLOR (no-color.org) is not set."""
+    """`text` in a colour, if the stream is a terminal with colours and NO_COLOR (no-color.org) is not set."""
     plain = not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def note(text: str) -> None:
-    """Says on a terminal what is being waited for."""
+    """Says what the user waits for, if stderr is a terminal."""
     if is_terminal(sys.stderr):
         print(painted(text, "grey", sys.stderr), file=sys.stderr, flush=True)
 

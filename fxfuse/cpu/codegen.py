@@ -44,10 +44,12 @@ extern "C" const char* fxfuse_error(int) {{ return "no error"; }}
 def generate(expression: Expr, output: torch.dtype, operands: Sequence[OperandKind]) -> str:
     """The complete source of the pass that replaces each element acc of a result of dtype `output` by `expression`.
 
-    Operand i of the expression is read as `operands[i]` says. fxfuse_launch takes, as params, five int64 (sizes of
-    batch, row and col, the result's strides along batch and row) and three int64 strides per operand; as pointers,
-    the result's and the operands', with a float's bits in place of a host scalar's; as context, the number of threads.
-    It cannot fail.
+    Operand i of the expression is read as `operands[i]` says. fxfuse_launch cannot fail. It takes:
+
+    - as params: five int64 (sizes of batch, row and col, the result's strides along batch and row), and three int64
+      strides per operand;
+    - as pointers: the addresses of the result and the operands; for a host scalar, the bits of a float;
+    - as context: the number of threads.
     """
     arguments = [CPP_TYPES[output], "Epilogue", *(operand_type(kind, CPP_TYPES) for kind in operands)]
     return _TEMPLATE.format(

@@ -1,6 +1,7 @@
-"""The kernel of a program's loops on a CPU (kernels/loops.h): the same text as on a GPU, element by element.
+"""The CPU kernel of a program's loops (kernels/loops.h).
 
-nest.py says what its loops are. `suits` says which loops have such a kernel; others are torch's.
+program/text.py writes it, as on a GPU, but element by element. nest.py chooses the kernel's own loops. `suits` says
+which loops have a kernel; torch computes the others.
 """
 
 from __future__ import annotations
@@ -76,17 +77,17 @@ extern "C" const char* fxfuse_error(int) {{ return "no error"; }}
 
 
 def source_of(kernels: Sequence[LoopsKernel]) -> str:
-    """The text of a launch of one of them."""
+    """The source of a launch of `kernels`, which is a single one."""
     (kernel,) = kernels
     return kernel.form
 
 
 def suits(loops: Loops) -> bool:
-    """Whether a kernel would be vectors all through, and compute nothing twice that is costly."""
+    """Whether a kernel can compute `loops` in vectors throughout, and nothing costly twice."""
     if len({read.slot for read in loops.reads}) > MAX_TENSORS:
         return False
     if any(isinstance(atom, Element) for index in loops.indices for atom in index.atoms()):
-        return False  # an index beyond the end is an error, which is torch's to raise
+        return False  # an index out of range is an error, which torch has to raise
     if any(store.output.dtype not in _TYPES for store in loops.stores):
         return False
     nest = nest_of(loops)
@@ -94,16 +95,16 @@ def suits(loops: Loops) -> bool:
 
 
 class Speed(enum.Enum):
-    """How fast a kernel is beside torch's own operator that computes exactly these loops, without the call."""
+    """A kernel's speed compared with torch's own operator for exactly these loops, not counting the call."""
 
     SLOWER, ALIKE, FASTER = range(3)
 
 
 def speed_beside_torch(loops: Loops) -> Speed:
-    """For loops that suit.
+    """The speed of the kernel of `loops`, for which `suits` holds.
 
-    torch goes over the elements of a row in vectors, too, in all its sums and in softmax. It does not go over several
-    rows at a time, and takes more passes for variances and logarithms of sums.
+    torch, too, vectorises over the elements of a row in all its sums and in softmax. It does not go over several rows
+    at a time, and takes more passes for variances and logarithms of sums.
     """
     nest = nest_of(loops)
     assert nest is not None, "suits() has seen to it"
@@ -122,7 +123,7 @@ def speed_beside_torch(loops: Loops) -> Speed:
 # ------------------------------------------------------------------------------------------------------ text
 
 _KNOWN: Final = Reduced("known", Variable("", 1), Const(0.0), ())
-"""Stands for a value that is known already among leaves: a number of type float."""
+"""Stands among leaves for a value that is already computed: a number of type float."""
 
 
 class _Writer:
@@ -133,19 +134,19 @@ class _Writer:
         self.text = Text(_TYPES, by_element=True)
         self.functions: list[str] = []
         self._numbers = {node: len(nest.leaves) + number for number, node in enumerate(nest.held)}
-        """Of values that are known before an element is computed, among the operands."""
+        """The operand numbers of held and shared values, which follow those of the leaves."""
         self._texts: dict[int, str] = {}
-        """Of those that are known by now, by number."""
+        """The texts of those of these values that are computed by now, by operand number."""
         self.shares = False
-        """Whether values that elements of a row share are computed before them."""
+        """Whether any values that elements of a row share are computed before the elements."""
         self.buffers = [self._held(node) for node in nest.held]
-        """The variables of buffers with held values."""
+        """The variables that point to the buffers of held values."""
 
     def _held(self, node: Expr) -> str:
         return f"held{self._numbers[node]}"
 
     def before(self, loop: Loop) -> list[str]:
-        """The statements that compute what all elements of a row share, and that is costly."""
+        """The statements that compute the costly values that all elements of a row share."""
         found: dict[Expr, None] = {}
         for root in loop.roots:
             self._look_for_shared(root, found)
@@ -178,9 +179,9 @@ class _Writer:
             self._look_for_shared(argument, found)
 
     def values(self, loop: Loop, names: Sequence[str]) -> list[str]:
-        """The texts of the loop's roots, which functions of these names compute.
+        """The texts of the loop's roots: calls of the functions `names`.
 
-        The statements that they need stand in `text` then, before the loop over lanes and in it.
+        Statements that the calls need are added to `text`, before the loop over lanes and inside it.
         """
         self._begin(loop)
         held = [node for node in self.nest.held if self._numbers[node] not in self._texts]
@@ -195,12 +196,12 @@ class _Writer:
             self._place = f"i * {self.text.number(self.nest.row_held)} + {within}"
 
     def _computed(self, roots: Sequence[Expr], names: Sequence[str], held: Sequence[Expr]) -> list[str]:
-        """The texts of expressions, those of `held` among them are computed now, and held."""
+        """The texts of expressions. Values of `held` that they contain are computed now, and put into their buffers."""
         new: dict[Expr, Expr] = {}
         known: dict[Expr, Expr] = {}
 
         def replaced(node: Expr, is_whole: bool = False) -> Expr:
-            """The node with values in it that are known replaced by operands."""
+            """The node with held and shared values replaced by operands. If `is_whole`, the node itself is not."""
             if node in self._numbers and not is_whole:
                 if node in held and node not in new:
                     new[node] = replaced(node, is_whole=True)
@@ -229,11 +230,13 @@ class _Writer:
         return [self._call(each, name, texts) for each, name in zip(expressions, names, strict=True)]
 
     def over_rows(self, *lines: str, vectors: bool = False, count: str = "count") -> list[str]:
-        """The statements of `text`, and `lines`, for each row of a block, or for an element of each. `i` counts them.
+        """The statements of `text`, and `lines`, for each row of a block. `i` counts the rows.
+
+        Where rows are lanes, they compute one element of each row.
 
         Args:
-            vectors: whether the statements are to be vectors, of several rows. They are where rows are lanes.
-            count: the number of rows, where these are no lanes. All of a block may be more than there are.
+            vectors: whether the loop over rows is to be vectorised. Where rows are lanes, it always is.
+            count: the number of rows, where rows are not lanes. kTogether may be more rows than there are.
         """
         if self.nest.lanes_are_rows:
             return [*self.text.before, *_over_lanes([*self.text.within, *lines], vectors=True)]
@@ -243,9 +246,9 @@ class _Writer:
         return _loop(f"for (int64_t i = 0; i < {count}; ++i) {{", each, vectors)
 
     def _fetched(self, numbers: Sequence[int]) -> dict[int, str]:
-        """The texts of leaves that are apart in memory for rows that are lanes, which are brought together first.
+        """The texts of leaves that are apart in memory for lanes that are rows. A loop of its own fetches them first.
 
-        The loop that computes is always vectors then, whatever the compiler makes of the loop that fetches.
+        So the loop that computes is always vectorised, whatever the compiler makes of the loop that fetches.
         """
         if not numbers:
             return {}
@@ -275,7 +278,7 @@ class _Writer:
         return f"{name}({', '.join(['0.0f', *given])})"
 
     def _masks(self, expression: Expr, leaves: Sequence[Leaf], kinds: Mapping[Expr, str]) -> list[int]:
-        """The operands that are conditions of whole rows and do nothing but choose between floats or NARROW."""
+        """The operands that are conditions of whole rows and only choose between floats or between NARROW integers."""
         found = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Inside) and self.text.is_of_run(leaf)]
         others = {
             argument
@@ -287,7 +290,7 @@ class _Writer:
 
 
 def kernel(loops: Loops) -> LoopsKernel:
-    """The kernel of loops that suit."""
+    """The kernel of `loops`, for which `suits` holds."""
     nest = nest_of(loops)
     assert nest is not None, "suits() has seen to it"
     writer = _Writer(nest)
@@ -330,11 +333,11 @@ def kernel(loops: Loops) -> LoopsKernel:
 
 _INLINED: Final = "__attribute__((always_inline))"
 _ROWS: Final = {True: "kBeside", False: "kTogether"}
-"""The number of rows of a block, by whether they are lanes."""
+"""The C++ constant for the most rows of a block, by whether rows are lanes."""
 
 
 def _added_up(writer: _Writer, loop: Loop, kind: str, number: int) -> list[str]:
-    """The statements that compute a reduction, for each row of a block: the array total{number}."""
+    """The statements that compute a reduction for each row of a block, into the array total{number}."""
     shared, (value,) = writer.before(loop), writer.values(loop, [f"part{number}"])
     text, total, is_block = writer.text, f"total{number}", writer.nest.lanes_are_rows
     head = [*shared, f"float {total}[{_ROWS[is_block]}] = {{}};"]
@@ -374,7 +377,7 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
         head = f"for (Place {TURN} = 0; {TURN} < {text.number(loop.length)}; ++{TURN}) {{"
         if stride_of(nest.place) == 1:
             return [*shared, *_indented(head, writer.over_rows(*lines))]
-        # through arrays, which vectors can write, to places that are apart in memory
+        # results go to places that are apart in memory, so vectors write them to arrays first
         arrays = [f"{kind} results{number}[kBeside];" for number, kind in enumerate(kinds)]
         computed = writer.over_rows(*(f"set(results{number}[i], {value});" for number, value in enumerate(values)))
         stored = _over_lanes([place, *(f"{target} = results{number}[i];" for number, target in enumerate(targets))])
@@ -387,7 +390,7 @@ def _stored(writer: _Writer, loops: Loops) -> list[str]:
 
 
 def _over_lanes(lines: Sequence[str], vectors: bool = False) -> list[str]:
-    """The statements for each lane of a block."""
+    """The loop that runs `lines` for each lane of a block."""
     number = "const Place lane = static_cast<Place>(begin + i);"
     return _loop("for (int64_t i = 0; i < end - begin; ++i) {", [number, *lines], vectors)
 
@@ -405,7 +408,7 @@ def _signed(text: Text, size: int) -> str:
 
 
 def _over_pieces(writer: _Writer, loop: Loop, lines: Sequence[str]) -> list[str]:
-    """The statements of the writer's text before lanes, and `lines`, for each piece of a row."""
+    """The loop over the pieces of a row: the statements before lanes, which move here from the text, and `lines`."""
     count = writer.text.number(loop.length // loop.piece)
     before, writer.text.before = writer.text.before, []
     return _indented(f"for (Place {TURN} = 0; {TURN} < {count}; ++{TURN}) {{", [*before, *lines])

@@ -1,7 +1,7 @@
-"""How a CPU's kernel goes over a result: its nest of loops, and what it holds from one loop to the next.
+"""How a CPU kernel goes over a result: its nest of loops, and the values that it holds from one loop to the next.
 
-The compiler makes vectors of *lanes*. These are the elements of a row, which are contiguous in the result. Or they are
-rows, where rows are adjacent in memory or short: then a thread goes over the elements of several rows at a time.
+The compiler vectorises over *lanes*. Lanes are the elements of a row, which are contiguous in the result. Where rows
+are adjacent in memory or short, rows are lanes instead: a thread then goes over the elements of several rows at a time.
 
 A value that several loops over a row need is computed once and held in a buffer, if it takes more than a few
 instructions.
@@ -39,23 +39,23 @@ from fxfuse.program.text import LANE, ROW, by_runs, digits_of, flattened
 from fxfuse.program.values import Value
 
 TURN: Final = "turn"
-"""The variable that counts a row's elements where lanes are rows, and otherwise pieces of a row."""
+"""The variable that counts a row's elements where lanes are rows; otherwise it counts pieces of a row."""
 BESIDE: Final = 64
 """The most rows that a thread goes over at a time, if lanes are rows: kBeside of loops.h."""
 TOGETHER: Final = 8
 """The most rows that a thread goes over at a time otherwise: kTogether of loops.h."""
 ELEMENTS_TOGETHER: Final = 4096
-"""The elements of these rows, which are to stay in the first-level cache from one loop to the next."""
+"""The most elements of these rows: they should stay in the first-level cache from one loop to the next."""
 LEAST_ROW: Final = 4
-"""Elements of a row below which finding its place costs more than computing it."""
+"""The fewest elements of a row: for fewer, finding the row's place costs more than computing the row."""
 SHORT_ROW: Final = 16
-"""Lanes are rows up to this number of elements, where a vector has about as many."""
+"""The most elements of a short row, for which lanes are rows. A vector has about as many elements."""
 LEAST_BESIDE: Final = 16
-"""Rows that are worth being lanes."""
+"""The fewest rows that are worth being lanes."""
 MOST_FAR: Final = 2
-"""Elements that are fetched one by one for a lane, where no row is added up."""
+"""The most elements that each lane fetches one by one, in a kernel without reductions."""
 MOST_HELD: Final = 2**16
-"""Elements of held values, for all rows that a thread goes over at a time: 256 KB of its stack."""
+"""The most elements of held values, for all rows that a thread goes over at a time: 256 KB of its stack."""
 CHEAP: Final = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "square", "sqrt", "rsqrt", "maximum", "minimum", "where", "float32",
      "float16", "bfloat16", "eq", "ne", "lt", "le", "gt", "ge"}
@@ -71,30 +71,30 @@ class Loop:
 
     length: int
     piece: int
-    """A row is cut into pieces of so many elements, of which all read what is adjacent, or the same."""
+    """The size of a piece. Rows are cut so that the elements of a piece read adjacent elements, or the same one."""
     roots: tuple[Expr, ...]
-    """What is computed. Operands are numbers of the nest's leaves."""
+    """The expressions that are computed. Operand i is the nest's leaves[i]."""
 
 
 @dataclass(frozen=True)
 class Nest:
-    """The loops of a kernel: over `rows`, over `lanes`, and where lanes are rows over the elements of these."""
+    """The loops of a kernel: over `rows`, over `lanes` and, where lanes are rows, over the elements of a row."""
 
     rows: int
     lanes: int
-    """All lanes of one of the `rows`."""
+    """The number of lanes for each of the `rows`."""
     lanes_are_rows: bool
     place: Index
-    """Where an element of the result lies, in elements from the result's first; or from the beginning of the memory
-    that it is a part of (`Loops.into`)."""
+    """Where an element of the result lies: in elements from the result's first element or, with `Loops.into`, from the
+    beginning of the target's slot."""
     leaves: tuple[Leaf, ...]
-    """By the variables ROW, LANE and TURN. Those of reductions too."""
+    """All leaves, those of reductions included. Their indices depend on the variables ROW, LANE and TURN."""
     loops: tuple[Loop, ...]
     """One for each of the `reductions`, and one that stores the results."""
     reductions: tuple[Reduced, ...]
-    """As they stand among the leaves."""
+    """The reductions, as they stand among the leaves."""
     held: tuple[Expr, ...]
-    """Values that several loops need."""
+    """The values that several loops need, and that are held in buffers."""
 
     @property
     def together(self) -> int:
@@ -105,20 +105,20 @@ class Nest:
 
     @property
     def elements_held(self) -> int:
-        """The elements of a held value, for all rows that a thread goes over at a time."""
+        """The number of elements of a held value, for all rows that a thread goes over at a time."""
         return self.together * self.row_held
 
     @property
     def row_held(self) -> int:
-        """The elements of one row of a held value, in a multiple of a cache line where they are lanes."""
+        """The elements of a held value for one row; where elements are lanes, rounded up to whole cache lines."""
         longest = max(loop.length for loop in self.loops)
         return longest if self.lanes_are_rows else -(-longest // 16) * 16
 
 
 def nest_of(loops: Loops) -> Nest | None:
-    """How a kernel goes over a result; None if its loops would be no vectors, or would add up the same row often."""
+    """The nest of a kernel for `loops`; None if it could not be vectorised, or would add up the same row repeatedly."""
     if loops.into is not None and (loops.reductions or loops.also):
-        return None  # results have one place
+        return None  # a nest has one place for all results
     if not loops.reductions:
         return _pointwise(loops)
     loops = _divided(loops)
@@ -140,7 +140,7 @@ def nest_of(loops: Loops) -> Nest | None:
 
 
 def _divided(loops: Loops) -> Loops:
-    """The same loops with dimensions divided in two, where reductions depend on the quotient alone (groups)."""
+    """The same loops with a dimension divided in two wherever reductions depend on its quotient alone (groups)."""
     output = loops.output
     for dim, size in enumerate(output.shape):
         whole = variable(f"c{dim}", size)
@@ -178,7 +178,10 @@ def _adds_up_again(loops: Loops, rows: Rows) -> bool:
 
 
 def _pointwise(loops: Loops) -> Nest | None:
-    """Lanes are the elements of a row; or of another dimension, if memory is read in the order of that."""
+    """The nest of loops without reductions; None if there is none.
+
+    Lanes are the elements of a row, or of another dimension if memory is read in the order of that dimension.
+    """
     sizes, leaves, into = flattened(loops)
     along = _along_last(loops, sizes, leaves, into)
     if along is not None and not any(map(is_far, along.leaves)):
@@ -193,7 +196,7 @@ def _pointwise(loops: Loops) -> Nest | None:
 
 
 def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None) -> Nest | None:
-    """Lanes are the elements of a row, or of a part of it for which conditions do not differ."""
+    """The nest whose lanes are the elements of a row, or of a part of a row in which conditions do not differ."""
     whole = sizes[-1] if sizes else 1
     length = _alike(leaves, f"d{len(sizes) - 1}", whole)
     count = math.prod(sizes) // length
@@ -211,7 +214,7 @@ def _along_last(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into
 
 
 def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: Index | None, lanes: int) -> Nest | None:
-    """Lanes are the elements of dimension `lanes`, for each element of the last dimension."""
+    """The nest whose lanes are the elements of dimension `lanes`, for each element of the last dimension."""
     last = len(sizes) - 1
     outer = [dim for dim in range(last) if dim != lanes]
     count = math.prod(sizes[dim] for dim in outer)
@@ -227,7 +230,7 @@ def _across(loops: Loops, sizes: Sequence[int], leaves: Sequence[Leaf], into: In
 
 
 def _digits(number: Index, dims: Sequence[int], sizes: Sequence[int]) -> dict[str, Index]:
-    """The variables of dimensions, from the number of an element among the elements of these."""
+    """The variables of the dimensions `dims`, from an element's number among the elements of these dimensions."""
     values = {}
     for dim in reversed(dims):
         values[f"d{dim}"], number = number % sizes[dim], number // sizes[dim]
@@ -247,7 +250,10 @@ def _row_by_row(loops: Loops, rows: Rows) -> Nest | None:
 
 
 def _rows_beside(loops: Loops, rows: Rows) -> Nest | None:
-    """Lanes are as many of the innermost rows as have places that are sums of multiples."""
+    """The nest whose lanes are rows: as many of the innermost rows as lie at equal distances in memory.
+
+    None if these are fewer than LEAST_BESIDE.
+    """
     output, of_rows = loops.output, (*rows.outer, *rows.inner)
     for first in range(len(of_rows)):
         outer, beside = of_rows[:first], of_rows[first:]
@@ -290,7 +296,7 @@ def _made(loops: Loops, leaves: Sequence[Leaf], place: Index, sizes: tuple[int, 
 
 
 def _piece(own: Sequence[tuple[int, Sequence[Leaf]]], size: int) -> int:
-    """Into pieces of how many elements rows of a size are cut, so that quotients do not change within one."""
+    """How many elements the pieces of a row of `size` elements have: no quotient changes within a piece."""
     atoms = [atom for length, leaves in own if length == size for index in indices_of(leaves) for atom in index.atoms()]
     steps = [atom.by for atom in atoms if isinstance(atom, Quotient | Remainder) and atom.of.depends_on(LANE)]
     return math.gcd(size, *steps)
@@ -301,16 +307,16 @@ def _in_pieces(leaf: Leaf, size: int, piece: int) -> Leaf:
 
 
 def _lane_in_pieces(index: Index, size: int, piece: int) -> Index:
-    """The index with the number of an element of a row by the number of its piece, TURN, and its number in that."""
+    """The index with LANE, an element's number in its row, written as its piece TURN and its number LANE there."""
     if piece == size:
         return index
     return index.substituted({LANE: variable(TURN, size // piece) * piece + variable(LANE, piece)})
 
 
 def _checked(nest: Nest) -> Nest | None:
-    """The nest if lanes that follow each other read what is adjacent in memory, or the same.
+    """The nest if consecutive lanes read adjacent elements of memory, or the same one; else None.
 
-    Without reductions, or if lanes are rows, they may be at any equal distances from each other.
+    Without reductions, or if lanes are rows, the elements may also lie at other equal distances.
     """
 
     def lies_right(leaf: Leaf) -> bool:
@@ -325,14 +331,14 @@ def _checked(nest: Nest) -> Nest | None:
         return stride is not None if may_be_far else stride in (0, 1)
 
     if not nest.reductions and sum(map(is_far, nest.leaves)) > MOST_FAR:
-        return None  # windows, products: torch has better kernels of these
+        return None  # windows, products: torch has better kernels for these
     if any(loop.piece < min(loop.length, LEAST_ROW) for loop in nest.loops):
         return None
     return nest if all(map(lies_right, nest.leaves)) and stride_of(nest.place) is not None else None
 
 
 def stride_of(index: Index) -> int | None:
-    """How far apart in memory lanes are that follow each other, in elements; None if that differs."""
+    """The distance in memory between consecutive lanes, in elements; None if it differs between lanes."""
     stride = 0
     for atom, coefficient in index.terms:
         if isinstance(atom, Variable) and atom.name == LANE:
@@ -343,7 +349,7 @@ def stride_of(index: Index) -> int | None:
 
 
 def _alike(leaves: Sequence[Leaf], name: str, size: int) -> int:
-    """Into pieces of how many elements a loop is cut, of which all conditions hold for all or for none."""
+    """How many elements the pieces of a loop have: every condition holds for all elements of a piece, or for none."""
     conditions = [leaf for leaf in leaves if isinstance(leaf, Inside)]
     conditions += [one for leaf in leaves if isinstance(leaf, Read) for one in leaf.where]
     of_loop = [one for one in conditions if one.index.depends_on(name)]
@@ -352,7 +358,7 @@ def _alike(leaves: Sequence[Leaf], name: str, size: int) -> int:
 
 
 def _of_whole_rows(leaf: Leaf, length: int) -> Leaf:
-    """The leaf with questions of rows where elements of one cannot differ."""
+    """The leaf with each condition that is the same for all elements of a row written as a condition of rows."""
     if isinstance(leaf, Inside):
         return by_runs(leaf, length)
     if isinstance(leaf, Read):
@@ -364,7 +370,7 @@ def _of_whole_rows(leaf: Leaf, length: int) -> Leaf:
 
 
 def _to_hold(loops: Sequence[Loop], leaves: Sequence[Leaf], names: Sequence[str]) -> tuple[Expr, ...]:
-    """The costly values that several loops need for the same elements of a row, which the variables `names` count."""
+    """The costly values that several loops need for the same elements of a row. The variables `names` count these."""
     in_loops: dict[tuple[int, Expr], int] = {}
     for loop in loops:
         for node in {node for root in loop.roots for node in postorder(root)}:
@@ -402,12 +408,12 @@ def _to_hold(loops: Sequence[Loop], leaves: Sequence[Leaf], names: Sequence[str]
 
 
 def _is_costly(leaf: Leaf) -> bool:
-    """Whether reading it takes more than an instruction for a vector."""
+    """Whether reading a leaf takes more than one instruction for a vector."""
     return is_far(leaf) or (isinstance(leaf, Read) and leaf.dtype == torch.float16)
 
 
 def is_far(leaf: Leaf) -> bool:
-    """Whether lanes read elements that are apart in memory."""
+    """Whether consecutive lanes read elements that are apart in memory: neither adjacent nor the same."""
     return isinstance(leaf, Read) and stride_of(leaf.index) not in (0, 1)
 
 

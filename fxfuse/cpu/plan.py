@@ -1,8 +1,8 @@
-"""How a region runs on CPU: the anchor by torch, then one generated pass over its result, in place; a chain is a pass.
+"""How a region runs on a CPU: the anchor by torch, then one generated pass over its result, in place.
 
-The pass is the epilogue vectorised over the result's memory (cpu/kernels/pointwise.h), with torch's number of threads.
-If the epilogue changes the dtype, the result is converted by torch: before the pass to a wider dtype, after it to a
-narrower one, so that nothing is rounded twice.
+A chain is only a pass. The pass is the epilogue vectorised over the result's memory (cpu/kernels/pointwise.h), with
+torch's number of threads. If the epilogue changes the dtype, the result is converted by torch: before the pass to a
+wider dtype, after it to a narrower one, so that nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxfuse.reference import evaluate
 
 @dataclass(frozen=True)
 class _Pass:
-    """The generated loop for a result of one layout."""
+    """The generated pass for a result of one layout."""
 
     launch: build.Launch
     params: bytes
@@ -54,7 +54,7 @@ def _make_pass(problem: Problem, acc: torch.Tensor) -> _Pass:
 def _compiled(
     problem: Problem, expression: Expr, dtype: torch.dtype, operands: OperandPlan
 ) -> tuple[build.Launch, bytes]:
-    """The loop that writes a result of that dtype, and what it takes to know of the layout."""
+    """The compiled pass that writes a result of that dtype, and its params: the sizes, and all strides."""
     launch = build.load(build.Source(codegen.generate(expression, dtype, operands.kinds), None, problem.label))
     layout = operands.layout
     params = struct.pack("5q", *layout.sizes, layout.strides[0][0], layout.strides[0][1])
@@ -74,7 +74,8 @@ def _apply(chosen: _Pass, acc: torch.Tensor, operands: Sequence[torch.Tensor]) -
 def draft(problem: Problem, acc: torch.Tensor) -> Draft:
     """Compiles the pass for `problem`, whose anchor's result is like the meta tensor `acc`.
 
-    Raises UnsupportedError, ToolchainError or BuildError; Separate, since torch pools as fast as a pass of ours would.
+    Raises UnsupportedError, ToolchainError or BuildError. Raises Separate for a problem with pooling, since torch pools
+    as fast as a generated pass would.
     """
     if problem.pool:
         raise Separate("torch pools")

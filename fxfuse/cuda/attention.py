@@ -23,7 +23,7 @@ DOTS_HEADER, MMA_HEADER = "attention_dots.cuh", "attention_mma.cuh"
 ACCESS: Final = 16
 """Bytes of a vector access."""
 MOST_ROWS: Final = 8
-"""Most queries that share keys: a tensor core instruction has so many columns."""
+"""Most queries that share keys: the columns of one tensor core instruction."""
 MOST_CHANNELS: Final = {2: 256, 4: 128}
 """Most channels for which a warp has registers, by the bytes of an element."""
 WARP: Final = 32
@@ -34,10 +34,10 @@ MOST_SPLITS: Final = 64
 FEW_BLOCKS: Final = 8
 """One block for each head is a candidate if there are at least multiprocessors / FEW_BLOCKS heads."""
 FREELY: Final = 0.9
-"""Largest fraction of the multiprocessors that clusters take."""
+"""Largest fraction of the multiprocessors that clusters may take: see `candidates`."""
 MAX_GRID_YZ: Final = 65535
 MOST_KEYS: Final = 2**30
-"""The kernel counts keys in int, up to some tiles beyond the end."""
+"""Most keys: the kernel counts them in int, up to some tiles beyond the end."""
 
 Strides: TypeAlias = tuple[int, int, int]
 """Strides of batch, head and row, in elements."""
@@ -81,7 +81,7 @@ class Problem:
 
 
 def largest_cluster(capability: tuple[int, int]) -> int:
-    """Blocks of the largest cluster on a GPU of this compute capability: data centres' GPUs support larger ones."""
+    """Blocks of the largest cluster on a GPU of this compute capability. GPUs of data centres support larger ones."""
     return 1 if capability < (9, 0) else 16 if capability[0] in (9, 10) else 8
 
 
@@ -102,11 +102,11 @@ def candidates(problem: Problem) -> list[Kernel]:
     rows = next(count for count in (1, 2, 4, 8) if rows <= count)
     warp = _warp(problem, rows)
     heads, tiles = problem.batch * problem.key_heads, -(-problem.keys // warp.keys)
-    room = MOST_SUMS // (rows * problem.width * 4) - 1  # warps; one more place is for the combined result
+    room = MOST_SUMS // (rows * problem.width * 4) - 1  # in warps; -1 leaves a place for the combined result
     whole, half = min(warp.resident, room), min(warp.resident // 2, room)  # warps that (half) fill a multiprocessor
     places = problem.multiprocessors
     of_whole, of_half = min(-(-tiles // whole), places // heads), min(-(-tiles // half), 2 * places // heads)
-    # A cluster lies within one part of the GPU, and the parts differ in size: if clusters all but fill it, some wait.
+    # A cluster lies within one part of the GPU, and parts differ in size. If clusters nearly fill the GPU, some wait.
     most = min(of_half, problem.largest_cluster, places * FREELY / heads)
     of_cluster = [size for size in (16, 8, 4, 2) if size <= most]
     choices = [(whole, size, "kCluster") for size in of_cluster[:1]]
@@ -121,7 +121,7 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class _Warp:
-    """The template of what a warp computes."""
+    """The template for one warp's part of the work, and its sizes."""
 
     type: str
     """Its C++ type."""
@@ -160,12 +160,12 @@ def _kernel(problem: Problem, warp: _Warp, rows: int, warps: int, splits: int, m
 
 
 def _workspace_bytes(problem: Problem, rows: int, splits: int) -> int:
-    """Bytes for each block's sums and, for each of its rows, the greatest score and the sum of weights."""
+    """Bytes of workspace: each block's sums, and the greatest score and the sum of weights of each of its rows."""
     return shared_sums_bytes(problem.batch * problem.key_heads, rows * (problem.width + 2), splits)
 
 
 def _params(problem: Problem, splits: int) -> bytes:
-    """AttentionProblem in attention.cuh."""
+    """The struct AttentionProblem of attention.cuh, packed."""
     return struct.pack(
         "<22qd",
         problem.batch,

@@ -124,8 +124,9 @@ _FUNCTIONS: Final = {
 def functions(expression: Expr, output: torch.dtype, tf32: bool) -> str:
     """The namespace of math.cuh whose functions are exact enough for a result of dtype `output`.
 
-    For a result in 16 bits their errors are negligible beside torch's, which rounds every function's value to 16 bits.
-    If the expression casts, torch computes a part of it in another dtype, and float32's functions are used.
+    For a 16-bit result, the errors of math_half and math_bfloat16 are negligible beside torch's: torch rounds every
+    function's value to 16 bits. If the expression casts, torch computes a part of it in another dtype, so float32's
+    functions are used.
     """
     calls = (node.op for node in postorder(expression) if isinstance(node, Call))
     if output == torch.float32 or any(op in ("float32", "float16", "bfloat16") for op in calls):
@@ -144,16 +145,16 @@ def generate(
 ) -> str:
     """The complete source of `kernel` with the epilogue `expression`.
 
-    The kernel's arguments are its Problem struct followed by three int64 strides for each operand, and the addresses of
-    its tensors followed by the operands'.
+    A launch takes, as params, the kernel's Problem struct and then three int64 strides for each operand; as pointers,
+    the addresses of the kernel's tensors and then those of the operands.
 
     Args:
         output: the dtype of the result.
-        operands: how operand i of the expression is read. One more operand in the expression is the second product of a
-            kernel with two weights (kWeights in tile_after_tile.cuh).
+        operands: how operand i of the expression is read. If the expression has one operand more, that is the second
+            product of a kernel with two weights (kWeights in tile_after_tile.cuh).
         uses_batch: whether operands differ between the batches. If not, a GEMM numbers rows through all batches.
         columns: a power of two that divides the result's number of columns and its batch and row strides
-            (OperandPlan.columns). An aligned run of that many columns is whole.
+            (OperandPlan.columns). An aligned run of that many columns lies within a row.
         tf32: whether the anchor rounds to TF32, so that faster functions are exact enough.
     """
     members = "\n".join(f"    {operand_type(kind, CPP_TYPES, True)} operand{i};" for i, kind in enumerate(operands))

@@ -182,7 +182,7 @@ _SMALL_WARP_TILES: Final = (
     _Tile(64, 64, (2, 2), 3, 1.35),
     _Tile(32, 64, (1, 4), 3, 2.5),
 )
-"""For what takes even more registers: the fragments of 3xTF32, and 16-bit elements fetched one by one."""
+"""For cases that take even more registers: the fragments of 3xTF32, and 16-bit elements fetched one by one."""
 
 _GATHER_TILES: Final = (
     _Tile(128, 64, (4, 2), 3, 1.0),
@@ -200,7 +200,7 @@ _POINTWISE_TILES: Final = (
 """For 1x1 filters on NCHW, but not in 3xTF32. With short sums many blocks are best: while one stores, others load."""
 
 _SCATTERED: Final = 2.4
-"""How much longer _POINTWISE_TILES take with accesses to x of less than 16 bytes, so that split-K pays sooner."""
+"""How much longer a 1x1 convolution's tiles take if accesses to x have less than 16 bytes. Split-K then pays sooner."""
 
 
 def _blocks(problem: Conv2dProblem, tile: _Tile) -> int:
@@ -224,7 +224,7 @@ _MEETING: Final = 2.7  # microseconds for thread blocks to write their parts of 
 
 
 def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
-    """The cost of a tile: the number of waves times a block's time, and that of split-K."""
+    """The cost of a tile: the number of waves times a block's time, plus the cost of split-K."""
     together = ceil(_blocks(problem, tile) * splits / MULTIPROCESSORS)
     tiles_k = _tiles_k(problem)
     outputs = tile.filters * tile.pixels
@@ -235,7 +235,7 @@ def _tile_cost(problem: Conv2dProblem, tile: _Tile, splits: int = 1) -> float:
 
 
 def _split_counts(problem: Conv2dProblem, tile: _Tile) -> list[int]:
-    """The numbers of thread blocks per tile worth a candidate: 1, and the fastest split if it pays."""
+    """How many thread blocks per tile are worth a candidate: 1, and the fastest split if it pays."""
     blocks, outputs = _blocks(problem, tile), tile.filters * tile.pixels
     costs = {
         splits: _tile_cost(problem, tile, splits)

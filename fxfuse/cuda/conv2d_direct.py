@@ -114,7 +114,7 @@ _SPEED: Final = 2.0
 """How much faster the direct kernel's best tile is than the implicit GEMM's, where both fit."""
 
 _CUT_COLS: Final = 45
-"""Columns of a tile with which storing pieces of rows would cost as much as everything else."""
+"""Columns of a tile at which storing pieces of rows costs as much as everything else."""
 
 _MAX_GRID_YZ: Final = 65535  # CUDA's limit, for the kernel that packs filters
 
@@ -134,7 +134,7 @@ def _cost(problem: Conv2dProblem, tile: Tile) -> float:
     blocks = waves * together + min(together, ceil(rest / MULTIPROCESSORS))
     # Rows cut into pieces are stored as many short runs: 1.5 times as slow for 64 columns, 1.1 for 128 (H200).
     cut = 1 + (_CUT_COLS / cols) ** 2 if cols < problem.out_size[1] else 1.0
-    slower = slowdown(min(blocks, together)) / slowdown(together)  # than with as many blocks as fit
+    slower = slowdown(min(blocks, together)) / slowdown(together)  # relative to as many blocks as fit
     return blocks * products * tile.cost * cut * slower / _SPEED
 
 

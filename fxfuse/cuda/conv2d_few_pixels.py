@@ -39,7 +39,7 @@ _MOST_BLOCKS: Final = 4
 
 # Microseconds on a multiprocessor of an H200, fitted to 20 measured times: most are within a quarter of them.
 _START: Final = 1.0  # more than the implicit GEMM, for warps to add up their sums
-_PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # for 32 lanes to read an element of a pixel, and to multiply it
+_PER_READ, _PER_READ_AND_FILTER = 1.0e-3, 0.08e-3  # of 32 lanes: read an element of a pixel; per filter, multiply it
 _PER_KILOBYTE: Final = 0.02  # copied from L2
 
 
@@ -52,9 +52,9 @@ class _Tiling:
     whole_planes: bool
     """Whether planes are copied whole: see `_whole_planes`."""
     run: int
-    """Elements of a copy, with one tap: of a plane, or of a group's planes."""
+    """Elements of one copy, for 1x1 filters: of a plane, or of all planes of a group."""
     group: int
-    """Elements from one group of channels to the next in shared memory: adjacent lanes read them, 8 banks apart."""
+    """Elements from one group of channels to the next in shared memory: 8 banks apart, as adjacent lanes read them."""
     plane: int
     """Conv2dFewPixelsConfig::kPlane."""
 
@@ -69,7 +69,7 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     (rows, cols), channels = problem.kernel, problem.channels
     taps, group = rows * cols, _group(problem)
     chunks = ceil(channels / (_GROUPS * group))
-    # Bytes through which lanes exchange the weights of eight filters, with several taps.
+    # With several taps: bytes of shared memory through which a warp's lanes exchange the weights of eight filters.
     exchange = 8 * _GROUPS * group * taps * problem.element_bytes if taps > 1 else 0
     found = []
     room = min(_MOST_SHARED, problem.most_shared)
@@ -115,7 +115,7 @@ def _fits(problem: Conv2dProblem) -> bool:
     if access(size, problem.weight_alignment, *(step * size for step in of_filters)) < _PIECE_BYTES:
         return False
     if taps > 1:
-        return size == 4  # copied one by one
+        return size == 4  # elements are copied one by one
     whole = _whole_planes(problem)
     if (
         problem.padding != (0, 0)
@@ -153,7 +153,7 @@ def _tiling(problem: Conv2dProblem, pixels: int) -> _Tiling | None:
     if _whole_planes(problem):
         run = elements = channels * height * width
     else:
-        # From the first pixel of x, rounded down to a whole piece, to the last.
+        # From the tile's first pixel of x, rounded down to a whole piece, to its last.
         piece = _PIECE_BYTES // size
         at_end = max(0, problem.stride[0] * width - problem.stride[1] * out_width)
         reach = (tile_pixels - 1) * problem.stride[1] + ends * at_end + piece

@@ -22,7 +22,7 @@ class Conv2dProblem:
     """out[n, k, oy, ox] = sum of x[n, c, oy * stride - padding + r * dilation, ...] * weight[k, c, r, s].
 
     x is (images, channels, height, width), the weight (out_channels, channels / groups, *kernel), both with any strides
-    (in elements). The output is contiguous in `out_layout`. `padding` is the padding above and to the left of x; that
+    (in elements). The output is contiguous in `out_layout`. `padding` is above and to the left of x; the padding
     below and to the right follows from `out_size`. Alignments are those of the first element's address, in bytes.
     """
 
@@ -43,15 +43,15 @@ class Conv2dProblem:
     x_alignment: int = 16
     weight_alignment: int = 16
     multiprocessors: int = 108
-    """Multiprocessors of the device. The default, like the next one, is the A100's."""
+    """Multiprocessors of the device. This default and the next one are the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
     shared_memory_per_block: int | None = None
-    """Bytes that a thread block may have. None: a multiprocessor's, less what CUDA takes for each thread block."""
+    """Bytes that a thread block may have. None: a multiprocessor's bytes, less those that CUDA takes for each block."""
     hopper: bool = False
     """Whether the device is a Hopper GPU (sm_90), and so has wgmma."""
     eager_error: Errors | None = None
-    """The error of torch's own convolution, which limits that of 3xTF32; None if it was not measured."""
+    """The error of torch's own convolution, which limits the error of 3xTF32; None if it was not measured."""
 
     @property
     def most_shared(self) -> int:
@@ -113,7 +113,7 @@ def extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def access(element_bytes: int, *multiples: int) -> int:
-    """Bytes of a vector access: the largest of 16, 8, 4 and 2 that divides all `multiples`; at least an element's."""
+    """Bytes of a vector access: the largest of 16, 8, 4 and 2 that divides all `multiples`; at least one element."""
     return next(size for size in (16, 8, 4, 2) if size == element_bytes or all(m % size == 0 for m in multiples))
 
 
@@ -127,7 +127,7 @@ def varying(strides: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[int]:
 
 
 def access_of_x(problem: Conv2dProblem, layout: Layout, run: int) -> int:
-    """Bytes of a vector access to x: contiguous and aligned wherever a block fetches them.
+    """Bytes of a vector access to x that is contiguous and aligned wherever a block fetches x.
 
     Args:
         layout: in "nhwc" an access covers channels, in "nchw" pixels of a plane.
@@ -152,7 +152,7 @@ def access_of_x(problem: Conv2dProblem, layout: Layout, run: int) -> int:
 # multiprocessor of a full device.
 
 MULTIPROCESSORS: Final = 108
-"""The A100's. An H200 has 132: close enough for an order."""
+"""The A100's. An H200 has 132: close enough to order candidates."""
 
 PRODUCTS: Final = 0.84e6
 """Multiply-adds of an H200, per multiprocessor and microsecond: see gemm.py."""
@@ -161,6 +161,6 @@ PRODUCTS: Final = 0.84e6
 def slowdown(together: int) -> float:
     """How much longer products take with `together` blocks on a multiprocessor than with three: few wait for memory.
 
-    Each block more closes 41 % of the gap, as in gemm.py.
+    Each further block closes 41 % of the gap, as in Tile.speed of gemm_problem.py.
     """
     return (1 - 0.6 * 0.59**2) / (1 - 0.6 * 0.59 ** (min(together, 3) - 1))

@@ -17,8 +17,8 @@ class Tile:
     """The tile of a thread block: Conv2dWgmmaConfig in conv2d_wgmma.cuh.
 
     `groups` is the number of warpgroups along filters and along pixels. Each computes 64 filters of two segments of
-    pixels. Two blocks of one warpgroup share a multiprocessor; a block of two warpgroups has one for itself. `cost` is
-    the time per output on a full device, relative to the best tile, as measured on an H200.
+    pixels. Two blocks of one warpgroup share a multiprocessor; a block of two warpgroups has its own. `cost` is the
+    time per output on a full device, relative to the best tile, as measured on an H200.
     """
 
     groups: tuple[int, int]
@@ -59,7 +59,7 @@ _MOST_STAGES: Final = 8
 _PER_PRODUCT: Final = 0.27
 """Time per multiply-add, in units of the implicit GEMM's."""
 _START: Final = 8.0
-"""Microseconds more than the implicit GEMM's before the first and after the last product, with packing the filters."""
+"""Microseconds before the first and after the last product, packing filters included, beyond the implicit GEMM's."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _patch(problem: Conv2dProblem, tile: Tile) -> _Patch | None:
     rows, pitch = tile_rows + over_rows, min(width, tile_cols) + over_cols
     positions = problem.stride[0] * problem.stride[1] * rows * pitch
     steps = min(_steps(problem), max(1, 8 // taps))
-    # In 3xTF32 a stage has all channels (see `kernels`): one is enough, and is filled while results are stored.
+    # In 3xTF32 a stage has all channels (see `kernels`). One is enough: it is filled while results are stored.
     fewest = 1 if _parts(problem) > 1 else 2
     groups = tile.groups[0] * tile.groups[1]
     # A warpgroup stores results through shared memory: both its segments if storing takes longer than the products.
@@ -144,7 +144,7 @@ def _cost(problem: Conv2dProblem, tile: Tile, patch: _Patch) -> float:
 def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
     """(cost, kernel) for each tile that fits the problem. With a single tap other kernels are faster.
 
-    In 3xTF32 only for filters that are plain (`_is_plain`) and channels that are one step: see multiply_split in
+    In 3xTF32 there are kernels only for plain filters (`_is_plain`) and channels of one step: see multiply_split in
     conv2d_wgmma.cuh.
     """
     taps, split = problem.kernel[0] * problem.kernel[1], _parts(problem) > 1
@@ -160,8 +160,8 @@ def kernels(problem: Conv2dProblem) -> list[tuple[float, Kernel]]:
         patch = _patch(problem, tile)
         if patch is None or patch.tiles > MAX_TILES:
             continue
-        # Positions that a thread fetches at once: 4, for which it has registers; 3 if that takes as many turns, or if
-        # it splits them.
+        # Positions that a thread fetches at once: 4, for which it has registers; 3 if these take no more turns, or if
+        # the thread splits numbers (3xTF32).
         together = 3 if split or patch.positions <= 384 or 512 < patch.positions <= 768 else 4
         numbers = (*tile.groups, 3 if _is_plain(problem) else 0, together * problem.element_bytes // 4, patch.staged)
         cpp = (

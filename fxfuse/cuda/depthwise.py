@@ -9,7 +9,7 @@ from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import ELEMENT, MMA
 
 _TILED: Final = frozenset({(3, 1), (3, 2), (5, 1), (5, 2), (7, 1), (7, 2)})
-"""(kernel, stride) for which the tiled kernels, all but depthwise.cuh, are made: those of the common networks."""
+"""(kernel, stride) pairs of the tiled kernels, which are all but depthwise.cuh: those of the common networks."""
 
 _ENOUGH: Final = {3: 80_000, 5: 15_500, 7: 0}
 """Outputs per multiprocessor from which on depthwise_mma.cuh is faster on an H200, by the filter's side."""
@@ -44,7 +44,7 @@ def kernels(problem: Conv2dProblem) -> list[Kernel]:
 
 
 def _by_tensor_cores(problem: Conv2dProblem) -> bool:
-    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh with a short epilogue: only without a stride."""
+    """Whether depthwise_mma.cuh is faster than depthwise_nhwc.cuh with a short epilogue: only with stride 1."""
     if problem.out_layout != "nhwc" or problem.element_bytes != 2 or problem.stride != (1, 1):
         return False
     return problem.pixels * problem.out_channels >= _ENOUGH[problem.kernel[0]] * problem.multiprocessors

@@ -22,8 +22,8 @@ _WARPS: Final = 8
 _BLOCKS: Final = 2
 """Thread blocks that a multiprocessor holds (kBlocks)."""
 _SHARES: Final = {(3, 1): (4, 3), (3, 2): (2, 3), (5, 1): (2, 5), (5, 2): (1, 5), (7, 1): (1, 4), (7, 2): (1, 4)}
-"""By kernel and stride: the rows of dy that a thread reads at a time, and the rows of the filter whose sums it has. Its
-sums, and the window of x that it multiplies, are in registers."""
+"""By kernel and stride: how many rows of dy a thread reads at a time, and for how many rows of the filter it has sums.
+These sums, and the window of x that the thread multiplies, are in registers."""
 _MOST_SPLITS: Final = 2**15
 _MAX_GRID_Y: Final = 65535
 
@@ -52,7 +52,7 @@ class Problem:
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernel that can run `problem`, in a list; empty if the filter is not a small square.
+    """The kernel that can run `problem`, in a list; empty if there is none. The filter has to be a small square.
 
     Its tensors are dy, x, the output (channels, 1, kernel, kernel), contiguous, and a workspace.
     """
@@ -81,7 +81,7 @@ def candidates(problem: Problem) -> list[Kernel]:
 
 
 def _params(problem: Problem, splits: int) -> bytes:
-    """DepthwiseGradientProblem in depthwise_gradient.cuh."""
+    """The struct DepthwiseGradientProblem of depthwise_gradient.cuh, packed."""
     strides = (*_along(problem.x_strides), *_along(problem.dy_strides))
     sizes = (problem.images, problem.channels, *problem.size, *problem.out_size, *problem.padding)
     return struct.pack("<15q", *sizes, *strides, splits)

@@ -5,7 +5,7 @@ Errors are measured on a part of a result (`Part`).
 - Eager's error decides the precision. A library need not use TF32 where torch's switches allow it: cuDNN computes many
   convolutions of few channels in float32. `precision_of` takes TF32 only for problems whose result by the library has
   TF32's error. That error is measured once and stored on disk. It also decides which kernels in 3xTF32 are candidates:
-  those that should have no larger one (gemm_accuracy.py).
+  those that are expected to have no larger error (gemm_accuracy.py).
 - `errors` compares kernels with eager. tune.py leaves out kernels that are less exact.
 
 The error of a kernel is a root mean square over the elements of a result, each in units of its sum of |x| |w|. This is
@@ -59,7 +59,7 @@ MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
 """Most rows and columns of a matrix product, and most filters of one image, that are computed in float64."""
 ALLOWED: Final = {"normal": 1.25, "uniform": 1.25, "wide": 2.0}
 """A kernel's largest allowed error as a multiple of eager's, by the data of x and the weight. "wide" is
-normal * exp(4 * normal), where a sum is one or two products, so that the last rounding of each counts."""
+normal * exp(4 * normal). There one or two products dominate a sum, so the last rounding of each counts."""
 ULP: Final = 2.0**-23
 """Added to the allowed error: the epilogue rounds, too."""
 
@@ -82,7 +82,7 @@ def file_of(key: str) -> Path:
 
 
 def recall(key: str, read: Callable[[Any], _T]) -> _T | None:
-    """The stored measurement `key`, converted by `read`; None if no cache that may be read, and no package, has it."""
+    """The stored measurement `key`, converted by `read`; None if neither a readable cache nor a package has it."""
     for folder in cache.folders():
         try:
             return read(cache.read_document(folder, "choices", f"{key}.json", key=key))
@@ -127,8 +127,8 @@ def eager_uses_tf32(problem: Problem) -> bool:
 def eager_error(problem: Problem) -> Errors | None:
     """The relative errors of the problem's float32 anchor by torch's library; None if they are unknown.
 
-    They are unknown if they are not stored and cannot be measured now, or there is too little memory. In calls of a
-    package whose kernels were chosen without measuring they count as unknown.
+    They are unknown if they are not stored and cannot be measured now, or if there is too little memory. They also
+    count as unknown in calls of a package whose kernels were chosen without measuring.
     """
     return None if gpu.standing_in() is not None or packaged.is_unmeasured() else _errors_of_eager(problem)
 
@@ -268,7 +268,7 @@ class Part:
         for size in reversed(problem.x.shape[:-1]):
             rows.insert(0, _spread(size, room))
             room = max(1, room // min(size, room))
-        # the weight's dimension for which the result has columns
+        # the weight's dimension that becomes the result's columns
         self._filters = 0 if problem.kind in BY_ROWS else len(weight.shape) - 1
         self._of_dims = [*rows, _spread(weight.shape[self._filters], MOST_COLUMNS)]
 

@@ -37,15 +37,15 @@ BAND = 8  # kBand in gemm.cuh: tiles along a grid's x
 MAX_SPLITS = 32  # most thread blocks that share a tile; the last one to arrive adds up the sums of all
 LEAST_SHARE = 4  # least tiles of K in a share: fewer do not fill the pipeline
 MAX_WORKSPACE = 256 << 20  # bytes
-SHARING_PAYS = 0.95  # split-K must take less than this fraction of the time without: its workspace is allocated, too
+SHARING_PAYS = 0.95  # split-K must take less than this fraction of the time without it: it also allocates a workspace
 MOST_SHARED_BY_WGMMA = 128 * 96  # elements of a tile: larger tiles spill when they add up shares
 COUNTER_BYTES, WORKSPACE_ALIGNMENT = 8, 256  # of SplitWorkspace in split_k.cuh
 MOST_HELD = 4  # most tiles of K that each get a stage of their own: with more there would be more kernels to compile
 LEAST_GATED_ROWS = 16  # for fewer rows two kernels are faster: a tile multiplies 64 rows, however many exist
 MOST_GEMV_ROWS = 4  # most rows of x for which multiplying takes less time than reading the weight
 FEW_ROWS = (8, 16)  # rows of x for which tensor cores multiply while the weight is read (kRows in few_rows.cuh)
-MOST_TOGETHER = 4  # most such products in one launch: GemvTogether in gemv.cuh
-MMA_COLUMNS = 16  # columns of a tile there; two for 16 rows read x once, but few of them leave multiprocessors idle
+MOST_TOGETHER = 4  # most products of few rows in one launch: GemvTogether in gemv.cuh
+MMA_COLUMNS = 16  # columns of a tile in few_rows.cuh; for 16 rows two tiles read x once, if enough blocks remain
 NEARLY = 0.9  # fraction of the multiprocessors that counts as nearly all
 MOST_TAPS = 15  # along a side of a filter: kSideBits in windows.cuh
 
@@ -209,9 +209,9 @@ def _timed_fp16x3(problem: Problem) -> list[tuple[float, Kernel]]:
 
 
 def _split_counts(tile: Tile, problem: Problem) -> list[int]:
-    """The numbers of thread blocks per tile worth a candidate: 1, and the fastest split if it pays.
+    """How many thread blocks per tile are worth a candidate: 1, and the fastest split if it pays.
 
-    Numbers with which the sums are not accurate enough are left out.
+    Numbers that do not give accurate enough sums are left out.
     """
     counts = [1] if is_accurate(tile, problem, 1) else []
     most = estimated_time(tile, problem, 1) * SHARING_PAYS if counts else math.inf
@@ -226,7 +226,7 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 
 
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
-    """Numbers above 1 of thread blocks that can share a tile of this problem: `share_counts` that fit."""
+    """How many thread blocks (above 1) can share a tile of this problem: `share_counts` whose workspace fits."""
     too_large = tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA
     if too_large or problem.batches > 1 or not _shared_tiles(tile, problem):
         return []
@@ -235,16 +235,17 @@ def possible_splits(tile: Tile, problem: Problem) -> list[int]:
 
 
 def share_counts(tiles_k: int) -> list[int]:
-    """Numbers above 1 of thread blocks that can share `tiles_k` tiles of K so that each has work."""
+    """How many thread blocks (above 1) can share `tiles_k` tiles of K so that each has work."""
     most = min(MAX_SPLITS, tiles_k // LEAST_SHARE)
-    # Shares are equal and of whole tiles. 10 tiles in 4 shares are 3, 3, 3 and 1; in 6 they would be 5 shares of 2.
+    # Shares are whole tiles, equally many in all but the last: 10 tiles in 4 shares are 3, 3, 3 and 1. In 6 shares they
+    # would be 5 shares of 2.
     return sorted({-(-tiles_k // -(-tiles_k // splits)) for splits in range(2, most + 1)})
 
 
 def _shared_tiles(tile: Tile, problem: Problem) -> int:
     """How many tiles are shared with split-K: those of an incomplete last wave.
 
-    All of them, if whole sums are not accurate enough.
+    All tiles are shared if whole sums are not accurate enough.
     """
     blocks, wave = _blocks(tile, problem), _resident(tile, problem) * problem.multiprocessors
     return blocks % wave if blocks < wave or is_accurate(tile, problem, 1) else blocks
@@ -282,9 +283,10 @@ def _resident(tile: Tile, problem: Problem) -> int:
 
 # Rates of an H200, per multiprocessor and microsecond. An A100 has about half of each, so the order of candidates is
 # the same. They are fitted to times of all splits of all tiles for 73 problems in tf32x3 and bf16
-# (benchmarks/gemm_model.py): the model's first choice is within 10 % of the best on 146 of 147. Fitted to half of the
-# problems, it is so on 97 % of the others. The speeds of WGMMA_TILES were fitted separately, to 36 problems of
-# networks: the best is among the first three on 35. Those of WGMMA_TF32X3_TILES are what large problems reach.
+# (benchmarks/gemm_model.py): the model's first choice is within 10 % of the best on 146 of 147. If only half of the
+# problems are fitted, the same holds for 97 % of the others. The speeds of WGMMA_TILES were fitted separately, to 36
+# problems of networks: the best is among the first three on 35. Those of WGMMA_TF32X3_TILES are what large problems
+# reach.
 _PRODUCTS: Final[dict[Precision, float]] = {  # of a good tile
     "tf32x3": 84e6 / 264, "fp16x3": 163e6 / 264, "tf32": 222e6 / 264, "fp16": 485e6 / 264, "bf16": 485e6 / 264
 }  # fmt: skip
@@ -292,7 +294,7 @@ _SPLITTING_BYTES = 31.0e3  # read and written by the splitting pass of fp16x3
 _DEVICE_BYTES = 33.0e3  # read from or written to device memory
 _L2_BYTES = 86e3  # read from L2
 _PART_BYTES = 37e3  # other thread blocks' sums, read by the last one of a tile
-_STORED = 7e3  # elements of out that are stored, counting what tiles have beyond N
+_STORED = 7e3  # elements of out that are stored, counting those that tiles have beyond N
 # Microseconds.
 _LAUNCH = 3.4  # to launch a kernel
 _WAVE = 1.7  # to fill and drain the pipelines of a wave
@@ -396,7 +398,7 @@ def _fits(tile: Tile, problem: Problem) -> bool:
 
 
 def _fp16x3_kernel(tile: Tile, chain: int, problem: Problem) -> Kernel:
-    """The kernel that splits x and the weight into halves in its workspace and multiplies these."""
+    """The kernel that splits x and the weight into halves in its workspace and multiplies the halves."""
     block_k = max(FP16X3_TILE_K, FP16X3_STEP_K * chain)
     padded_k = -(-problem.k // block_k) * block_k
     rows = -(-problem.m // tile.m) * tile.m + -(-problem.n // tile.n) * tile.n
@@ -459,8 +461,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
-    """Gemm::Problem in gemm.cuh. Its last fields are those of MatrixRows, MatrixColumns or, in windows.cuh,
-    WindowRows::Host."""
+    """The struct Gemm::Problem of gemm.cuh, packed. Its last fields are those of MatrixRows, MatrixColumns or, in
+    windows.cuh, WindowRows::Host."""
     rows: tuple[int, ...] = (problem.x_stride,)
     if problem.batches > 1:
         rows = problem.x_stride, problem.batches, problem.x_step, problem.weight_step

@@ -1,6 +1,6 @@
 """How kernels multiply and add up so that they are as accurate as torch's. Measured errors decide this.
 
-It concerns only 3xTF32 and scaled halves (fp16x3). TF32 and 16-bit products are added up in float32, whatever the tile.
+Only 3xTF32 and scaled halves (fp16x3) are concerned. TF32 and 16-bit products are added up in float32 by every tile.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Way:
     block: int
     """Length of a block in tiles of K; 0 for the square root of the number of tiles (see `summation`)."""
     errors: Mapping[int, Errors]
-    """By K, in units of 1e-8, for normal and uniform data: measured on an H200. They depend neither on M and N nor on
-    the GPU, but only on the order of roundings and on where tensor cores truncate."""
+    """Errors by K, in units of 1e-8, for normal and uniform data: measured on an H200. They depend neither on M and N
+    nor on the GPU, but only on the order of roundings and on where tensor cores truncate."""
     columns: int = 128
-    """Columns of the widest tile that leaves registers for it."""
+    """Columns of the widest tile that leaves registers for this way."""
 
 
 # Fastest first. Tensor cores truncate once in a block of tiles of K (kPromoted) or in every step of 8 k (kStepwise).
@@ -74,7 +74,7 @@ MARGIN: Final = 1.1
 measured (exactness.py), and may be larger."""
 
 # Eager's errors by K where they are not measured. _UNDIVIDED: of sums that cuBLAS does not divide among thread blocks.
-# _DIVIDED: the least of those that it does, as seen for results of 1 to 576 tiles of 128x128 on 132 multiprocessors.
+# _DIVIDED: the least of sums that it divides, as seen for results of 1 to 576 tiles of 128x128 on 132 multiprocessors.
 _UNDIVIDED: Final[Mapping[int, Errors]] = {
     16: (7, 5), 128: (20, 16), 256: (29, 22), 512: (41, 31), 1024: (57, 43), 4096: (114, 84), 16384: (229, 168),
 }  # fmt: skip
@@ -127,7 +127,7 @@ def error_of(way: Way, k: float) -> Errors:
 
 
 def _at(errors: Mapping[int, Errors], k: float) -> Errors:
-    """Errors at `k`, interpolated between those measured; outside of these, the nearest one's."""
+    """Errors at `k`, interpolated between measured ones; outside their range, the nearest one's."""
     first, *_, last = errors
     k = min(max(k, first), last)
     above = next(known for known in errors if known >= k)

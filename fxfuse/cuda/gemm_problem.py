@@ -20,7 +20,7 @@ STAGED_BY_WARPS = 8 * 16 * 64 * 4  # bytes behind the stages for the warps' stor
 
 @dataclass(frozen=True)
 class Windows:
-    """A convolution's windows as the rows of x. Row m is what output pixel m sees, channels fastest.
+    """A convolution's windows as the rows of x. Row m holds the elements that output pixel m sees, channels fastest.
 
     Sides are (height, width), strides are in elements, channels are contiguous.
     """
@@ -37,7 +37,7 @@ class Windows:
     """Strides of images, rows and columns."""
 
     def reach(self, pixels: int) -> int:
-        """Upper bound of the distance in elements between the first channels of two windows, of `pixels` in a row."""
+        """Upper bound of the distance in elements between first channels of any two of `pixels` consecutive windows."""
         images = 1 + -(-pixels // (self.out_size[0] * self.out_size[1]))
         image, row, col = self.x_strides
         return (images - 1) * image + self.size[0] * row + self.size[1] * col
@@ -64,14 +64,14 @@ class Problem:
     rows_per_batch: int = 0
     """Row m of out is row m % rows_per_batch of batch m // rows_per_batch; 0 means one batch."""
     windows: Windows | None = None
-    """Set if the kernel gathers x. Then the channels of every pixel are aligned to `x_alignment`, their number is a
-    multiple of it (in bytes), and `x_stride` means nothing."""
+    """Set if the kernel gathers x. Then every pixel's channels are aligned to `x_alignment`, their size in bytes is a
+    multiple of it, and `x_stride` means nothing."""
     multiprocessors: int = 108
-    """Multiprocessors of the device. The default, like the next one, is the A100's."""
+    """Multiprocessors of the device. This default and the next one are the A100's."""
     shared_memory: int = 164 * 1024
     """Bytes per multiprocessor."""
     shared_memory_per_block: int | None = None
-    """Bytes that a thread block may have. None: a multiprocessor's, less what CUDA takes for each thread block."""
+    """Bytes that a thread block may have. None: a multiprocessor's bytes, less those that CUDA takes for each block."""
     hopper: bool = False
     """Whether the device is a Hopper GPU (sm_90), and so has wgmma."""
     weights: int = 1
@@ -84,7 +84,7 @@ class Problem:
     x_step: int = 0
     weight_step: int = 0
     eager_error: Errors | None = None
-    """The error of torch's own product, which limits that of 3xTF32; None if it was not measured."""
+    """The error of torch's own product, which limits the error of 3xTF32; None if it was not measured."""
 
     @property
     def most_shared(self) -> int:
@@ -147,7 +147,7 @@ class Tile:
     def goes_on(self) -> bool:
         """Whether the kernel is WgmmaGemm, whose persistent thread blocks compute one tile after another.
 
-        Where two thread blocks share a multiprocessor, a tile each hides the stores as well, with fewer registers.
+        Two thread blocks that share a multiprocessor hide stores as well with one tile each, in fewer registers.
         (WgmmaTf32x3Gemm, for `splits_weight`, is persistent in any case.)
         """
         return self.wgmma and self.resident != 2 and not self.splits_weight

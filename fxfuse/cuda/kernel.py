@@ -23,11 +23,11 @@ class Kernel:
     workspace: int = 0
     """Bytes of scratch memory that a launch needs besides the output; 0 for none. Its address (aligned to 256 bytes,
     contents undefined) stands between those of the kernel's tensors and those of the operands. The type's kTensors
-    counts it."""
+    includes the workspace."""
     shared: int = 0
     """Bytes of dynamic shared memory of a thread block; 0 where the launch chooses a number that fits."""
     together: int = 1
-    """Most problems that one launch may run; they differ only in sizes and addresses. If it is more than 1, `params`
+    """Most problems that one launch may run; they differ only in sizes and addresses. If this is more than 1, `params`
     begins with the number of problems (int64). Params and addresses of further problems follow those of the first."""
     estimate: float | None = None
     """Microseconds by the family's model of time; None where the family only orders its kernels."""

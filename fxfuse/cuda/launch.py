@@ -28,13 +28,13 @@ allocate: Final[Callable[..., torch.Tensor]] = getattr(
 )
 """allocate(shape, strides, dtype): a tensor on the current GPU, without contents.
 
-It is the function that torch.compile's code calls, if torch has it: it takes a microsecond less than `empty`, because
-it does not go through the dispatcher. Programs call it directly, as their calls are not recorded.
+This is the function that torch.compile's code calls, if torch has it. It does not go through the dispatcher, and so
+takes a microsecond less than `empty`. Programs call it directly, as their calls are not recorded.
 """
 
 
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without contents on the current GPU, or on the described GPU that stands in for it. It is recorded."""
+    """A tensor without contents on the current GPU, or on the described GPU in its place. The call is recorded."""
     tensor = (allocate if gpu.standing_in() is None else _plain_empty_strided)(shape, strides, dtype)
     return events.note_memory(tensor) if events.recording else tensor
 

@@ -47,8 +47,10 @@ class Problem:
 
 
 def candidates(problem: Problem) -> list[Kernel]:
-    """The kernel that can run `problem`, in a list; empty if its rows are too long or too many. Its tensors are x and
-    the output."""
+    """The kernel that can run `problem`, in a list; empty if its rows are too long or too many.
+
+    The kernel's tensors are x and the output.
+    """
     size, vector = problem.element.itemsize, _vector(problem)
     lanes = _lanes(problem.columns, vector, size)
     most = WHOLE_VECTORS if vector * size == ACCESS else ELEMENTS
@@ -73,7 +75,7 @@ def _vector(problem: Problem) -> int:
 
 
 def _lanes(columns: int, vector: int, size: int) -> int:
-    """Threads that share a row: the fewest that can hold it and that read TOGETHER bytes at a time, if it has them."""
+    """Threads that share a row: the fewest that can hold it and read TOGETHER bytes at a time, if it is that long."""
     least = min(TOGETHER // (vector * size), columns // vector)
     lanes = 1
     while lanes < WARP and (lanes < least or _held(columns, vector, lanes) * size > HELD):

@@ -1,6 +1,6 @@
-"""CUDA source for a kernel of loops (program/loops.py). The source depends only on their form; sizes are arguments.
+"""CUDA source for a kernel of loops (program/loops.py). It depends only on the loops' form; sizes are arguments.
 
-Each thread computes runs: elements that are contiguous in the result. What a run reads is of one of four kinds, which
+Each thread computes runs: elements that are contiguous in the result. The reads of a run are of four kinds, which
 `Text._computed` distinguishes:
 
 - contiguous elements, read by one vector access;
@@ -241,11 +241,11 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
 
 
 def _across(sizes: Sequence[int], leaves: Sequence[Leaf], nbytes: int) -> tuple[int, int] | None:
-    """The order of threads where something that is read is contiguous along another dimension than the last, as in a
-    transposition: (that dimension, a number of runs).
+    """The order of threads where a read is contiguous along another dimension than the last, as in a transposition.
 
-    Consecutive threads then go over that number of runs of the last dimension, and after that along the other
-    dimension. So they read and write whole sectors. None if threads go over the last dimension, as memory does.
+    Returns (that dimension, a number of runs). Consecutive threads go over this number of runs of the last dimension,
+    and then along the other dimension. So they read and write whole sectors. Returns None if threads go over the last
+    dimension, in the order of memory.
 
     Args:
         sizes: the result's, in runs.
@@ -283,8 +283,10 @@ def _access_into(loops: Loops, into: Index, width: int) -> int:
 
 
 def _put(into: Index, access: int, width: int, out: str, inside: str, text: Text) -> list[str]:
-    """The statements that store a run at `into`. With `access` 0 the loop over the run stores its elements one by one,
-    and nothing is left to do after it."""
+    """The statements that store a run at `into`, after the loop over the run.
+
+    With `access` 0 there are none: statements inside the loop store the elements one by one.
+    """
     if not access:
         place = text.place_of_one(into)
         text.within.append(f"{inside}{out}[{place}] = result.element[lane];")
@@ -321,8 +323,10 @@ def _access(output: Value, width: int) -> int:
 
 
 def _rows(loops: Loops, text: Text) -> tuple[str, int]:
-    """The body of a kernel with reductions, in which some threads share a row or a few adjacent rows; and the number of
-    rows (of groups of adjacent rows)."""
+    """The body of a kernel with reductions, and the number of its rows, or of its groups of adjacent rows.
+
+    Some threads share a row or a few adjacent rows.
+    """
     rows, output = rows_of(loops), loops.output
     assert rows is not None, "merge.py and operators.py make no others"
     outer, length, inner = rows.sizes(output.shape)
@@ -390,8 +394,10 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
 
 
 def _together(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
-    """The reductions that one loop computes together, because none depends on another; lists in the order in which they
-    depend on each other."""
+    """The reductions in groups. One loop computes a group, because no reduction in it depends on another.
+
+    A group stands after those that it depends on.
+    """
     found: dict[Variable, list[Reduced]] = {}
     for row in reductions:
         found.setdefault(row.over, []).append(row)
@@ -405,7 +411,7 @@ def _vector_of_rows(together: Sequence[Reduced]) -> int:
 
 
 def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> Held | None:
-    """What more than one loop over a row reads, if a thread's registers can hold it between the loops; else None."""
+    """The reads that several loops over a row share, if a thread's registers can hold them between loops; else None."""
     size = reductions[0].over.size
     if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
@@ -421,7 +427,7 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
         readers.update(list(dict.fromkeys(reads)))
     for leaf in leaves:
         if isinstance(leaf, Read) and (size == length or within in leaf.where):
-            # if the result is longer than the row, by the row's variable, for which `within` always holds
+            # if the result is longer than the row, `of_row` has the row's variable, for which `within` always holds
             where = tuple(one for one in leaf.where if one != within)
             alike = Read(leaf.slot, leaf.dtype, leaf.index, where)
             of_row = substituted(substituted(alike, {_ALONG: variable(_ALONG, size)}), _cut(_ALONG, size, vector))
@@ -447,14 +453,14 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
 
 
 def _lanes_of_rows(rows: int, longest: int) -> int:
-    """How many threads share a row of contiguous elements: up to a warp. A thread block if there are so few rows that
-    the GPU has threads to spare, and a row is long."""
+    """How many threads share a row of contiguous elements: up to a warp, or a thread block if a row is long and there
+    are so few rows that the GPU has threads to spare."""
     is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
     return THREADS if is_spare else min(WARP, 1 << (longest - 1).bit_length())
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
-    """(columns, lanes) of rows that are adjacent in memory: threads for adjacent rows, and threads that share a row.
+    """(columns, lanes) for rows that are adjacent in memory: numbers of threads for adjacent rows, and for each row.
 
     There are no more lanes than keep a GPU busy.
 
@@ -481,7 +487,7 @@ def _loop(runs: str, count: int, vector: int, text: Text, after: Sequence[str] =
 
     Args:
         runs: the C++ name of the number of runs.
-        count: that number.
+        count: the number of runs.
         after: statements after the loop over a run.
     """
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]

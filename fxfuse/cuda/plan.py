@@ -3,8 +3,8 @@
 - Fused kernels (gemm.py, conv2d.py, layer_norm.py; prepare.py describes the problem to them) compute the anchor and the
   epilogue at once. They allocate the output and nothing else, unless the report says so. The bias is one of the
   epilogue's operands, so the kernels know nothing of it.
-- The library candidate is the anchor by torch's library, followed by one generated pass (pointwise.py). Where no kernel
-  here can match the library, it is chosen: a fused region is never slower than what it replaced.
+- The library candidate is the anchor by torch's library, followed by one generated pass (pointwise.py). It is chosen
+  where no kernel here can match the library: a fused region is never slower than the operations that it replaced.
 - A convolution on NCHW may also run by way of channels_last.
 
 A chain is one generated pass; there is nothing to choose.
@@ -66,7 +66,7 @@ LIBRARY_PRODUCTS = 3 * 2**30
 """Multiply-adds from which on torch's libraries on Hopper were measured to be ahead, in TF32 and 16 bits."""
 
 TINY_PRODUCTS, TINY_WEIGHT = 2**23, 2**18
-"""Multiply-adds, and elements of the weight, below which every kernel takes as long as a launch: one is compiled."""
+"""Multiply-adds and elements of the weight below which every kernel takes as long as a launch: only one is compiled."""
 
 CHANNELS_LAST_PRODUCTS = 2**28
 """Multiply-adds below which the passes to channels_last and back take longer than the library gains there."""
@@ -104,8 +104,8 @@ def draft_gated(problem: Problem, acc: torch.Tensor, apart: Callable[[], Draft])
     """`draft` for a gated linear.
 
     Args:
-        apart: drafts the two linears as two kernels, one after the other. It is used where one kernel cannot run, and
-            measured against that kernel elsewhere.
+        apart: drafts the two linears as two kernels, one after the other. They are used where no single kernel can run,
+            and measured against the single kernel elsewhere.
     """
     try:
         return tune.draft(problem, _gated_candidates(problem, acc), apart)
@@ -120,7 +120,7 @@ def _gated_candidates(problem: Problem, acc: torch.Tensor) -> list[tune.Candidat
     if gate != dataclasses.replace(anchor_weight(problem), is_parameter=gate.is_parameter):
         raise UnsupportedError("its weights do not lie in the same way")
     like = torch.empty_strided(acc.shape, contiguous_strides(acc.shape), dtype=acc.dtype, device="meta")
-    # for everything but the kernel the gate's product is an operand with acc's shape
+    # for all but the kernel, the gate's product is an operand with acc's shape
     seen = dataclasses.replace(problem, operands=(TensorMeta.of(like, problem.x.device), *others))
     if without_unread(seen, like) is not None:
         raise UnsupportedError("only the dtype of an operand counts")
@@ -165,7 +165,7 @@ def _products(region: Region) -> int:
 
 
 def _library_is_faster(region: Region) -> bool:
-    """Whether the library is ranked before the fused kernels: a guess, for where nothing is measured.
+    """Whether the library is ranked before the fused kernels: a guess, used where nothing is measured.
 
     Libraries use Hopper's wgmma instructions for all these products. Only some of the kernels here do.
     """
@@ -296,11 +296,11 @@ def _library_candidate(region: Region) -> tune.Candidate:
 
 
 def _is_widened_product(region: Region) -> bool:
-    """Whether a region is a product in 16 bits that becomes float32, which torch's library can write (since 2.8).
+    """Whether a region is a 16-bit product cast to float32, which torch's library can write as such (since 2.8).
 
-    Gradients of weights under autocast are.
+    Gradients of weights under autocast are such products.
     """
-    is_widened = region.expression == Call("float32", (Acc(),))  # not of float32: casts to the same dtype are gone
+    is_widened = region.expression == Call("float32", (Acc(),))  # x is not float32: casts to the same dtype are gone
     is_one = region.problem.kind == "mm" and is_widened
     return is_one and hasattr(torch.ops.aten.mm, "dtype") and gpu.standing_in() is None
 
@@ -308,7 +308,7 @@ def _is_widened_product(region: Region) -> bool:
 def _widened_product(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, operands: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The Run of such a region."""
+    """The Run of a region for which `_is_widened_product` holds."""
     assert weight is not None
     return torch.mm(x, weight, out_dtype=torch.float32)
 
@@ -326,7 +326,7 @@ def _pooled_library_candidate(region: Region, pooling: Pooling) -> tune.Candidat
 
 
 def _bias_by_pass(region: Region) -> bool:
-    """Whether the pass adds the bias and not the library.
+    """Whether the pass, and not the library, adds the bias.
 
     A library takes longer for a product with a bias, or uses another kernel for it. A 16-bit product is rounded once
     more if the pass adds the bias. Eager rounds after each operation, so this is no worse than eager if the epilogue
@@ -429,7 +429,7 @@ def _channels_last_candidates(region: Region, pooling: Pooling | None = None) ->
 
 
 def _library_gains_there(problem: Problem) -> bool:
-    """Whether the library's kernels for channels_last are candidates. Not in exact float32, as they may use TF32."""
+    """Whether the library's kernels for channels_last are candidates: not in exact float32, as they may use TF32."""
     return precision_of(problem) != "tf32x3"
 
 
@@ -441,7 +441,7 @@ def _channels_last_anchors(region: Region) -> list[tuple[str, Callable[[], Ancho
     """The best fused kernels for the convolution alone, with x and the weight in channels_last: (name, build)."""
     problem, weight = region.problem, anchor_weight(region.problem)
     if weight.shape[2:] == (1, 1):
-        return []  # as many elements are copied as are computed
+        return []  # the passes would copy as many elements as the convolution computes
     x, filters = (
         TensorMeta(meta.shape, channels_last_strides(meta.shape), meta.dtype, meta.device)
         for meta in (problem.x, weight)
@@ -542,7 +542,7 @@ def _draft_chain(problem: Problem, acc: torch.Tensor, capability: tuple[int, int
     launch = build.load(build.Source(text, capability, f"{kernel.name} for {problem.label}"))
     queue, arguments = queue_by_address(problem, operands, kernel, launch), operands.addresses()
 
-    # acc's address is the result's; if that is a new tensor, the expression does not contain acc, and nothing reads it
+    # acc has the result's address; if the result is a new tensor, the expression has no acc, so nothing reads it
     def write(x: torch.Tensor, pointers: Sequence[int]) -> torch.Tensor:
         out = x if in_place else empty_strided(shape, strides, dtype)
         address = out.data_ptr()

@@ -1,4 +1,4 @@
-"""The pass that applies an epilogue to the result of a library: in place if its dtype does not change.
+"""The pass that applies an epilogue to the result of a library: in place if the dtype does not change.
 
 - `kernel`: the instantiation of kernels/pointwise.cuh with the widest vector access that the result's layout allows.
 - `transposed_kernel`, `planes_kernel`: the same for a library's result in another layout.
@@ -97,7 +97,7 @@ def planes_kernel(layout: Layout, acc_strides: tuple[int, int], acc: torch.dtype
 
 
 def _transposed_params(layout: Layout, acc_strides: tuple[int, int]) -> bytes:
-    """TransposedProblem in pointwise_transposed.cuh."""
+    """The struct TransposedProblem of pointwise_transposed.cuh, packed."""
     return struct.pack("<7q", *layout.sizes, *acc_strides, *layout.strides[0][:2])
 
 
@@ -145,7 +145,7 @@ def _cut(layout: Layout, acc_bytes: int, output_bytes: int, alignment: int) -> t
         vector //= 2
     batch, row, col = layout.sizes
     if batch * row == 1:
-        return vector, "kAligned"  # even if the size is a multiple of vector: it changes with the batch
+        return vector, "kAligned"  # even if the size is a multiple of vector: the size changes with the batch
     in_rows = math.gcd(vector, _row_starts(layout))
     if in_rows < vector and _is_dense(layout):
         while vector > col:  # a run may touch at most two rows

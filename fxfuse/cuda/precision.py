@@ -6,7 +6,7 @@ float32 products run as 3xTF32 (as accurate as float32) or, where torch is allow
 limited. Each row of x, and the weights of each output feature, are scaled to the range of fp16. A number keeps 22 bits
 down to about 2^-18 of the largest in its row; smaller ones have an absolute error of 2^-40 of the largest. This is as
 accurate as float32 unless both ranges are wide and small x meet large weights: x[:, k] * d[k] times w[:, k] / d[k]
-loses as many bits as d's range has beyond 2^18. NaN and infinities in x and the weight give the same as in float32.
+loses as many bits as d's range has beyond 2^18. NaN and infinities in x and the weight give float32's results.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _reader(operations: str, old: Callable[[], bool]) -> Callable[[], bool]:
     """A function that reads torch's switch for TF32 in "matmul" or "conv".
 
     torch has two generations of switches: `allow_tf32` and, from 2.9 on, `fp32_precision`. Reading the old one after
-    the new one was set raises, so the new one is read first. Every call of a fused operator reads them, so it calls
-    their C functions: the properties of torch.backends take ten times as long.
+    the new one was set raises, so the new one is read first. Every call of a fused operator reads the switches,
+    so their C functions are called: the properties of torch.backends take ten times as long.
     """
     new: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     if new is None:

@@ -117,7 +117,7 @@ def _x_matrix(
     """x, its layout ("mk": K contiguous, "km": M contiguous) and its row stride.
 
     Args:
-        by_wgmma: whether wgmma can read the weight. In 16 bits only it reads x as "km".
+        by_wgmma: whether wgmma can read the weight. In 16 bits, only wgmma reads x as "km".
     """
     meta, batched = problem.x, problem.kind == "bmm"
     if len(meta.shape) == 2 + batched:
@@ -134,7 +134,7 @@ def _x_matrix(
 
 
 def _is_read_whole(meta: TensorMeta, row_stride: int) -> bool:
-    """Whether every read of a matrix in 16 bits, or of several, can have 16 bytes, as wgmma's kernels need it."""
+    """Whether every read of a 16-bit matrix, or of a batch of them, can have 16 bytes, as wgmma's kernels need."""
     steps = (row_stride, *meta.strides[:-2])
     return meta.dtype.itemsize == 2 and math.gcd(16, meta.alignment, *(step * 2 for step in steps)) == 16
 

@@ -89,7 +89,7 @@ def standing_in() -> Iterator[None]:
 
 
 def modes() -> int:
-    """How many of this thread's dispatch modes are those of `standing_in`: they observe nothing."""
+    """How many of this thread's dispatch modes are those of `standing_in`, which observe nothing."""
     return sum(
         isinstance(torch._C._get_dispatch_stack_at(place), _Constructors)
         for place in range(torch._C._len_torch_dispatch_stack())
@@ -129,7 +129,7 @@ def _blank(func: Any, args: Any, kwargs: Any) -> Any:
     given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args)
     try:
         result = func(*given, **kwargs)
-    except NotImplementedError:  # torch 2.3 has no meta function of flash attention: the first has the query's layout
+    except NotImplementedError:  # torch 2.3: flash attention has no meta function; its first result lies like the query
         like = torch.empty_like(given[0].transpose(1, 2)).transpose(1, 2)
         others = [str(returned.type) == "Tensor" for returned in func._schema.returns[1:]]
         result = (like, *(torch.empty(0, device="meta") if is_tensor else 0 for is_tensor in others))

@@ -47,16 +47,16 @@ from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, Tensor
 logger = logging.getLogger("fxfuse")
 
 MOST_CONTESTANTS: Final = 3
-"""The first so many candidates are compiled and measured if there are enough processors; those with `always`, always.
+"""How many of the first candidates are compiled and measured, given enough processors. Those with `always` always are.
 
-A third was the fastest by more than 1 % for 5 of 111 problems on an H200, a fourth for one.
+The third was the fastest by more than 1 % for 5 of 111 problems on an H200, the fourth for one.
 """
 UNPROMISING: Final = 1.2
 """Candidates whose estimated time is more than this times the best estimate are not compiled."""
 ALIKE: Final = 1.05
 """Candidates whose estimated time is at most this times the best estimate are alike. Among them, those whose kernel is
 compiled for another problem anyway come first. So ResNet-50 needs 8 kernels for its convolutions instead of 12, and
-RegNet 11 instead of 17 (counted, one for each problem). These are expected to take 1.004 times as long in the mean.
+RegNet 11 instead of 17 (counted, one for each problem). They are expected to take 1.004 times as long in the mean.
 """
 ROUNDS: Final = 9
 """Timed runs of each candidate; the median counts."""
@@ -67,12 +67,12 @@ FIRST_ROUNDS, HOPELESS = 3, 1.3
 SHORT: Final = 100e-6
 """Seconds on the GPU below which the CPU's time for a call counts, too."""
 WAIT_SHARE: Final = 0.5
-"""Share that counts of the time by which issuing a call takes longer than the GPU needs for it. A model of such calls
-waits for the CPU, and all of that time counts; between long kernels none of it does, nor in a CUDA graph: there the
-share is 0 (`Problem.replayed`)."""
+"""The share of the waiting time that is added to a call's time. Waiting time is how much longer the CPU takes to issue
+a call than the GPU takes to run it. In a model of calls that wait, all of it counts; between long kernels none of it
+does. In a CUDA graph the share is 0 (`Problem.replayed`)."""
 CALL_SHARE: Final = 1.0
-"""The share where all candidates are calls of torch. A program does not shorten their time on the CPU, while kernels
-of ours are entries in its list."""
+"""The same share where all candidates are calls of torch. A program does not shorten their time on the CPU, while
+fxfuse's kernels are entries in its list."""
 CALLS, ISSUE_ROUNDS = 10, 5
 """The CPU's time is taken for CALLS calls in a row, ISSUE_ROUNDS times."""
 APART: Final = "one after the other"
@@ -96,7 +96,7 @@ class Candidate:
     always: bool = False
     """Whether it is measured whatever its rank is."""
     is_called: bool = False
-    """Whether programs, too, call it and its rivals from Python (see CALL_SHARE)."""
+    """Whether programs, too, call it and the other candidates from Python (see CALL_SHARE)."""
     library: bool = False
     """Whether torch's library computes its anchor, so that it is as exact as eager."""
     computes: Pass | None = None
@@ -116,7 +116,7 @@ class _Choice:
     measured: tuple[tuple[str, float], ...]
     """(name, median in seconds) of each candidate that was measured, in order of rank."""
     errors: tuple[tuple[str, float], ...] = ()
-    """(name, error) where errors were measured: a multiple of the largest one that eager's error allows."""
+    """(name, error) where errors were measured, as multiples of the largest error that eager's allows."""
 
 
 def is_undecided(problem: Problem) -> bool:
@@ -259,7 +259,7 @@ _OF_ALL: Final = (ToolchainError, ExpressionError, build.NotBuilt, torch.cuda.Ou
 
 @contextlib.contextmanager
 def _left_out_if_it_fails(candidate: Candidate) -> Iterator[list[Exception]]:
-    """Inside, an exception of the candidate's own ends only the block, with a warning; the list then contains it."""
+    """Inside, an exception of the candidate's own only ends the block, with a warning. The list then contains it."""
     failure: list[Exception] = []
     try:
         yield failure

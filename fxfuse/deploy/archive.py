@@ -5,8 +5,8 @@
     tensors/0 …         the bytes of each tensor's memory, uncompressed: nothing is unpickled
     kernels/….so        compiled kernels
 
-Digests find damage. They say nothing about who made the file: kernels are native code, so a package is as much to be
-trusted as any library. `opened` refuses what others could have written, unless the caller knows the file's digest.
+Digests find damage. They say nothing about who made the file. Kernels are native code, so a package needs as much trust
+as any library. `opened` refuses files that others could have written, unless the caller knows the file's digest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from fxfuse.errors import PackageError
 
 FORMAT: Final = 2
-"""Version of the file's format: another one is not read."""
+"""The version of the file's format. No other one is read."""
 MANIFEST: Final = "manifest.json"
 _KIND: Final = "fxfuse package"
 _MOST_MANIFEST: Final = 64 << 20
@@ -41,7 +41,7 @@ _UNREADABLE: Final = (
 
 
 class Writer:
-    """A package that is being written: renamed into place when the block ends without an exception."""
+    """A package that is being written. It is renamed into place when the block ends without an exception."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -59,14 +59,14 @@ class Writer:
 
     def add(self, name: str, data: bytes | memoryview, compress: bool) -> None:
         """Adds a member."""
-        info = zipfile.ZipInfo(name)  # of 1980: equal packages are equal files
+        info = zipfile.ZipInfo(name)  # dated 1980, so that equal packages are equal files
         info.compress_type = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
         with self._zip.open(info, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT // 2) as member:
             member.write(data)
         self._members[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Adds the manifest, last, with what has been added."""
+        """Adds the manifest, which lists the members added before. It comes last."""
         value = {**manifest, "members": self._members}
         document = {"kind": _KIND, "format": FORMAT, "digest": _digest(value), "value": value}
         self._zip.writestr(zipfile.ZipInfo(MANIFEST), json.dumps(document, indent=1), zipfile.ZIP_DEFLATED)
@@ -116,14 +116,14 @@ class Reader:
         return b"".join(self._chunks(name))
 
     def read_into(self, name: str, memory: torch.Tensor) -> None:
-        """Reads a member into a tensor of so many bytes."""
+        """Reads a member into a tensor of as many bytes."""
         view, at = _bytes_of(memory.untyped_storage()), 0
         for chunk in self._chunks(name):
             view[at : at + len(chunk)] = chunk
             at += len(chunk)
 
     def _chunks(self, name: str) -> Iterator[bytes]:
-        """A member's bytes, part by part; the last comes when all are as they were saved."""
+        """A member's bytes, part by part. Raises PackageError at the end if they are not what was saved."""
         try:
             expected = self.manifest["members"][name]
             size, digest = int(expected["bytes"]), hashlib.sha256()
@@ -142,12 +142,12 @@ class Reader:
 
 
 def opened(path: str | os.PathLike[str], sha256: str | None, check_owner: bool) -> BinaryIO:
-    """The file, open for reading, if it can be trusted as the caller asked (fxfuse.load).
+    """Opens the file for reading, if it can be trusted as the caller asked (fxfuse.load); else raises PackageError.
 
-    All that is read afterwards is read of this file, whatever is put in its place.
+    Everything afterwards is read from this open file, whatever takes its place on disk.
     """
     try:
-        # without waiting for whoever writes, should it be a pipe; the caller closes it
+        # if it is a pipe, this does not wait for a writer; the caller closes the file
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
     except OSError as error:
         raise PackageError(f"{path} cannot be opened: {error.strerror or error}") from error

@@ -1,12 +1,12 @@
 """Kernels of a package for GPUs that are not here: which ones a model needs there, and how they are chosen.
 
 The model is on a CPU. Its graphs run on tensors that stand in for a GPU's (cuda/stand_in.py), while a described GPU of
-each architecture answers for it (cuda/gpu.py): regions are planned, programs recorded and merged as they will be there.
-What is asked for on the way is what the package brings. Nothing is measured, so that the first candidate of each
-problem is its choice, as with FXFUSE_TUNE=0; where the package is loaded, the same is chosen.
+each architecture answers instead of a real one (cuda/gpu.py). So regions are planned, and programs recorded and merged,
+as they will be there. The package gets the kernels that are asked for on the way. Nothing is measured: the first
+candidate of each problem is chosen, as with FXFUSE_TUNE=0, and again where the package is loaded.
 
-One thing that decides on kernels can be known on the GPU only: whether torch's library computes a float32 product in
-TF32 where it may. So there are kernels for both answers.
+One fact that decides on kernels is known on the GPU only: whether torch's library computes a float32 product in TF32
+where it may. So the package gets kernels for both answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxfuse.errors import PackageError
 from fxfuse.state import copied
 
 _CALLS = 2
-"""Of each example: the first is planned, the second recorded as a program."""
+"""Calls of each example: the first is planned, the second recorded as a program."""
 
 
 def gpus_of(names: Sequence[str]) -> list[Gpu]:
@@ -61,7 +61,7 @@ def gpus_of(names: Sequence[str]) -> list[Gpu]:
 
 
 def on_gpu(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A package's GRAPHS of a model on a CPU as those of the model on a GPU: all that is on the CPU is there, too."""
+    """The GRAPHS of a package for a model on a CPU, moved to a GPU with all its tensors."""
     moved = dict(described)
     moved["device"] = DEVICE.type
     moved["entries"] = [{**entry, "nodes": _moved(entry["nodes"])} for entry in described["entries"]]
@@ -74,7 +74,7 @@ def on_gpu(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(item: Any) -> Any:
-    """Nodes (graphs.describe) that make on a GPU what they made on a CPU."""
+    """Nodes (graphs.describe), changed to make tensors on a GPU where they made them on a CPU."""
     if isinstance(item, list):
         return graphs.encoded(DEVICE) if item == graphs.encoded(torch.device("cpu")) else list(map(_moved, item))
     return item
@@ -90,10 +90,10 @@ def used_by(
     signature: inspect.Signature, described: Mapping[str, Any], tensors: Tensors, examples: Sequence[Arguments],
     gpus: Sequence[Gpu],
 ) -> packaged.Used:  # fmt: skip
-    """What the examples need on GPUs like these: kernels, of which none is compiled yet, and choices.
+    """The kernels, not compiled yet, and the choices that the examples need on GPUs like these.
 
     Args:
-        described: `on_gpu`.
+        described: the result of `on_gpu`.
         tensors: the model's, on a CPU.
     """
     total = packaged.Used()
@@ -123,7 +123,7 @@ def _run(
 
 
 def _tree(described: Mapping[str, Any], tensors: Tensors) -> nn.Module:
-    """The model's tensors on the GPU that is not here. Calls may write into buffers: those are copies."""
+    """The model's tensors on the GPU that is not here. Buffers are copies, because calls may write into them."""
     buffers = {entry["storage"] for entry in described["tensors"] if entry["kind"] == "buffer"}
     copies = {number: tensors.storages[number].clone().untyped_storage() for number in buffers}
     values: dict[str, torch.Tensor] = {}

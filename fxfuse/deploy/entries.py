@@ -1,8 +1,8 @@
-"""A model's graphs for the calls that it is saved for: by torch.export, one graph for all calls that it is right for.
+"""A model's graphs for the calls that it is saved for, captured by torch.export.
 
-Examples that differ in sizes alone share a graph, whose sizes vary there, if torch.export finds one. What a graph was
-made for stands in its `Entry`: which arguments it takes, the kinds of tensors among them, conditions on their sizes,
-the values of other arguments.
+Examples that differ only in sizes share a graph with varying sizes, if torch.export finds one. A graph's `Entry` says
+which calls it is right for: the arguments, the kinds of tensors among them, conditions on their sizes, and the values
+of other arguments.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fxfuse.state import called_unchanged, copied
 logger = logging.getLogger("fxfuse")
 
 Arguments: TypeAlias = dict[str, Any]
-"""A call's, by the names of forward's parameters, as inspect.Signature.bind sorts them; without defaults."""
+"""A call's arguments by forward's parameter names, as inspect.Signature.bind sorts them; without defaults."""
 
 _AUTO: Final = getattr(torch.export.Dim, "AUTO", None)
-"""A size of which torch.export finds out whether it may vary; there since torch 2.5."""
+"""Marks a size for which torch.export finds out whether it may vary. Available since torch 2.5."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What a graph needs of a tensor."""
+    """The dtype and sizes that a graph needs of a tensor."""
 
     dtype: torch.dtype
     sizes: tuple[int | str, ...]
-    """Numbers, and names of those that may vary."""
+    """Numbers; names for sizes that may vary."""
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.sizes))}]"
@@ -52,17 +52,17 @@ class Entry:
     """A graph, and the calls that it is right for."""
 
     inputs: Tree
-    """Of a dict from parameters' names."""
+    """The structure of the arguments: a dict by parameters' names."""
     leaves: tuple[Any, ...]
-    """Of each leaf, a TensorKind or the value that it must have."""
+    """For each leaf, a TensorKind or the value that it must have."""
     outputs: Tree
     nodes: list[Any] = field(repr=False)
-    """graphs.describe's; inputs are all leaves."""
+    """The result of graphs.describe. Its inputs are all leaves."""
     conditions: tuple[Any, ...] = ()
-    """On sizes (sizes.py)."""
+    """Conditions on sizes (sizes.py)."""
 
     def tensors_of(self, arguments: Arguments) -> list[Any] | None:
-        """The leaves of a call's arguments, if the graph is right for it."""
+        """The leaves of a call's arguments if the graph is right for the call, else None."""
         found = leaves_like(self.inputs, {name: arguments[name] for name, _ in self.inputs[1] if name in arguments})
         if found is None or len(arguments) != len(self.inputs[1]):
             return None
@@ -89,7 +89,7 @@ class Entry:
         return f"({listed})" + (f" where {conditions}" if conditions else "")
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """The entry as JSON."""
         leaves = [
             ["tensor", graphs.encoded(leaf.dtype), list(leaf.sizes)]
             if isinstance(leaf, TensorKind)
@@ -103,7 +103,7 @@ class Entry:
 
     @staticmethod
     def of(described: Mapping[str, Any]) -> Entry:
-        """The entry that was described."""
+        """The entry that `described()` turned into JSON."""
         leaves = [
             TensorKind(graphs.decoded(rest[0], {}), tuple(rest[1])) if kind == "tensor" else graphs.decoded(rest[0], {})
             for kind, *rest in described["leaves"]
@@ -118,13 +118,13 @@ class Entry:
 
 
 def bound(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """A call's arguments by name, without those that are their defaults. Raises TypeError as Python would."""
+    """A call's arguments by name, without those that equal their defaults. Raises TypeError as Python would."""
     arguments = signature.bind(*args, **kwargs).arguments
     return {name: value for name, value in arguments.items() if not _is_default(signature.parameters[name], value)}
 
 
 def call_of(signature: inspect.Signature, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with these arguments: by name, but for those that have to be given by position."""
+    """args and kwargs of a call with these arguments: by name, except those that must be given by position."""
     kinds = inspect.Parameter
     call = inspect.BoundArguments(signature, collections.OrderedDict(arguments))
     by_position = [item for item in signature.parameters.values() if item.kind is kinds.POSITIONAL_ONLY]
@@ -150,7 +150,7 @@ def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
 
 
 def described_signature(signature: inspect.Signature) -> list[Any]:
-    """As JSON; of defaults that are no plain values is kept that there is one."""
+    """The signature as JSON. If a default is no plain value, only its existence is kept."""
     return [
         [item.name, int(item.kind), item.default is not inspect.Parameter.empty, _plain(item.default)]
         for item in signature.parameters.values()
@@ -184,7 +184,7 @@ def signature_of(described: list[Any]) -> inspect.Signature:
 
 
 class _ByName(nn.Module):
-    """A model whose arguments are one dict, so that torch.export asks nothing about how they are given."""
+    """A model that takes its arguments as one dict, so that torch.export does not ask how they are given."""
 
     def __init__(self, model: nn.Module, signature: inspect.Signature) -> None:
         super().__init__()
@@ -203,11 +203,11 @@ def entries_of(
     model: nn.Module, signature: inspect.Signature, examples: Sequence[Arguments],
     dynamic_shapes: Mapping[str, Any] | None,
 ) -> tuple[list[Entry], dict[str, torch.Tensor]]:  # fmt: skip
-    """Graphs for all examples, and the tensors that they read which are no parameters or buffers of the model.
+    """Graphs for all examples, and the tensors they read that are neither parameters nor buffers of the model.
 
     Args:
-        dynamic_shapes: as torch.export.export takes them, by parameters' names; those of sizes in which examples
-            differ if None.
+        dynamic_shapes: the sizes that may vary, by parameters' names, as torch.export.export takes them. None: the
+            sizes in which examples differ.
 
     Raises PackageError for what torch.export cannot capture.
     """
@@ -223,14 +223,14 @@ def entries_of(
             varying = None
         entries.append(varying or _exported(model, signature, first, dynamic_shapes, len(entries), constants))
         if entries[-1].tensors_of(first) is None:
-            # a graph whose sizes vary is not for this one
+            # a graph with varying sizes is not right for this example
             entries.insert(len(entries) - 1, _exported(model, signature, first, None, len(entries), constants))
         left = [example for example in left if not any(entry.tensors_of(example) is not None for entry in entries)]
     return entries, constants
 
 
 def _are_alike(one: Arguments, other: Arguments) -> bool:
-    """Whether arguments differ in nothing but the sizes of tensors."""
+    """Whether arguments differ only in sizes of tensors, if at all."""
     (tree, leaves), (other_tree, other_leaves) = (flatten(item, "an example", False) for item in (one, other))
     return tree == other_tree and all(
         (left.dtype, left.dim()) == (right.dtype, right.dim())
@@ -244,12 +244,12 @@ def _exported_varying(
     model: nn.Module, signature: inspect.Signature, alike: Sequence[Arguments], entries: Sequence[Entry],
     constants: dict[str, torch.Tensor],
 ) -> Entry | None:  # fmt: skip
-    """One graph for examples of several sizes; None where torch.export finds none. It need not be right for all."""
+    """One graph for examples of several sizes; None if torch.export finds none. It need not be right for all."""
     flat = [flatten(example, "an example", False) for example in alike]
     tree = flat[0][0]
     named: dict[tuple[int, ...], Any] = {}
     dims = [_differing(leaves, named) for leaves in zip(*(leaves for _, leaves in flat), strict=True)]
-    # sizes of 0 and 1 are never taken for others: the example with the largest ones
+    # sizes of 0 and 1 are never taken for others: take the example whose smallest varying size is largest
     largest = max(alike, key=lambda example: min(_varying_sizes(example, dims), default=0))
     try:
         entry = _exported(model, signature, largest, unflatten(tree, iter(dims)), len(entries), constants)
@@ -264,8 +264,8 @@ def _differing(leaves: Sequence[Any], named: dict[tuple[int, ...], Any]) -> dict
     """The dimensions in which tensors differ; None for other values.
 
     Args:
-        named: sizes by what they are in each example, for a torch without Dim.AUTO. It asks which of them are the same,
-            and refuses those that may not be any number.
+        named: for a torch without Dim.AUTO, the Dim of each size by its values in the examples. Such a torch asks
+            which sizes are the same, and refuses sizes that may not be any number.
     """
     if not isinstance(leaves[0], torch.Tensor):
         return None
@@ -284,9 +284,9 @@ def _varying_sizes(example: Arguments, dims: Sequence[Any]) -> Iterator[int]:
 
 @functools.cache
 def _export() -> Callable[..., Any]:
-    """torch.export.export, or what leaves operators as models call them where it does not (before torch 2.6).
+    """torch.export.export; before torch 2.6 a function that keeps operators as models call them, which export does not.
 
-    Linears taken apart, and attention, would be none for regions to begin with.
+    Taken apart, linears and attention would not be there for regions to begin with.
     """
     from torch.export import _trace  # no attribute of torch.export before something is exported
 
@@ -304,7 +304,7 @@ def _exported(
     model: nn.Module, signature: inspect.Signature, example: Arguments, dynamic_shapes: Mapping[str, Any] | None,
     number: int, constants: dict[str, torch.Tensor],
 ) -> Entry:  # fmt: skip
-    # copies: torch.export takes a tensor that is given twice for one argument
+    # copies: torch.export treats a tensor that is given twice as one argument
     example = pytree.tree_map_only(torch.Tensor, lambda tensor: copied(tensor.detach()), example)
     inputs, leaves = flatten(example, "an example", False)
     if dynamic_shapes is not None:
@@ -333,7 +333,7 @@ def _exported(
 def _tensor_path(
     module: nn.Module, names: set[str], number: int, constants: dict[str, torch.Tensor], target: str
 ) -> str:
-    """The path in the model of what is `target` in an exported module: as it is called there, or that of a constant."""
+    """The path in the model of an exported module's tensor `target`: its own, or that of a constant in `constants`."""
     if target.removeprefix(_PREFIX) in names:
         return target.removeprefix(_PREFIX)
     value: Any = module
@@ -371,12 +371,12 @@ def _size(size: Any) -> int | str:
 
 
 def _conditions(program: torch.export.ExportedProgram, placeholders: Sequence[Any], symbols: set[str]) -> Iterator[Any]:
-    """On sizes that vary: their ranges, and what torch.export decided about them."""
+    """Conditions on sizes that vary: their ranges, and what torch.export decided about them."""
     for symbol, values in program.range_constraints.items():
         if str(symbol) in symbols:
             if values.lower.is_Integer and values.lower > 0:
                 yield ["ge", str(symbol), int(values.lower)]
-            if values.upper.is_Integer and values.upper < sys.maxsize - 1:  # as torch 2.3 writes that there is no limit
+            if values.upper.is_Integer and values.upper < sys.maxsize - 1:  # torch 2.3 means no limit by it
                 yield ["le", str(symbol), int(values.upper)]
     fake = next((value.fake_mode for value in placeholders if hasattr(value, "fake_mode")), None)
     if fake is None or fake.shape_env is None:
@@ -393,6 +393,6 @@ def _conditions(program: torch.export.ExportedProgram, placeholders: Sequence[An
 
 
 def _is_range(condition: Any) -> bool:
-    """Whether range constraints say it, too."""
+    """Whether range constraints state the condition, too."""
     kind, *parts = condition
     return kind in ("lt", "le", "gt", "ge") and {type(part) for part in parts} == {str, int}

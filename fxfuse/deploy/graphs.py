@@ -1,8 +1,8 @@
 """Graphs of torch.export as data: nodes by name, operators by name, nothing that Python would have to unpickle.
 
-torch.export has a format of its own, which this is not: `torch.export.load` unpickles what it cannot read otherwise,
-and a graph that it returns takes arguments apart by itself, which programs (program/) do not know. Here a graph is a
-list of nodes. Each calls an operator that is registered with torch, or one of the functions in `FUNCTIONS`; its
+This is not torch.export's own format. `torch.export.load` unpickles what it cannot read otherwise, and the graphs that
+it returns take arguments apart by themselves, which programs (program/) do not support. Here a graph is a list of
+nodes. Each calls an operator that is registered with torch, or one of the functions in `FUNCTIONS`; its
 arguments are other nodes, tensors of the model by their paths, and plain values.
 """
 
@@ -33,7 +33,7 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
         if hasattr(torch, name)
     },
 }  # fmt: skip
-"""What a graph may call beside registered operators: arithmetic on sizes."""
+"""Functions that a graph may call beside registered operators: arithmetic on sizes."""
 _NAMES: Final = {id(function): name for name, function in FUNCTIONS.items()}
 
 _FORBIDDEN: Final = ("aten::from_file", "aten::save")
@@ -49,13 +49,13 @@ def describe(graph: fx.Graph, rename: Callable[[str], str]) -> list[Any]:
     """The nodes of an exported graph, whose placeholders are tensors and plain values.
 
     Args:
-        rename: from the path of a tensor in the graph's module to the one in the model.
+        rename: maps the path of a tensor in the graph's module to its path in the model.
 
     Raises PackageError for what cannot be written down, naming the node.
     """
     nodes = []
     for node in graph.nodes:
-        if node.op == "call_module" and not node.users:  # _guards_fn: what arguments must be
+        if node.op == "call_module" and not node.users:  # _guards_fn, which checks the arguments
             continue
         if node.op == "call_function" and _named(node) in _NO_EFFECT and not node.users:
             continue
@@ -109,7 +109,7 @@ def encoded(value: Any, where: object = "") -> Any:
     if isinstance(value, slice):
         return ["slice", [encoded(part, where) for part in (value.start, value.stop, value.step)]]
     if isinstance(value, torch.device):
-        return ["device", value.type]  # which of them is said when the package is loaded
+        return ["device", value.type]  # its index is chosen when the package is loaded
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return ["torch", str(value).removeprefix("torch.")]
     if value is Ellipsis:
@@ -121,10 +121,10 @@ def encoded(value: Any, where: object = "") -> Any:
 
 
 def rebuilt(nodes: list[Any], device: torch.device) -> fx.Graph:
-    """The graph that was described; its nodes of tensors are get_attr nodes.
+    """The graph that `describe` wrote down. The model's tensors are get_attr nodes.
 
     Args:
-        device: where tensors are made that were on such a device.
+        device: where nodes make tensors that they made on a device of this type.
 
     Raises PackageError for a node of another kind, or an operator that is not registered here.
     """

@@ -21,9 +21,9 @@ from fxfuse.replacement import Settings
 from fxfuse.state import called_unchanged
 
 GRAPHS: Final = "graphs.json"
-"""The member of a package that `module_of` makes modules of."""
+"""The member of a package from which `module_of` makes a module."""
 CALLS: Final = 4
-"""Of each example when a package is made or warmed up: the second is recorded as a program, the third runs it."""
+"""Calls of each example when a package is made or warmed up: the second records a program, the third runs it."""
 _TABLES: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 _PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
@@ -33,7 +33,7 @@ _MOST_KNOWN: Final = 256
 class LoadedModule(nn.Module):
     """A model that was loaded from a package. It is for inference: it has no training mode, and needs no no_grad().
 
-    A call is compared with those that the model was saved for (`entries`); others raise PackageError.
+    Calls that the model was not saved for (`entries`) raise PackageError.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class LoadedModule(nn.Module):
         """
         Args:
             root: a tree of modules without code, which has the model's tensors.
-            examples: of each call that was saved, its entry's number and how its tensors lie.
-            device: where those are that were on the device the package was saved for.
+            examples: for each saved call, its entry's number and how its tensors lie in memory.
+            device: where tensors are that were on the device the package was saved for.
             name: what messages call the package.
             builds: whether kernels that the package does not have are compiled.
-            unmeasured: whether the device's kernels were chosen without it, and so without measuring.
+            unmeasured: whether kernels were chosen without such a device, and so without measuring.
         """
         super().__init__()
         for table in _TABLES:
@@ -56,15 +56,15 @@ class LoadedModule(nn.Module):
         self._entries, self._examples, self._device = tuple(entries), tuple(examples), device
         self._signature = signature
         self._known: dict[Any, tuple[int, list[int]]] = {}
-        """By kinds of calls that give tensors alone: the graph's number, and its arguments' places in the call."""
+        """By kind of a call with tensors alone: the graph's number, and the places of its arguments in the call."""
         self._name, self._only = name, (None if builds else name, unmeasured)
-        # a tuple, so that they are no children
+        # a tuple, so that the graphs are no submodules
         self._fused = tuple(_fused(root, entry, settings, device, cuda_graphs) for entry in entries)
         super().train(False)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The calls that it was saved for; str() of each says which."""
+        """The calls that the model was saved for. str() of an entry describes its calls."""
         return self._entries
 
     @property
@@ -75,7 +75,7 @@ class LoadedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         kind = None
-        if _PLAIN.issuperset(map(type, given)):  # a look-up takes a tenth of the time of the questions below
+        if _PLAIN.issuperset(map(type, given)):  # a look-up takes a tenth of the time of the checks below
             kind = (len(args), *kwargs, *[(tensor.shape, tensor.dtype) for tensor in given])
             known = self._known.get(kind)
             if known is not None:
@@ -107,10 +107,10 @@ class LoadedModule(nn.Module):
         )
 
     def warm_up(self) -> LoadedModule:
-        """Makes calls like those that the model was saved for, on zeros: later ones take no longer than others do.
+        """Makes calls like those that the model was saved for, on zeros, so that later ones are as fast as any.
 
-        The first calls of a process import parts of torch, plan and record: a second or two. Buffers and the random
-        state are as before afterwards. Returns the module itself.
+        The first calls of a process take a second or two: they import parts of torch, plan and record. Buffers and the
+        random state are as before afterwards. Returns the module itself.
         """
         for example in self._examples:
             number = example["entry"]

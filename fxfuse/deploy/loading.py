@@ -37,17 +37,17 @@ def load(
         y = fast(images)
 
     **Loading a package runs its code**: kernels are native code, as in any shared library. So the file must belong to
-    you or root, and nobody else may write it, or you say which file it is (`sha256`). Digests inside of the file find
-    damage, and say nothing about who made it.
+    you or root, and nobody else may be able to write it; or you give its digest (`sha256`). Digests inside the file
+    find damage, and say nothing about who made it.
 
     Args:
-        state_dict: parameters and buffers by name, for a package without weights, or in the place of its own.
+        state_dict: parameters and buffers by name, for a package without weights, or to replace its own.
         device: where the model goes: by default the CPU, or the current GPU if it was saved on one.
-        strict: raise MissingKernelError for a call that needs a kernel which the package does not have, where torch
-            would run it with a warning, and the reason in fxfuse.explain.
+        strict: raise MissingKernelError for a call that needs a kernel which the package does not have. By default
+            torch runs it with a warning, and fxfuse.explain gives the reason.
         build: compile such kernels, if there is a compiler, as an optimised model does. (By default nothing is ever
             compiled.)
-        sha256: the file's digest (Saved.sha256): then it may be anybody's, but is no other file.
+        sha256: the file's digest (Saved.sha256). With it the file may be anybody's, but no other file is loaded.
         check_owner: False to load a file that others own or can write.
 
     Returns a module with the model's parameters and buffers under their own names, for inference. It takes the model's
@@ -104,7 +104,7 @@ def _import_kernels(reader: archive.Reader) -> None:
 
 
 def _import_choices(manifest: Mapping[str, Any], device: torch.device) -> None:
-    """What was measured, and on which GPUs of this one's architecture."""
+    """Takes over the package's choices, and the GPUs of this one's architecture that they were measured on."""
     packaged.choices.update(manifest["choices"])
     own = gpu.architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     for name, multiprocessors, architecture in manifest["gpus"]:

@@ -1,7 +1,7 @@
 """What the kernels of a package need of the machine and the software that load it.
 
-Kernels are extension modules of one version of Python; one of them knows where torch keeps a tensor's sizes. Code for a
-CPU uses all instructions of the machine that compiled it, or those of one of x86-64's levels.
+Kernels are extension modules for one version of Python. One of them knows where torch keeps a tensor's sizes. Code for
+a CPU uses all instructions of the machine that compiled it, or those of one of x86-64's levels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEVELS: Final[Mapping[str, str]] = {
     "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
 }
-"""x86-64 psABI, micro-architecture levels, by Linux's names; each has those of the ones before it, too."""
+"""The micro-architecture levels of the x86-64 psABI: the features, by Linux's names, that each level adds."""
 
 _OTHERS: Final = """3dnowprefetch adx aes amx_bf16 amx_fp16 amx_int8 amx_tile avx512_4fmaps avx512_4vnniw avx512_bf16
     avx512_bitalg avx512_fp16 avx512_vbmi2 avx512_vnni avx512_vp2intersect avx512_vpopcntdq avx512er avx512ifma avx512pf
@@ -32,7 +32,7 @@ _OTHERS: Final = """3dnowprefetch adx aes amx_bf16 amx_fp16 amx_int8 amx_tile av
     movdir64b movdiri mwaitx pclmulqdq pku ptwrite rdpid rdrand rdseed serialize sha_ni sse4a tbm vaes vpclmulqdq
     waitpkg wbnoinvd xop xsavec xsaveopt xsaves"""
 _X86: Final = frozenset(f"{' '.join(_LEVELS.values())} {_OTHERS}".split())
-"""Of Linux's names of features, those of instructions that a compiler may use for -march=native."""
+"""Linux's names of the features whose instructions a compiler may use for -march=native."""
 
 
 def features() -> frozenset[str]:
@@ -46,7 +46,7 @@ def features() -> frozenset[str]:
 
 
 def features_of(cpu: str) -> list[str]:
-    """Those that code for "native" or one of x86-64's levels may use. Raises PackageError for another name."""
+    """The features that code for "native" or one of x86-64's levels may use. Raises PackageError for another name."""
     if cpu == "native":
         return sorted(features())
     if cpu not in _LEVELS or platform.machine() != "x86_64":
@@ -56,12 +56,12 @@ def features_of(cpu: str) -> list[str]:
 
 
 def portable() -> str:
-    """What kernels for the CPU beside a GPU that is not here are compiled for: they only put others into its queue."""
+    """The CPU that a package's code is compiled for where its GPU is not here. This code only queues GPU kernels."""
     return "x86-64-v2" if platform.machine() == "x86_64" else "native"
 
 
 def here() -> dict[str, Any]:
-    """What must be the same where a package is loaded, by what messages call it."""
+    """The versions that must be the same where a package is loaded, by the names that messages use."""
     from fxfuse import __version__
 
     return {
@@ -75,10 +75,10 @@ def here() -> dict[str, Any]:
 
 
 def check(saved: Mapping[str, Any], what: str) -> None:
-    """Raises PackageError naming the first thing that is another here than where the package was saved.
+    """Raises PackageError, which names the first difference between this machine and the one that saved the package.
 
     Args:
-        saved: `here()` of there, and "cuda", "cpu" (features) and "architectures" of its kernels.
+        saved: `here()` of that machine, and "cuda", "cpu" (features) and "architectures" of the kernels.
         what: the package's name, for the message.
     """
     for name, value in here().items():
@@ -106,7 +106,7 @@ def check_cuda(saved: Mapping[str, Any], what: str) -> None:
 
 
 def check_gpu(saved: Mapping[str, Any], device: torch.device, what: str) -> bool:
-    """Raises PackageError unless the package's kernels run on this GPU. Says whether they were compiled without one."""
+    """Raises PackageError unless the package's kernels run on this GPU. Returns whether they were made without one."""
     own = gpu.architecture(torch.cuda.get_device_capability(device))
     if own not in saved["architectures"]:
         listed: Sequence[str] = saved["architectures"]

@@ -1,4 +1,4 @@
-"""merge(): packages of one model that machines of several kinds saved, as one file for all of them."""
+"""merge(): joins packages of one model, saved on machines of several kinds, into one file for all of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def merge(path: str | os.PathLike[str], *packages: str | os.PathLike[str], check
         fxfuse.save(fast, "h100.fxfuse", images)       # on an H100
         fxfuse.merge("model.fxfuse", "a100.fxfuse", "h100.fxfuse")
 
-    Kernels that are measured are so on the GPU that a model is on: each kind of machine saves a package of its own. A
-    package for GPUs that were not there (`architectures` of fxfuse.save) may be among them.
-    Code for CPUs is the first one's: name it a level that all machines have (`architectures` of fxfuse.save).
+    Kernels are measured on the GPU that the model is on, so each kind of machine saves a package of its own. A package
+    for GPUs that were not there (`architectures` of fxfuse.save) may be among them.
+    Code for CPUs comes from the first package: save it for a level that all machines have (`architectures`).
 
     Args:
         path: the file to write.
@@ -62,7 +62,7 @@ def merge(path: str | os.PathLike[str], *packages: str | os.PathLike[str], check
 
 _LISTS = ("architectures", "unmeasured")
 _OWN = (*_LISTS, "kernels", "choices", "gpus", "members", "cpu")
-"""What packages of one model may have of their own."""
+"""Items of the manifest in which packages of one model may differ."""
 
 
 def _check_alike(one: archive.Reader, other: archive.Reader) -> None:

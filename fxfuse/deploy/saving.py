@@ -1,4 +1,4 @@
-"""save(): a model's graphs, tensors and kernels into one file."""
+"""save(): writes a model's graphs, tensors and kernels into one file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Saved:
     path: Path
     bytes: int
     sha256: str
-    """Of the file, for fxfuse.load(sha256=…)."""
+    """The file's digest, for fxfuse.load(sha256=…)."""
     entries: tuple[Entry, ...]
     """The calls that it can run."""
     kernels: tuple[str, ...]
@@ -68,18 +68,18 @@ def save(
         fast: what fxfuse.optimize returned, in evaluation mode.
         inputs: the arguments of an example call: a tensor, a tuple of positional arguments, or a dict of keyword
             arguments.
-        others: those of further examples. Sizes in which examples differ may vary in the package where torch.export
-            finds that they can; all other sizes, and arguments that are no tensors, are what they are here.
+        others: the arguments of further examples. Sizes in which examples differ may vary in the package, if
+            torch.export finds that they can. All other sizes, and arguments that are no tensors, are fixed.
         dynamic_shapes: which sizes may vary instead, by the names of forward's parameters, as torch.export.export takes
             them: {"x": {0: torch.export.Dim("batch")}}.
-        weights: whether parameters and buffers are in the file. If not, fxfuse.load is given them.
-        architectures: what kernels are for. On a CPU "native", the instructions of this one, or a level that the
-            machines to come have: "x86-64", "x86-64-v2" (SSE4.2), "x86-64-v3" (AVX2), "x86-64-v4" (AVX-512). On a GPU
-            "native", its own architecture. Of a model on a CPU "sm_80", "sm_90" and other names of GPUs make a package
-            for those, with kernels that nvcc compiles and nobody measures: no GPU is needed here.
+        weights: whether parameters and buffers are in the file. If not, fxfuse.load must be given them.
+        architectures: what kernels are compiled for. On a CPU: "native", the instructions of this one, or a level that
+            all target machines have: "x86-64", "x86-64-v2" (SSE4.2), "x86-64-v3" (AVX2), "x86-64-v4" (AVX-512). On a
+            GPU: "native", its own architecture. If the model is on a CPU, "sm_80", "sm_90" and other names of GPUs make
+            a package for those. Then nvcc compiles the kernels, nothing is measured, and no GPU is needed here.
 
-    The examples are run, without gradients, and the package's results compared with the model's own. Results of
-    classes of the model's package (transformers' ModelOutput) come back as mappings with attributes of the same names.
+    The examples are run without gradients, and the package's results are compared with the model's own. Dataclasses and
+    mappings of their own class (transformers' ModelOutput) come back as mappings with attributes of the same names.
     Hooks are run, and become part of the graph. Extra state (get_extra_state) is not kept.
 
     Raises PackageError for a model that torch.export cannot capture, in training mode, on several devices, or with
@@ -139,7 +139,7 @@ def save(
 
 
 def _trains(fast: FusedModule, root: nn.Module) -> bool:
-    """Whether calls compute what training needs; a graph that others captured says so by its modules alone."""
+    """Whether calls compute as in training. Of a graph that others captured, only its modules tell."""
     if isinstance(root, fx.GraphModule):
         return any(module.training for module in root.modules() if isinstance(module, MODE_DEPENDENT))
     return fast.training
@@ -156,7 +156,7 @@ def _device_of(root: nn.Module, examples: Sequence[Arguments]) -> torch.device:
 
 
 def _targets(architectures: Sequence[str], device: torch.device) -> tuple[str, list[gpu.Gpu]]:
-    """The CPUs that kernels are compiled for, and described GPUs. Raises PackageError for a name that is unknown or
+    """The CPU that kernels are compiled for, and the described GPUs. Raises PackageError for a name that is unknown or
     cannot be served."""
     if isinstance(architectures, str) or not architectures:
         raise PackageError(f'architectures is a list of names, such as ("x86-64-v3",), not {architectures!r}')
@@ -181,7 +181,7 @@ def _targets(architectures: Sequence[str], device: torch.device) -> tuple[str, l
 
 
 def _example(example: Arguments, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Which graph an example's call takes, and of which sizes and strides its tensors are (LoadedModule.warm_up)."""
+    """The number of an example's graph, and the sizes and strides of its tensors (for LoadedModule.warm_up)."""
     found = ((number, entry.tensors_of(example)) for number, entry in enumerate(entries))
     number, leaves = next((number, leaves) for number, leaves in found if leaves is not None)
     laid = [
@@ -197,9 +197,10 @@ def _used(
     root: nn.Module, signature: inspect.Signature, described: Mapping[str, Any], tensors: Tensors,
     examples: Sequence[Arguments], device: torch.device,
 ) -> packaged.Used:  # fmt: skip
-    """What the package's graphs need for the examples, whose results are compared with the model's own.
+    """The kernels and choices that the package's graphs need for the examples.
 
-    They are run twice: first everything is compiled and measured, then what was chosen is all that is asked for.
+    The examples run twice, and their results are compared with the model's own. The first time everything is compiled
+    and measured. The second time only the chosen kernels are asked for.
     """
     tree = tree_of(described, tensors.values)
     for is_last in (False, True):
@@ -246,7 +247,7 @@ def _check_alike(expected: Any, result: Any) -> None:
 
 
 def _agree(expected: Any, result: Any) -> bool:
-    """Whether results are as close as those of two ways to compute the same (recapture.FURTHEST)."""
+    """Whether results are as close as two ways to compute the same may be (recapture.FURTHEST)."""
     tensors = [[leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)] for value in (expected, result)]
     return len(tensors[0]) == len(tensors[1]) and all(
         (want.shape, want.dtype) == (have.shape, have.dtype)
@@ -260,7 +261,7 @@ def _agree(expected: Any, result: Any) -> bool:
 
 
 def _add_kernels(writer: archive.Writer, sources: Mapping[str, build.Source], cpu: str) -> dict[str, dict[str, str]]:
-    """Adds libraries, each once; of each kernel, by its portable key, where it is."""
+    """Adds libraries, each once. Returns, by the kernel's portable key, its key, member and label."""
     kernels: dict[str, dict[str, str]] = {}
     added: set[str] = set()
     targets = [one if one.is_cuda else dataclasses.replace(one, cpu=cpu) for one in sources.values()]
@@ -280,12 +281,12 @@ def _add_kernels(writer: archive.Writer, sources: Mapping[str, build.Source], cp
 
 
 def _architectures(sources: Iterable[build.Source]) -> list[str]:
-    """Those of GPUs that kernels are for."""
+    """The GPU architectures that kernels are for."""
     return sorted({gpu.architecture(source.architecture) for source in sources if source.architecture is not None})
 
 
 def _gpus(device: torch.device, described: Sequence[gpu.Gpu]) -> list[list[Any]]:
-    """What was measured on, or planned for, as tune.py names it."""
+    """The GPUs that were measured on, or planned for, as tune.py names them."""
     if described:
         return [[one.name, one.multi_processor_count, one.architecture] for other in described for one in other.alike()]
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Conditions on sizes under which an exported graph is right, as data, and asking them of a call.
+"""Conditions on sizes under which an exported graph is right: as data, and checked for a call.
 
 torch.export writes them in sympy. Here an expression is a number, a symbol's name, or a list of an operation's name and
 its operands: ["eq", ["mod", "s0", 8], 0].
@@ -34,7 +34,7 @@ _OPERATIONS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "Or": ("or", lambda *items: any(items)),
     "Not": ("not", operator.not_),
 }
-"""By sympy's name (torch's own functions of sympy among them): the name here, and what it computes of numbers."""
+"""By sympy's name (or that of torch's own sympy function): the name here, and its function of numbers."""
 _BY_NAME: Final = dict(_OPERATIONS.values())
 
 
@@ -53,14 +53,14 @@ def described(expression: Any) -> Any:
 
 
 def value(expression: Any, symbols: Mapping[str, int]) -> Any:
-    """What an expression is for these sizes."""
+    """The value of an expression for these sizes."""
     if isinstance(expression, list):
         return _BY_NAME[expression[0]](*(value(part, symbols) for part in expression[1:]))
     return symbols[expression] if isinstance(expression, str) else expression
 
 
 def text(expression: Any) -> str:
-    """For messages."""
+    """The text of an expression, for messages."""
     signs = {"add": "+", "mul": "*", "mod": "%", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
     if not isinstance(expression, list):
         return str(expression)

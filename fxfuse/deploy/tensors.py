@@ -1,4 +1,4 @@
-"""A model's tensors in a package: each memory once, as it lies, and where in it each tensor is."""
+"""A model's tensors in a package: each storage once, as it is in memory, and where in it each tensor lies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxfuse.errors import PackageError
 
 
 class Tensors:
-    """The tensors of a model, and those that its graphs read beside them: each memory once."""
+    """The tensors of a model, and other tensors that its graphs read: each storage once."""
 
     def __init__(self, root: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self._root, self._constants = root, constants
         self._numbers: dict[int, int] = {}
         self.storages: list[torch.Tensor] = []
-        """A tensor of bytes over each memory."""
+        """A tensor of bytes over each storage."""
         self.constant: set[int] = set()
-        """Numbers of those that graphs read and no state_dict has."""
+        """Numbers of the storages that graphs read and no state_dict has."""
         self._entries: list[dict[str, Any]] = []
         for path, module in root.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -106,11 +106,11 @@ def _given(given: Mapping[str, torch.Tensor], entry: Mapping[str, Any], what: st
             f"'{path}' of state_dict is {found.dtype} {list(found.shape)}, {what} has {wanted[1]} {entry['shape']}"
         )
     laid = torch.empty_strided(found.shape, entry["strides"], dtype=found.dtype, device=found.device)
-    return laid.copy_(found)  # a copy: the caller's are his own, and kernels are for these strides
+    return laid.copy_(found)  # a copy: the caller's tensors stay his own, and kernels are for these strides
 
 
 def tree_of(described: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Modules without code, under the model's names, that have its tensors; equal memory is one tensor."""
+    """Modules without code that hold the model's tensors under its names. Equal memory becomes one tensor."""
     root = nn.Module()
     for path in described["modules"]:
         parent, _, name = path.rpartition(".")

@@ -1,11 +1,11 @@
-"""The structure of a call's arguments and results, as data: what the leaves of nested lists, tuples and dicts are.
+"""The structure of a call's arguments and results as data: nested lists, tuples and dicts, and their leaves.
 
     tree, leaves = flatten((x, {"mask": m}))
     unflatten(tree, iter(leaves))
 
 A tree is a JSON value: ["leaf"], ["list", [tree, ...]], ["tuple", [...]], ["dict", [[key, tree], ...]], or for classes
 that the reader of a package may not have, ["namedtuple", name, [[field, tree], ...]] and ["record", name, [...]].
-Leaves come in the order of torch's pytree, which torch.export's graphs have.
+Leaves come in the order of torch's pytree, which is also that of torch.export's graphs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LEAF: Final[Tree] = ["leaf"]
 
 
 class Record(dict[str, Any]):
-    """What a loaded model returns for a dataclass, or a mapping of a class of its own (transformers' ModelOutput).
+    """A loaded model's result in the place of a dataclass, or a mapping of its own class (transformers' ModelOutput).
 
-    Its items by name (`result["logits"]`), as attributes (`result.logits`) and by number (`result[0]`).
+    It gives its items by name (`result["logits"]`), as attributes (`result.logits`) and by number (`result[0]`).
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +48,7 @@ def flatten(value: Any, what: str, records: bool) -> tuple[Tree, list[Any]]:
 
     Args:
         what: the value's name, for messages.
-        records: whether objects with named parts may be in it; if not, they are refused.
+        records: whether objects with named parts may be in the value; if not, they are refused.
 
     Raises PackageError for an object that torch takes apart in a way of its own (transformers' caches).
     """
@@ -90,7 +90,7 @@ def _flatten(value: Any, what: str, records: bool, leaves: list[Any]) -> Tree:
 
 
 def unflatten(tree: Tree, leaves: Iterator[Any]) -> Any:
-    """The value of this structure with these leaves; records and named tuples are of classes of this module's."""
+    """The value of this structure with these leaves. Records and named tuples get classes of this module."""
     kind, *rest = tree
     if kind == "leaf":
         return next(leaves)

@@ -1,5 +1,5 @@
-"""What may be fused: anchors (anchors.py), how a region grows from one (region.py), chains without one (chain.py), and
-when overwritten values forbid it (mutation.py)."""
+"""Finds what may be fused: anchors (anchors.py), regions that grow from them (region.py), and chains without an anchor
+(chain.py). Overwritten values may forbid fusing (mutation.py)."""
 
 from fxfuse.patterns.anchors import Anchor, Attribute, find_anchor
 from fxfuse.patterns.find import find_regions

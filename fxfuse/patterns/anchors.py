@@ -1,7 +1,7 @@
 """Anchors: the GEMMs, convolutions and normalisations that a region starts from.
 
-`find_anchor` looks at one node of a traced graph and says what it computes in the terms of the fused operators
-(functional.py): which tensors, and which further options.
+`find_anchor` describes what one node of a traced graph computes, in terms of the fused operators (functional.py): its
+tensors and its further options.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Anchor:
     """What an anchor node computes: `kind`(x, weight, bias, **options)."""
 
     kind: str
-    """The fused operator's name: "linear", "gated_linear" (weight (N, K)), "matmul", "mm", "pixel_mm", "addmm" (weight
-    (K, N)), "bmm" (both with a batch), "conv2d", "conv3d", "layer_norm", or "pointwise" for a chain, whose acc is x
-    itself."""
+    """The fused operator's name.
+
+    "linear" and "gated_linear" have a weight (N, K); "matmul", "mm", "pixel_mm" and "addmm" have (K, N); in "bmm" both
+    sides have a batch. The others: "conv2d", "conv3d", "layer_norm", "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -54,9 +55,9 @@ def tensor_at(root: nn.Module, path: str) -> Any:
 
 
 def known_tensor(root: nn.Module, source: Any) -> torch.Tensor | None:
-    """The parameter or buffer behind `source`, or what Dynamo or torch.export noted of its value.
+    """The parameter or buffer behind `source`, or the fake tensor that Dynamo or torch.export noted for it, else None.
 
-    The latter is a fake tensor, and its sizes may be symbols.
+    The sizes of a fake tensor may be symbols.
     """
     path = source.path if isinstance(source, Attribute) else None
     if isinstance(source, fx.Node) and source.op == "call_method" and source.target == "t":
@@ -114,7 +115,7 @@ def _layer_norm_module(root: nn.Module, node: fx.Node, module: nn.LayerNorm) -> 
 def _normalisation(
     root: nn.Module, x: fx.Node, shape: Any, weight: Source | None, bias: Source | None, eps: Any
 ) -> Anchor | None:
-    """A LayerNorm that a kernel of ours may compute; None for one that is better left to torch."""
+    """The anchor of a LayerNorm that a kernel of fxfuse may compute; None for one that is better left to torch."""
     known = isinstance(shape, Sequence) and all(type(size) is int for size in shape) and isinstance(eps, int | float)
     if not known or 0 in shape or not _is_for_kernels(root, x, weight, bias):
         return None
@@ -122,9 +123,9 @@ def _normalisation(
 
 
 def _is_for_kernels(root: nn.Module, x: fx.Node, *parameters: Source | None) -> bool:
-    """Whether these tensors are on a GPU and of a dtype that kernels read, as far as anything is known of them.
+    """Whether those of the tensors that are known are on a GPU and have a dtype that kernels read.
 
-    Where nothing is, they are taken to be where the model's parameters are.
+    If none is known, they are assumed to be where the model's first parameter is.
     """
     sources = [source for source in (x, *parameters) if source is not None]
     known = [tensor for tensor in (known_tensor(root, source) for source in sources) if tensor is not None]
@@ -157,7 +158,7 @@ def _pair(value: Any, name: str) -> tuple[int, int]:
 
 
 def _numbers(value: Any, count: int) -> list[int] | None:
-    """A convolution's option in so many dimensions; None if it is not known before the model runs, or a word."""
+    """A convolution's option as `count` numbers; None if it is a word, or not known before the model runs."""
     found = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else []
     found = found * count if len(found) == 1 else found
     return found if len(found) == count and all(isinstance(item, int) for item in found) else None
@@ -180,7 +181,7 @@ def _conv2d_options(
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         halves = [total // 2 for total in totals]
         even = all(total % 2 == 0 for total in totals)
-        # torch puts the odd one at the bottom and the right
+        # torch adds an odd row at the bottom and an odd column at the right
         sides = (halves[0], halves[1]) if even else (
             halves[0], totals[0] - halves[0], halves[1], totals[1] - halves[1],
         )  # fmt: skip
@@ -200,7 +201,7 @@ def _optional_tensor(value: Any, what: str) -> fx.Node | None:
 
 
 def _weight_matrix(root: nn.Module, value: Any) -> fx.Node:
-    """The right side of a product: a 2-D parameter or buffer, perhaps transposed, or whatever is known to be 2-D."""
+    """The right side of a product: a 2-D parameter or buffer, perhaps transposed, or another value known to be 2-D."""
     source = _tensor(value, "right side")
     transposed = (
         (source.op == "call_method" and source.target == "t" and len(source.args) == 1)
@@ -228,17 +229,20 @@ def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
 
 
 def _pixel_mm(root: nn.Module, x: Any, weight: Any, bias: Any, operands: Any, epilogue: str) -> Anchor | None:
-    """The gradient of filters in a training step (decompositions.py), to which no epilogue belongs yet."""
+    """The gradient of filters in a training step (decompositions.py); None if it has an epilogue already."""
     return Anchor("pixel_mm", x, weight) if epilogue == "acc" else None
 
 
 def _bmm(root: nn.Module, x: Any, weight: Any) -> Anchor | None:
-    """Where kernels of ours may be faster than a library: in float32, and where rows end anywhere. None for others."""
+    """A product of batches for which fxfuse's kernels may be faster than a library; None for others.
+
+    These are products in float32, and those whose rows do not end aligned.
+    """
     left, right = (known_tensor(root, side) for side in (x, weight))
     if left is None or right is None or not (left.is_cuda and right.is_cuda and left.dtype in RESULT_DTYPES):
         return None
     lengths = (*left.shape[1:], right.shape[2])
-    if any(type(length) is not int for length in lengths):  # symbols, which would be asked what they are
+    if any(type(length) is not int for length in lengths):  # computing with symbols would tie the graph to these sizes
         return None
     if left.dtype != torch.float32 and ends_aligned(left.dtype, *lengths):
         return None
@@ -264,8 +268,10 @@ def _conv2d(
 def _conv3d(
     root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> Anchor | None:
-    """A convolution of volumes that is one of images, since its filters are flat: those of factorised ones (R(2+1)D,
-    S3D, P3D), and of 1x1x1. None for one that is left to torch."""
+    """A convolution of volumes with flat filters, which is one of images; None for one that is left to torch.
+
+    Factorised convolutions (R(2+1)D, S3D, P3D) have flat filters, and so have those of 1x1x1.
+    """
     filters = known_tensor(root, weight)
     sources = [source for source in (x, weight, bias) if source is not None]
     stride, padding, dilation = _numbers(stride, 3), _numbers(padding, 3), _numbers(dilation, 3)
@@ -283,7 +289,7 @@ def _convolution(
     root: nn.Module, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
     output_padding: Any, groups: Any,
 ) -> Anchor | None:  # fmt: skip
-    """What every convolution becomes in the graphs of AOTAutograd."""
+    """aten.convolution, which every convolution becomes in the graphs of AOTAutograd."""
     tensor = known_tensor(root, _tensor(weight, "weight"))
     if tensor is not None and tensor.dim() == 5 and not transposed:
         return _conv3d(root, x, weight, bias, stride, padding, dilation, groups)
@@ -302,7 +308,7 @@ def _layer_norm(
 
 @dataclass(frozen=True)
 class _Function:
-    """A call that is an anchor: its parameters as torch names them, and what to make of them."""
+    """A function whose calls may be anchors: its parameters as torch names them, and what makes the anchor of them."""
 
     name: str
     params: Mapping[str, Any]
@@ -368,7 +374,7 @@ _METHODS: Final[Mapping[str, _Function]] = {"matmul": _MATMUL, "mm": _MM, "addmm
 
 
 def find_anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
-    """What `node` computes, if it is an anchor. Raises ops.Rejected if it is one that cannot be fused."""
+    """What `node` computes if it is an anchor, else None. Raises ops.Rejected for an anchor that cannot be fused."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         build = _MODULES.get(type(module))

@@ -1,8 +1,8 @@
-"""Chains: what regions leave of the pointwise operations, as one pass from tensors that are there to a new one.
+"""Chains: pointwise operations outside of anchors' regions, as one pass from existing tensors to a new one.
 
-A chain is an output node and every pointwise node before it whose value only the chain sees. One of the tensors that
-it reads is its acc, the others are operands. If acc is the fresh result of an operation of torch's library
-(library.py) and nobody else reads it, the pass overwrites it.
+A chain is an output node and every pointwise node before it whose value only the chain reads. One of the tensors that
+the chain reads is its acc, the others are operands. If acc is the fresh result of an operation of torch's library
+(library.py) and nobody else reads acc, the pass overwrites it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fxfuse.patterns.values import BATCH_NORMS, Full, Growth, check_overwritten,
 from fxfuse.simplify import is_fresh, simplify
 
 LEAST: Final = 2
-"""Operations that a chain has, of those for which eager makes a pass each: one alone gains nothing."""
+"""The least number of operations in a chain for which eager makes a pass each. One alone gains nothing."""
 
 _CONVERSIONS: Final = frozenset({"type_as", "to", "float", "half", "bfloat16"})
 _FREE: Final = _CONVERSIONS | {"detach", "contiguous"}
-"""Rows that may cost nothing in eager."""
+"""Rows of the op table that may cost nothing in eager."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class _Source:
 
     node: fx.Node
     library: LibraryCall | None = None
-    """What computes it, if nobody but the chain reads it."""
+    """The call of torch's library that computes the tensor, if only the chain reads it."""
 
     @property
     def owned(self) -> bool:
-        """Whether the pass may overwrite it."""
+        """Whether the pass may overwrite the tensor."""
         return self.library is not None and self.library.fresh
 
 
@@ -55,9 +55,9 @@ class Chains:
         self._tensors = tensors
 
     def ending_at(self, output: fx.Node, taken: set[fx.Node]) -> Region | tuple[fx.Node, str] | None:
-        """The chain that ends at `output`, which no region has taken; None if there is none.
+        """The chain that ends at `output`, a node that no region has taken; None if there is none.
 
-        An operation of torch's library and a reason if what follows it is not worth a pass of ours.
+        If too little follows an operation of torch's library for a pass of fxfuse, that operation and the reason.
         """
         value = noted(output)
         if output not in self._tensors or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
@@ -79,8 +79,8 @@ class Chains:
         return None
 
     def _only_widens(self, node: fx.Node) -> bool:
-        """Whether a node is known to convert to a wider dtype. A chain ends before it: kernels that read the narrow
-        value convert it for nothing, and it takes less memory."""
+        """Whether a node is known to convert to a wider dtype. A chain ends before such a node: the narrow value takes
+        less memory, and kernels that read it convert it at no cost."""
         found = spelling(self._root, node)
         if found is None or found.row.name not in _CONVERSIONS:
             return False
@@ -114,14 +114,14 @@ class Chains:
         )
 
     def _launches(self, node: fx.Node) -> int:
-        """Passes over memory that eager makes for it, at least."""
+        """The least number of passes over memory that eager makes for a node."""
         if node.op == "call_module" and type(self._root.get_submodule(str(node.target))) in BATCH_NORMS:
             return 1
         found = spelling(self._root, node)
         return int(found is not None and found.row.name not in _FREE)
 
     def _source(self, members: list[fx.Node], taken: set[fx.Node]) -> _Source | None:
-        """Which of the tensors that `members` read is acc: best one that may be overwritten, at worst a parameter."""
+        """The tensor that becomes acc, of those that `members` read: at best one to overwrite, at worst a parameter."""
         inside = set(members)
         read = [arg for node in members for arg in node.all_input_nodes if arg not in inside and arg in self._tensors]
 
@@ -137,9 +137,9 @@ class Chains:
         return min(sources, key=rank, default=None)
 
     def _first_misfit(self, growth: Growth, members: list[fx.Node], source: _Source) -> fx.Node | None:
-        """Gives each of `members` its expression. Returns the first that has none here, if any.
+        """Gives each of `members` its expression. Returns the first one that has none in this chain, or None.
 
-        Where there is no room for more, the last one that fits: another chain ends there.
+        If the chain becomes full, returns the last node that fits: another chain ends there.
         """
         latest: fx.Node | None = None
         own = {*members, source.node} if source.owned else set(members)
@@ -159,7 +159,7 @@ class Chains:
         return None
 
     def _check_written(self, node: fx.Node, own: set[fx.Node]) -> None:
-        """Refuses an in-place node that somebody outside might see the effect of."""
+        """Refuses an in-place node whose effect might be visible outside of the chain."""
         found = spelling(self._root, node)
         if found is not None and found.in_place and not self._mutations.memory(overwritten_by(node)) <= own:
             raise Rejected(f"'{node.name}' overwrites a tensor from outside the chain")
@@ -177,7 +177,7 @@ class Chains:
         if isinstance(epilogue, Acc) or not depends_on_acc(epilogue):
             return None
         if is_fresh(value, source.owned) and not is_fresh(epilogue, source.owned):
-            return None  # of what eager computes anew a tensor from outside is left
+            return None  # eager computes a new tensor; simplified, it would be one from outside
         anchor = Anchor("pointwise", source.node, None, options={"overwrite": source.owned})
         nodes = members if source.library is None else [source.node, *members]
         compacted, operands, written = compact(value, epilogue, growth.operands)

@@ -1,4 +1,4 @@
-"""Every region of a graph: first those of anchors, then chains from what these leave over."""
+"""Finds every region of a graph: first those of anchors, then chains of the remaining nodes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fxfuse.patterns.tensors import tensors_of
 
 
 def find_regions(root: nn.Module, graph: fx.Graph, of_batches: bool = False) -> tuple[list[Region], list[Skipped]]:
-    """Every region of `graph`, in graph order, and the nodes that were left alone with the reason.
+    """Every region of `graph`, in graph order, and the nodes that were left alone, each with the reason.
 
     Args:
-        of_batches: whether products of batches are anchors. They are in training steps; elsewhere attention that is
-            written out may become torch's own (program/attention_by_hand.py).
+        of_batches: whether products of batches are anchors. They are in training steps. Elsewhere attention that is
+            written as products and a softmax may become torch's own (program/attention_by_hand.py).
 
-    Anchors are taken from last to first, so that a residual addition of two anchors' results goes to the later one,
-    whose other input is then ready. Chains come last, the latest first, so that each is as long as it can be.
+    Anchors are taken from last to first. So a residual addition of two anchors' results goes to the later one, whose
+    other input is ready by then. Chains come after all anchors, the latest first, so that each is as long as it can be.
     """
     mutations, tensors = Mutations(root, graph), tensors_of(root, graph)
     regions: list[Region] = []

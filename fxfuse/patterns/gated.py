@@ -1,7 +1,7 @@
-"""Gated units: of two linears of the same x, one whose result the other's region reads becomes a part of it.
+"""Gated units: joins two linears of the same x into one region, where the region of one reads the other's result.
 
-act(linear(x, w)) * linear(x, v), as in SwiGLU and GeGLU. Only where there is a kernel that computes both: otherwise
-they are two regions. See functional.gated_linear for what they become.
+The pattern is act(linear(x, w)) * linear(x, v), as in SwiGLU and GeGLU. The linears are joined only where a kernel
+computes both; otherwise they stay two regions. Joined, they become a functional.gated_linear.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fxfuse.patterns.mutation import Mutations
 from fxfuse.patterns.region import Region
 
 _CHUNK = 8
-"""Elements of 16 bits that the kernel reads at a time: rows of the weights must be so aligned."""
+"""Elements of 16 bits that the kernel reads at a time. The weights' rows must be multiples of it."""
 
 
 def join_gated(root: nn.Module, regions: list[Region], mutations: Mutations) -> list[Region]:
-    """`regions` with those of gated units in the place of their linears'."""
+    """`regions`, where regions of gated units replace those of their linears."""
     ending_at = {region.output: region for region in regions}
     for region in sorted(regions, key=lambda region: mutations.order[region.output]):
         for gate in _read_by(root, region, ending_at):
@@ -36,7 +36,7 @@ def join_gated(root: nn.Module, regions: list[Region], mutations: Mutations) -> 
 
 
 def _read_by(root: nn.Module, region: Region, ending_at: dict[fx.Node, Region]) -> Iterable[Region]:
-    """The linears of the same x whose results the region of a linear reads: alone they need not be regions."""
+    """The linears of the same x whose results a linear's region reads. Alone they need not be regions."""
     if region.anchor.kind != "linear":
         return
     for source in region.operands:
@@ -54,7 +54,7 @@ def _alone(root: nn.Module, node: fx.Node) -> Region | None:
 
 
 def _may_join(region: Region, gate: Region, mutations: Mutations) -> bool:
-    """Whether nobody else reads the gate, and it may be computed as late as the region is."""
+    """Whether only the region reads the gate, and the gate may be computed as late as the region."""
     if not set(gate.output.users) <= set(region.nodes):
         return False
     first, last = gate.nodes[0], region.output
@@ -66,7 +66,7 @@ def _may_join(region: Region, gate: Region, mutations: Mutations) -> bool:
 
 
 def _have_kernel(root: nn.Module, *weights: Source | None) -> bool:
-    """Whether a kernel may take both: weights of 16 bits, of the same shape, on a GPU (before Hopper for few rows)."""
+    """Whether one kernel may take both: 16-bit weights of one shape, on a GPU (before Hopper only for few rows)."""
     one, other = (known_tensor(root, weight) for weight in weights)
     if one is None or other is None or one.dim() != 2 or not all(type(size) is int for size in one.shape):
         return False

@@ -1,8 +1,8 @@
-"""What a node makes of its inputs' layout: which operations compute the same, and as fast, in channels_last (of 5-D
-values channels_last_3d).
+"""How nodes treat the layout of their inputs: which operations compute the same, and as fast, in channels_last (of 5-D
+values channels_last_3d). A *picture* is a value that may be in either layout: an image or a volume.
 
-What torch computes does not depend on strides. But some operations give contiguous results whatever they are given,
-some look at strides (view, as_strided), and of what Python does nobody knows: for those `role_of` is None.
+The values that torch computes do not depend on strides. But some operations give contiguous results for any input, some
+look at strides (view, as_strided), and what Python code does is unknown. For those `role_of` is None.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _aten: Final = torch.ops.aten
 
 @dataclass(frozen=True)
 class Role:
-    """What is known of a node that may work in channels_last: given contiguous tensors its result is contiguous, and
-    given tensors in channels_last it is in channels_last."""
+    """What is known of a node that may work in channels_last. Its result is contiguous if its inputs are, and in
+    channels_last if they are."""
 
     inputs: tuple[fx.Node, ...]
-    """The values that are read in the layout in question: no weights."""
+    """The inputs that are read in one layout or the other; no weights."""
     is_convolution: bool = False
     is_alias: bool = False
     """Whether the result may be an input itself or a view of it; results of in-place operations do not count."""
     several: bool = False
     """Whether the result is a tuple of tensors."""
     grows: float = 1.0
-    """The result's pixels for each of the first input's, about."""
+    """The number of the result's pixels for each pixel of the first input, approximately."""
     channels: int | None = None
-    """The result's channels, if they are not the first input's."""
+    """The number of the result's channels, if it is not the first input's; 0: the sum over all inputs."""
     dimensions: int | None = None
-    """The result's, if they are known: 4 of an image, 5 of a volume."""
+    """The rank of the result, if it is known: 4 of an image, 5 of a volume."""
 
 
 _ROWS_OF_STRIDES: Final = frozenset({"contiguous", "clone"})
-"""Rows of the op table whose results' strides are their own business."""
+"""Rows of the op table that decide on their results' strides themselves."""
 _ROWS_OF_ALIASES: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "detach"})
 _FEW_PIXELS: Final = 0.02
-"""Where all pixels of an image become one: a few, beside all others."""
+"""`Role.grows` of operations that reduce an image to one pixel or a few."""
 
 _POOL_MODULES: Final = (nn.MaxPool2d, nn.AvgPool2d, nn.MaxPool3d)
 _ADAPTIVE_MODULES: Final = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool3d)
@@ -68,12 +68,12 @@ _CONVOLUTIONS: Final = {
     functional.conv3d: 5, F.conv3d: 5, torch.conv3d: 5, _aten.conv3d: 5,
     **_TRANSPOSED,
 }  # fmt: skip
-"""The dimensions of what they convolve."""
+"""By function: the rank of the values that it convolves."""
 _POOLS: Final = frozenset(
     {F.max_pool2d, torch.max_pool2d, _aten.max_pool2d, F.avg_pool2d, _aten.avg_pool2d, F.max_pool3d, torch.max_pool3d,
      _aten.max_pool3d}
 )  # fmt: skip
-"""Without averages of volumes: torch computes those of contiguous tensors."""
+"""Without average pooling of volumes: torch computes it on contiguous tensors."""
 _ADAPTIVE: Final = frozenset(
     {F.adaptive_avg_pool2d, _aten.adaptive_avg_pool2d, F.adaptive_avg_pool3d, _aten.adaptive_avg_pool3d}
 )
@@ -81,13 +81,13 @@ _NORMALISATIONS: Final = frozenset({F.batch_norm, torch.batch_norm, _aten.batch_
 _CATS: Final = frozenset({torch.cat, torch.concat, torch.concatenate, _aten.cat})
 _PADS: Final = frozenset({F.pad, torch._C._nn.pad, _aten.pad, _aten.constant_pad_nd})
 _MODES: Final = ("nearest", "nearest-exact", "bilinear")
-"""In which torch's kernels for a GPU enlarge images in channels_last."""
+"""Modes in which torch's kernels for a GPU enlarge images in channels_last."""
 _REDUCTIONS: Final = frozenset({"mean", "sum", "amax", "amin"})
 _PARTS: Final = frozenset({"chunk", "split", "split_with_sizes"})
 
 
 def role_of(root: nn.Module, node: fx.Node) -> Role | None:
-    """What is known of `node`; None if it must have what eager gives it."""
+    """The role of `node`; None if its inputs must have the layout that eager gives them."""
     if node.op == "call_module":
         return _of_module(root, node, root.get_submodule(str(node.target)))
     if node.op not in ("call_function", "call_method") or "out" in node.kwargs or "memory_format" in node.kwargs:
@@ -103,7 +103,7 @@ def role_of(root: nn.Module, node: fx.Node) -> Role | None:
 
 
 def is_pool(root: nn.Module, node: fx.Node) -> bool:
-    """Whether it pools an image."""
+    """Whether `node` pools an image."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))) in (*_POOL_MODULES, *_ADAPTIVE_MODULES)
     return node.op == "call_function" and ops.function_of(node.target) in _POOLS | _ADAPTIVE
@@ -136,7 +136,7 @@ def _of_module(root: nn.Module, node: fx.Node, module: nn.Module) -> Role | None
 
 
 def _of_spelling(root: nn.Module, node: fx.Node) -> Role | None:
-    """Of a pointwise operation."""
+    """The role of a pointwise operation."""
     found = spelling(root, node)
     if found is None or found.row.name in _ROWS_OF_STRIDES or not _pictures(node):
         return None
@@ -144,12 +144,12 @@ def _of_spelling(root: nn.Module, node: fx.Node) -> Role | None:
 
 
 def _pictures(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a pointwise operation reads that may have either layout: no parameters."""
+    """The inputs of a pointwise operation that may have either layout; no parameters."""
     return tuple(filter(_may_be_picture, node.all_input_nodes))
 
 
 def _may_be_picture(arg: Any) -> TypeGuard[fx.Node]:
-    """Whether it may be a value in either layout, as far as is known; Dynamo's parameters are arguments."""
+    """Whether `arg` may be in either layout, as far as is known. In Dynamo's graphs parameters are arguments."""
     if not isinstance(arg, fx.Node) or arg.op == "get_attr":
         return False
     value = noted(arg)
@@ -210,7 +210,7 @@ def _of_library(node: fx.Node, target: Any) -> Role | None:
 
 
 def _of_subscript(node: fx.Node) -> Role | None:
-    """One of several tensors, or some channels of one."""
+    """The role of a subscript that takes one of several tensors, or some channels of one tensor."""
     value, index = node.args
     if not isinstance(value, fx.Node) or len(node.all_input_nodes) != 1:
         return None
@@ -235,12 +235,14 @@ _FORGETFUL: Final = frozenset(
 )
 _FORGETFUL_MODULES: Final = (nn.LayerNorm, nn.Linear)
 _REARRANGING: Final = frozenset({"permute", "transpose", "flatten", "reshape"})
-"""Names of what takes any strides, and whose result is a view if it can be one."""
+"""Names of operations that take any strides, and whose result is a view if it can be one."""
 
 
 def forgets(root: nn.Module, value: fx.Node, user: fx.Node, dimensions: int = 4) -> bool:
-    """Whether nothing that comes of `user`, a user of `value`, depends on the strides that `value` has, of which the
-    picture that it comes of has so many."""
+    """Whether no result of `user`, a user of `value`, depends on the strides of `value`.
+
+    `dimensions` is the rank of the picture that `value` comes from.
+    """
     if asks_shape(user) or (is_never_contiguous(value) and is_contiguous_copy(user)):
         return True
     if user.op == "call_module":
@@ -262,12 +264,12 @@ def forgets(root: nn.Module, value: fx.Node, user: fx.Node, dimensions: int = 4)
 
 
 def is_contiguous_copy(node: fx.Node) -> bool:
-    """Whether it is x.contiguous(), which is x itself if that is contiguous already."""
+    """Whether `node` is x.contiguous(), which returns x itself if x is contiguous already."""
     return node.op == "call_method" and node.target == "contiguous" and len(node.args) == 1 and not node.kwargs
 
 
 def is_copied(value: fx.Node) -> bool:
-    """Whether it is made contiguous in another order of its dimensions, which in channels_last may be no copy."""
+    """Whether `value` is permuted and then made contiguous, which may take no copy in channels_last."""
     return any(
         name_of(user) in _REARRANGING
         and ((is_never_contiguous(user) and any(map(is_contiguous_copy, user.users))) or is_copied(user))
@@ -276,13 +278,15 @@ def is_copied(value: fx.Node) -> bool:
 
 
 def _is_operand(value: fx.Node, user: fx.Node) -> bool:
-    """Whether a fused operator reads it in its epilogue, too."""
+    """Whether `user`, a fused operator, reads `value` in its epilogue, too."""
     return any(isinstance(arg, list | tuple) and value in arg for arg in user.args)
 
 
 def reduces_pictures(node: fx.Node, dimensions: int, keep: bool) -> bool:
-    """Whether a reduction takes all pixels of pictures with so many dimensions together, which stay with size 1 or do
-    not."""
+    """Whether a reduction is over all pixels of pictures with this rank, and nothing else.
+
+    `keep`: whether the reduced dimensions must stay, with size 1, or must not.
+    """
     reduced, kept = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
     if not isinstance(reduced, tuple | list) or not all(isinstance(dim, int) for dim in reduced):
         return False
@@ -296,14 +300,14 @@ _NEVER: Final = frozenset({"permute", "transpose", "swapaxes", "movedim", "movea
 
 
 def is_never_contiguous(node: fx.Node) -> bool:
-    """Whether its result is contiguous at best where its sizes are 1."""
+    """Whether the result of `node` is not contiguous, except where sizes are 1."""
     return node.op in ("call_method", "call_function") and name_of(node) in _NEVER
 
 
 def may_copy(node: fx.Node) -> bool:
-    """Whether it is a reshape that may copy: then its result is contiguous, although what it is given is not.
+    """Whether `node` is a reshape that may copy: then its result is contiguous, although its input is not.
 
-    Noted strides tell. Where there are none, each call asks (`channels_last.plain`).
+    Noted strides decide. Where none are noted, each call checks (`channels_last.plain`).
     """
     value = noted(node)
     known = isinstance(value, torch.Tensor)
@@ -317,7 +321,7 @@ _STAYING: Final = frozenset(
 
 
 def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
-    """Whether its result is surely contiguous if all tensors are that it is given."""
+    """Whether the result of `node` is surely contiguous if all its inputs are."""
     if node.op == "call_module":
         return type(root.get_submodule(str(node.target))) in (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Flatten)
     return node.op in ("call_method", "call_function") and name_of(node) in _STAYING
@@ -327,7 +331,7 @@ def stays_contiguous(root: nn.Module, node: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Of a function, operator or method."""
+    """The name of the function, operator or method that `node` calls."""
     return str(node.target) if node.op == "call_method" else getattr(ops.function_of(node.target), "__name__", "")
 
 
@@ -340,7 +344,7 @@ def _is(value: Any, *expected: int) -> bool:
 
 
 def _area(sides: Any, count: int = 2) -> float:
-    """The product of a stride or scale in so many dimensions, if it is one number; 1 if it is not known."""
+    """The product of a stride or scale over its dimensions (`count` if it is one number); 1 if it is not known."""
     try:
         found = sides if isinstance(sides, Sequence) and len(sides) in (2, 3) else (sides,) * count
         return max(math.prod(map(float, found)), 1e-3)
@@ -349,13 +353,13 @@ def _area(sides: Any, count: int = 2) -> float:
 
 
 def _pooled(node: fx.Node) -> float:
-    """What the pooling at the end of a fused operator leaves of the pixels."""
+    """The fraction of pixels that the pooling at the end of a fused operator leaves; 1 without pooling."""
     pool = node.kwargs.get("pool", ())
     return 1 / _area(pool[2:4]) if isinstance(pool, Sequence) and pool else 1.0
 
 
 def known_elements(node: fx.Node) -> int | None:
-    """How many elements the value has, where Dynamo or torch.export noted it."""
+    """The number of elements of a node's value, if Dynamo or torch.export noted it; else None."""
     value = noted(node)
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
         return None

@@ -1,6 +1,7 @@
-"""Operations that torch's library runs although fxfuse may finish them: the pointwise work after one is one pass.
+"""Operations that torch's library runs, and that a pass may follow: the pointwise work after one is one pass.
 
-They stay in the graph as they are. Where the result is a new tensor that only this pass reads, it is overwritten.
+The operations stay in the graph as they are. If a result is a new tensor that only the pass reads, the pass overwrites
+it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class _Library:
 
     name: str
     functions: Sequence[Any]
-    """The first is what a module of it becomes."""
+    """The first one replaces modules of the operation."""
     modules: Sequence[type[nn.Module]] = ()
     params: Sequence[str] = ()
-    """Further parameters of the function, as its modules call the attributes that hold them."""
+    """Further parameters of the function. Modules hold them in attributes of the same names."""
     methods: Sequence[str] = ()
     fresh: bool = True
     """Whether its result surely lies in memory of its own."""
@@ -42,7 +43,7 @@ _TRANSPOSED: Final = ("weight", "bias", "stride", "padding", "output_padding", "
 
 
 def _pooling(name: str) -> _Library:
-    """Pooling in 1 to 3 dimensions; nobody promises that windows of one element are copied."""
+    """Pooling in 1 to 3 dimensions. It is not fresh: nobody promises a copy for windows of one element."""
     dimensions = ("1d", "2d", "3d")
     functions = [getattr(space, f"{name}_pool{d}", None) for d in dimensions for space in (F, torch, _aten)]
     modules = [getattr(nn, f"{name.title().replace('_', '')}Pool{d}") for d in dimensions]
@@ -80,17 +81,17 @@ _BY_TARGET: Final[Mapping[Any, _Library]] = {
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """What a node computes that torch's library runs."""
+    """The operation of torch's library that a node computes."""
 
     name: str
     fresh: bool
     function: Callable[..., torch.Tensor] | None = None
-    """What to call with the module's input and `arguments` in a module's place; None if the node may stay."""
+    """Replaces a module: it is called with the module's input and `arguments`. None if the node may stay."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_library(root: nn.Module, node: fx.Node) -> LibraryCall | None:
-    """What `node` computes, if it is one of these operations."""
+    """What `node` computes if it is one of these operations, else None."""
     if node.op == "call_module":
         return _module_call(node, root.get_submodule(str(node.target)))
     if "out" in node.kwargs:
@@ -101,7 +102,7 @@ def find_library(root: nn.Module, node: fx.Node) -> LibraryCall | None:
 
 
 def _module_call(node: fx.Node, module: nn.Module) -> LibraryCall | None:
-    """A module as a call of its function: hooks that it is given later would see a result that is overwritten."""
+    """A module as a call of its function. As a module, hooks that it gets later would see an overwritten result."""
     row = _BY_TARGET.get(type(module))
     inputs = [*node.args, *node.kwargs.values()]
     if row is None or has_hooks(module) or len(inputs) != 1 or not isinstance(inputs[0], fx.Node):

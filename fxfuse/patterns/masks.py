@@ -1,8 +1,8 @@
-"""Attention masks whose values the graph itself says: all True, or the lower triangle.
+"""Removes attention masks whose values the graph alone decides: all True, or the lower triangle.
 
-Models that look at their mask in eager, and leave it out if it hides nothing, cannot look while Dynamo captures them:
-the graph makes a mask of nothing but numbers, at every call. torch has its fastest kernels for attention without one,
-or with `is_causal`; for a mask that is expanded from one element it takes attention apart into products and a softmax.
+In eager some models look at their mask, and leave it out if it hides nothing. They cannot look while Dynamo captures
+them, so the graph makes a mask of nothing but numbers, at every call. torch's fastest kernels are for attention without
+a mask, or with `is_causal`. For a mask expanded from one element, torch splits attention into products and a softmax.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PARAMS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 
 
 def leave_out_masks(root: nn.Module, graph: fx.Graph) -> None:
-    """Calls attention without masks that hide nothing, or nothing but what comes later.
+    """Removes masks of attention that hide nothing, or only later positions (`is_causal`).
 
-    Only in Dynamo's graphs, whose nodes know their shapes: a mask of a wrong shape stays, and its error with it.
+    This works only in Dynamo's graphs, whose nodes know their shapes: a mask of a wrong shape stays, and so its error.
     """
     calls = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention and _mask_of(node)]
     if not calls:
@@ -56,7 +56,7 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def _without_mask(node: fx.Node, mask: torch.Tensor) -> dict[str, Any] | None:
-    """The arguments of the same attention without its mask; None if it needs it, or if its shape may be wrong."""
+    """The arguments of the same attention without its mask; None if the mask is needed or its shape may be wrong."""
     given = _given(node)
     query, key = (noted(given[name]) for name in ("query", "key"))
     if not isinstance(query, torch.Tensor) or not isinstance(key, torch.Tensor):

@@ -1,7 +1,7 @@
 """Overwritten values: which nodes write into a tensor they did not make, and which tensors may share memory.
 
 A fused node reads its inputs where the region ends, later than the nodes it replaces did. That is only right if
-nothing overwrites one of them in between; `Mutations.between` answers that, conservatively.
+nothing overwrites an input in between. `Mutations.between` answers this, conservatively.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxfuse.problem import ANCHORS, parsed
 from fxfuse.simplify import is_fresh
 
 _CASTS: Final = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "detach"})
-"""Rows whose result may be their argument itself."""
+"""Rows of the op table whose result may be their argument itself."""
 
 _FRESH_MODULES: Final = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -44,12 +44,15 @@ _IN_PLACE_FUNCTIONS: Final = frozenset(
 
 
 def update_(name: str, value: Any, other: Any) -> Any:
-    """`value += other`, for the name "iadd": overwrites a tensor, returns another number."""
+    """`value += other`, for the name "iadd": overwrites a tensor; of a number it returns another one."""
     return getattr(operator, name)(value, other)
 
 
 def keep_numbers(graph: fx.Graph) -> None:
-    """Makes `x += 1` in the graph's code, which gives the name x a new meaning if x is a number, a call of update_."""
+    """Replaces `x += 1` by a call of update_, where x has other readers or is no node.
+
+    The graph's code has the statement `x += 1`, which would give the name x a new value if x is a number.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _IN_PLACE_FUNCTIONS and node.target is not operator.setitem:
             value = node.args[0]
@@ -59,7 +62,7 @@ def keep_numbers(graph: fx.Graph) -> None:
 
 
 def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
-    """The op table's row that `node` spells, with what its arguments say about overwriting."""
+    """The op table's row that `node` calls, and whether it does so in place; None if there is none."""
     if node.op == "call_module":
         return ops.find_module(root.get_submodule(str(node.target)))
     if node.op not in ("call_method", "call_function"):
@@ -76,7 +79,7 @@ def spelling(root: nn.Module, node: fx.Node) -> ops.Spelling | None:
 
 
 def second_arguments(node: fx.Node) -> list[fx.Node]:
-    """The values that a call gets beside its first argument; none if any other is no value of the graph."""
+    """The nodes that a call takes beside its first argument; none if it has keywords besides input and other."""
     others = [*node.args, *node.kwargs.values()][1:]
     return [other for other in others if isinstance(other, fx.Node)] if node.kwargs.keys() <= {"input", "other"} else []
 
@@ -86,7 +89,7 @@ _ATTRIBUTES: Final = frozenset({"shape", "dtype", "device", "ndim"})
 
 
 def asks_shape(node: fx.Node) -> bool:
-    """Whether it asks a tensor for its shape, dtype or device, and does not look at its values or strides."""
+    """Whether `node` asks a tensor for its shape, dtype or device, and does not look at its values or strides."""
     if node.op == "call_method":
         return node.target in _QUESTIONS
     if node.op != "call_function":
@@ -123,14 +126,14 @@ class Mutations:
             self._roots[node] = self._memory_of(node)
 
     def memory(self, source: Source) -> frozenset[object]:
-        """What the tensor may share memory with: node identities, and paths of parameters and buffers."""
+        """What `source` may share memory with: nodes, and paths of parameters and buffers."""
         if isinstance(source, Attribute):
             return frozenset({source.path})
         assert isinstance(source, fx.Node)
         return self._roots[source]
 
     def visible(self) -> list[frozenset[object]]:
-        """For each write that can be seen in another way than by the writing node's result: what memory it is to."""
+        """The memory of each write that is visible in other ways than by the writing node's result."""
         return [memory for index, memory in self._writes if self._is_visible(index, memory)]
 
     def _is_visible(self, index: int, memory: frozenset[object]) -> bool:
@@ -208,11 +211,11 @@ class Mutations:
         if node.op == "call_method":
             return node.target in _FRESH_NAMES
         home, name = (getattr(node.target, item, None) or "" for item in ("__module__", "__name__"))
-        ours = not home or home.startswith("torch")  # what torch compiled has no module
+        ours = not home or home.startswith("torch")  # torch's compiled functions have no module
         return node.target in _FRESH_FUNCTIONS or (ours and name in _FRESH_NAMES and "out" not in node.kwargs)
 
 
 def _returns_fresh(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator's schema says that its results are no views; those of composite operators do not say it."""
+    """Whether an operator's schema says that its results are no views. Composite operators' schemas do not say it."""
     composite = operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return not composite and all(result.alias_info is None for result in operator._schema.returns)

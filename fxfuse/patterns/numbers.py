@@ -1,4 +1,4 @@
-"""What graphs make of nothing but numbers: the same at every call."""
+"""Values that a graph makes of nothing but numbers: they are the same at every call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fxfuse.patterns.anchors import noted
 from fxfuse.patterns.mutation import Mutations
 
 LARGEST: Final = 2**24
-"""Elements of a value that is looked at."""
+"""The most elements of a value that is computed here."""
 _TAKE_SIZES: Final = frozenset(
     {"as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"}
 )
-"""Methods that take, beside their tensor, nothing but sizes."""
+"""Methods that take a tensor and otherwise only sizes."""
 
 
 def put_sizes_in(root: nn.Module, graph: fx.Graph) -> None:
-    """Gives sizes as numbers that the graph computes as tensors of one element: `torch.div(512, 256)` by Longformer.
+    """Replaces sizes that the graph computes as tensors of one element by numbers: Longformer's `torch.div(512, 256)`.
 
-    Only in Dynamo's graphs, whose nodes know what they are.
+    This works only in Dynamo's graphs, where the nodes' values are noted.
     """
     mutations: Mutations | None = None
     sizes: dict[fx.Node, Any] = {}
@@ -47,11 +47,11 @@ def _is_size(node: fx.Node) -> bool:
 
 
 class _Unknown(Exception):
-    """What an operation computes depends on more than its arguments."""
+    """The result of an operation depends on more than its arguments."""
 
 
 class _Functions(TorchDispatchMode):
-    """Refuses operators that write, draw random numbers, or leave memory as it is."""
+    """Refuses operators that write, draw random numbers, or return uninitialised memory."""
 
     def __torch_dispatch__(
         self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,7 +62,7 @@ class _Functions(TorchDispatchMode):
 
 
 def made_of(made: fx.Node) -> list[fx.Node]:
-    """All that a value is made of, and itself, in the order of the graph."""
+    """`made` and all nodes that its value is made of, in graph order."""
     found: set[fx.Node] = set()
     waiting = [made]
     while waiting:
@@ -74,7 +74,7 @@ def made_of(made: fx.Node) -> list[fx.Node]:
 
 
 def value_of(made: fx.Node, mutations: Mutations) -> torch.Tensor | None:
-    """What it is at every call; None if that depends on anything but the graph."""
+    """The value of `made` at every call; None if it depends on anything but the graph, or is too large."""
     known, nodes = noted(made), made_of(made)
     if not isinstance(known, torch.Tensor) or not all(type(size) is int for size in known.shape):
         return None
@@ -91,21 +91,23 @@ def value_of(made: fx.Node, mutations: Mutations) -> torch.Tensor | None:
                 if node.op == "call_method":
                     function = getattr(type(args[0]), str(node.target))
                 values[node] = function(*args, **kwargs)
-    except Exception:  # whatever torch, or a function of somebody else, raises: the call itself will do it again
+    except Exception:  # whatever torch or somebody else's function raises, the call itself will raise again
         return None
     value = values[made]
     return value if type(value) is torch.Tensor and value.numel() else None
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether it calls a function of torch or Python's operators: `_Functions` sees all that those do."""
+    """Whether `node` calls a function of torch or an operator of Python: `_Functions` sees all that these do."""
     home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
     return node.op == "call_method" or (node.op == "call_function" and home in ("torch", "_operator"))
 
 
 def erase_unused(values: Iterable[fx.Node]) -> None:
-    """Takes values that nobody reads, and that are made of nothing but numbers, out of their graph, and what they are
-    made of."""
+    """Erases values that nobody reads, and the nodes that only they are made of.
+
+    The values must be made of nothing but numbers.
+    """
     for value in values:
         for made in reversed(made_of(value)):
             if not made.users:

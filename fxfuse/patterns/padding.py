@@ -1,7 +1,7 @@
-"""Zeros around the image that a convolution reads, by an operation of their own: the convolution pads instead.
+"""Moves zeros around an image from a padding operation into the convolution that reads the image.
 
-TensorFlow's padding, which is uneven where a stride skips, and models ported from there spell it so. The operation
-copies the whole image, also where it adds nothing.
+TensorFlow's padding is uneven where a stride skips pixels, so models ported from there have such an operation. It
+copies the whole image, even where it adds nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PARAMS: Final = ("input", "pad", "mode", "value")
 def with_own_padding(
     root: nn.Module, node: fx.Node, anchor: Anchor, mutations: Mutations
 ) -> tuple[Anchor, fx.Node | None]:
-    """The anchor that `node` is, of the image before it is padded, and the operation that nobody needs then."""
+    """The anchor of `node`, on the image before padding, and the padding operation, which nobody needs then.
+
+    Without such an operation, `anchor` itself and None.
+    """
     pad = anchor.x
     if anchor.kind != "conv2d" or not isinstance(pad, fx.Node) or list(pad.users) != [node]:
         return anchor, None
@@ -43,7 +46,7 @@ def with_own_padding(
 
 
 def _zeros_around(root: nn.Module, node: fx.Node) -> tuple[int, int, int, int] | None:
-    """How many zeros it puts at the top, bottom, left and right; None if it does anything else."""
+    """The number of zeros that `node` adds at the top, bottom, left and right; None if it does anything else."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if type(module) is not nn.ZeroPad2d or has_hooks(module):

@@ -20,14 +20,14 @@ _PARAMETERS: Final = ("input", "kernel_size", "stride", "padding", "dilation", "
 
 
 def pool_after(root: nn.Module, node: fx.Node) -> tuple[fx.Node, MaxPool] | None:
-    """The node that pools `node`'s value, if nobody else uses that, and what it computes."""
+    """The node that pools `node`'s value, and what it computes; None if there is none or others use the value."""
     (user,) = node.users if len(node.users) == 1 else (None,)
     pool = None if user is None else find_pool(root, user)
     return None if user is None or pool is None or user.all_input_nodes != [node] else (user, pool)
 
 
 def find_pool(root: nn.Module, node: fx.Node) -> MaxPool | None:
-    """What `node` computes of its one input, if that is max-pooling of this kind."""
+    """The max-pooling that `node` computes of its one input; None if it is not one that a region may end with."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if type(module) is not nn.MaxPool2d or len(node.args) != 1 or node.kwargs or has_hooks(module):
@@ -45,12 +45,12 @@ def find_pool(root: nn.Module, node: fx.Node) -> MaxPool | None:
     if kernel is None or stride is None or padding is None or dilation != (1, 1) or given.get("return_indices"):
         return None
     if any(2 * reach > size for reach, size in zip(padding, kernel, strict=True)):
-        return None  # torch has an error for it
+        return None  # torch raises an error for this
     return MaxPool(*kernel, *stride, *padding, bool(given.get("ceil_mode", False)))
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """One number for both dimensions, or one for each; None if they are not known."""
+    """An option as two numbers, given as one for both dimensions or one for each; None if they are not known."""
     pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(pair) == 1:
         pair *= 2

@@ -1,8 +1,8 @@
-"""Questions about a value's rank, which a forward asks in an assertion (timm's BatchNormAct2d of what it is given), or
-torch's own BatchNorm, for a subclass of it (capture.py makes a node of its check).
+"""Asks questions about a value's rank about an earlier value, so that they keep no region from being fused.
 
-A value inside a region is never made, so that a question about it would keep the region from being fused. Pointwise
-functions, linears and convolutions have the rank of what they are given: they are asked about that instead.
+A value inside a region is never made, so nobody may ask for its rank. But pointwise functions, linears and convolutions
+keep the rank of their input, so the input is asked instead. The questions come from assertions in a forward (timm's
+BatchNormAct2d about its input), or from torch's own BatchNorm, in a subclass (capture.py makes a node of its check).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _NORMALISED: Final = (F.batch_norm, torch.batch_norm)
 
 
 def rank_of_convolution(x: torch.Tensor, moved: int) -> int:
-    """The rank of the result of a convolution whose filters move along so many dimensions; raises for an x that torch's
-    refuses, in its words."""
+    """The rank of the result of a convolution whose filters move along `moved` dimensions.
+
+    Raises RuntimeError, in torch's words, for an x that torch's convolution refuses.
+    """
     single, batched = moved + 1, moved + 2
     if isinstance(x, torch.Tensor) and x.dim() not in (
         single,
@@ -41,17 +43,17 @@ def rank_of_convolution(x: torch.Tensor, moved: int) -> int:
 
 
 def rank_of(value: Any) -> int:
-    """The rank of a tensor; a number has none."""
+    """The rank of a tensor; 0 for a number."""
     return 0 if isinstance(value, bool | int | float | complex) else value.dim()
 
 
 def rank_of_all(*ranks: int) -> int:
-    """The rank of what tensors of these ranks are broadcast to."""
+    """The rank that tensors of these ranks broadcast to."""
     return max(ranks)
 
 
 def ask_earlier(root: nn.Module, graph: fx.Graph) -> None:
-    """Lets every question about a value's rank ask about what a region with that value would start from."""
+    """Moves every question about a value's rank to the values that a region with it would start from."""
     for node in list(graph.nodes):
         source = node.args[0] if asks_rank(node) else None
         if not isinstance(source, fx.Node) or not _sources(root, source):
@@ -62,9 +64,9 @@ def ask_earlier(root: nn.Module, graph: fx.Graph) -> None:
 
 
 def _asked(root: nn.Module, graph: fx.Graph, question: fx.Node, value: fx.Node) -> fx.Node:
-    """A node that computes the rank of `value`, of whose sources something is known, as `question` asks for it.
+    """A node that computes the rank of `value` from the ranks of its `_sources` (at least one), as `question` asks.
 
-    It stands before `value`: later a source may have been given another shape in place.
+    The node stands before `value`, since a source may get another shape in place later.
     """
     sources, anchor = _sources(root, value), _anchor(root, value)
     ranks: list[fx.Node] = []
@@ -89,7 +91,7 @@ def _asked(root: nn.Module, graph: fx.Graph, question: fx.Node, value: fx.Node) 
 
 
 def _sources(root: nn.Module, value: fx.Node) -> list[fx.Node]:
-    """The values whose ranks decide that of `value`, if it is one that a region could compute; else none."""
+    """The values whose ranks decide the rank of `value`; none if no region could compute `value`."""
     anchor = _anchor(root, value)
     if anchor is None:
         return _of_same_rank(root, value)
@@ -98,7 +100,7 @@ def _sources(root: nn.Module, value: fx.Node) -> list[fx.Node]:
 
 
 def asks_rank(node: fx.Node) -> bool:
-    """Whether its value is the rank of its argument."""
+    """Whether the value of `node` is the rank of its argument."""
     if node.op == "call_method":
         return node.target in _METHODS and len(node.args) == 1 and not node.kwargs
     if node.op != "call_function":
@@ -114,11 +116,11 @@ def _anchor(root: nn.Module, node: fx.Node) -> Anchor | None:
 
 
 _OF_FIRST: Final = frozenset({"type_as", "prelu", "new_full"})
-"""Rows of the op table whose further tensors have no say in the result's shape."""
+"""Rows of the op table whose further tensors do not change the result's shape."""
 
 
 def _of_same_rank(root: nn.Module, node: fx.Node) -> list[fx.Node]:
-    """The arguments whose ranks decide that of a node's value, of a pointwise function."""
+    """The arguments of a pointwise function whose ranks decide the result's; none for other nodes."""
     if not node.all_input_nodes:
         return []
     first = node.all_input_nodes[:1]

@@ -1,4 +1,4 @@
-"""What AOTAutograd, torch.export and some models take apart, put together, so that regions can grow over it.
+"""Puts together what AOTAutograd, torch.export and some models take apart, so that regions can grow over it.
 
 view, addmm or mm, view                             → linear or matmul of any number of dimensions
 _native_batch_norm_legit_no_training, getitem 0     → batch_norm
@@ -25,7 +25,7 @@ _MM: Final = (_aten.mm, torch.mm)
 
 
 def recompose(root: nn.Module, graph: fx.Graph) -> None:
-    """Rewrites `graph`, where Dynamo or torch.export noted the shapes of its values, or its own nodes say them."""
+    """Rewrites `graph` where Dynamo or torch.export noted the shapes of values, or its own nodes compute them."""
     for node in list(graph.nodes):
         target = ops.function_of(node.target)
         if target in (*_ADDMM, *_MM):
@@ -52,7 +52,7 @@ def _is_view(node: Any) -> bool:
 
 
 def _transposed(weight: Any) -> fx.Node | None:
-    """The matrix of which `weight` is the transpose."""
+    """The matrix whose transpose `weight` is; None if it is no transpose."""
     if not isinstance(weight, fx.Node) or weight.op != "call_function" or not weight.args:
         return None
     target = ops.function_of(weight.target)
@@ -90,7 +90,7 @@ def _recompose_product(root: nn.Module, graph: fx.Graph, product: fx.Node, has_b
 
 
 def _keeps_rows(product: fx.Node, bias: Any, flat: fx.Node) -> bool:
-    """Whether the sizes that were noted show that all dimensions of x but the last are rows, before and after."""
+    """Whether noted sizes show that the views only flatten all dimensions of x but the last, and restore them."""
     rows, features = _sizes(noted(flat.args[0])), _sizes(noted(product))
     if rows is None or features is None or _sizes(noted(flat)) != [features[0], rows[-1]]:
         return False
@@ -101,7 +101,10 @@ def _keeps_rows(product: fx.Node, bias: Any, flat: fx.Node) -> bool:
 
 
 def _says_it_keeps_rows(root: nn.Module, product: fx.Node, bias: Any, flat: fx.Node, right: Any) -> bool:
-    """The same of nodes that compute the sizes: x.view(-1, x.size(-1)), result.view(x.size()[:-1] + (features,))."""
+    """The same as `_keeps_rows`, shown by nodes that compute the sizes:
+
+    x.view(-1, x.size(-1)), result.view(x.size()[:-1] + (features,)).
+    """
     matrix, vector = known_tensor(root, right), known_tensor(root, bias)
     if matrix is None or matrix.dim() != 2 or (bias is not None and (vector is None or vector.dim() != 1)):
         return False
@@ -137,7 +140,7 @@ def _is_item(value: Any, x: Any, index: Any) -> bool:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases `node`, and what it was made of as far as nobody else uses it."""
+    """Erases `node`, and the nodes it was made of that nobody else uses."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for arg in inputs:
@@ -171,10 +174,10 @@ def _remove_view_back(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _remove_transposed_back(graph: fx.Graph, node: fx.Node, away: fx.Node) -> None:
-    """Replaces `node`, the transpose of `away`, by the matrix of which `away` is the transpose."""
+    """Replaces `node`, the transpose of `away`, by the matrix whose transpose `away` is."""
     origin = _transposed(away)
     if origin is None or len(_sizes(noted(origin)) or ()) != 2:
         return
-    node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")  # what leaves stays a view
+    node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")  # a graph's result stays a view
     if not node.users:
         _erase_unused(graph, node)

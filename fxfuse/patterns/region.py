@@ -1,8 +1,8 @@
 """Growing a region from an anchor over its pointwise users.
 
-A region is the anchor and every node between it and one output node whose values nobody outside sees. Growing goes
-forward through the graph giving each node that the op table knows an expression in terms of the anchor's result and
-operands; then the latest node that closes the region (all users of all other values lie inside) becomes its output.
+A region is an anchor, one output node, and the nodes between them, whose values nobody outside reads. Growing goes
+forward through the graph. Each node that the op table knows gets an expression of the anchor's result and operands.
+Then the latest node that closes the region becomes its output: all users of all other values lie inside.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Region:
     nodes: tuple[fx.Node, ...]
     """The nodes it replaces in graph order: the anchor's first, the output last."""
     epilogue: Expr
-    """Simplified; in terms of the anchor's result and `operands`."""
+    """The simplified expression of the anchor's result and `operands`."""
     operands: tuple[Source, ...]
     library: LibraryCall | None = None
-    """Of a chain (chain.py) that follows an operation of torch's library: that operation, the first of `nodes`."""
+    """If a chain (chain.py) follows an operation of torch's library: that operation, the first of `nodes`."""
     written: Expr | None = None
-    """The epilogue as the model has it, if simplifying made another of it: eager's gradients follow from this one."""
+    """The epilogue as the model has it, if simplifying changed it. Eager's gradients follow from this one."""
     pool: MaxPool | None = None
-    """What becomes of the epilogue's result, in the last of `nodes`."""
+    """The max-pooling of the epilogue's result; its node is the last of `nodes`."""
     padding: fx.Node | None = None
-    """What padded the anchor's input before the anchor did so itself; nobody else reads it."""
+    """The node that padded the anchor's input, which the anchor now pads itself. Nobody else reads the node."""
 
     @property
     def output(self) -> fx.Node:
@@ -65,7 +65,7 @@ def grow(
     root: nn.Module, anchor_node: fx.Node, anchor: Anchor, taken: set[fx.Node], mutations: Mutations,
     tensors: frozenset[fx.Node],
 ) -> Growth:  # fmt: skip
-    """Goes from an anchor over whatever computes with its result, but for nodes of other regions.
+    """Grows from an anchor over all nodes that compute with its result, except those of other regions.
 
     `tensors` are the graph's nodes that are surely tensors.
     """
@@ -175,9 +175,12 @@ def describe(root: nn.Module, node: fx.Node) -> str:
 def is_region_alone(kind: str, weight: torch.Tensor | None, has_bias: bool) -> bool:
     """Whether an anchor of this kind is a region even if nothing pointwise follows it.
 
-    On a GPU: normalisations (which are anchors nowhere else); in float32 there are faster kernels for many than
-    torch's; in 16 bits for products with few rows, of which nobody knows before the call; and after a convolution torch
-    adds the bias in a pass that takes twice what ours does.
+    Only on a GPU:
+
+    - Normalisations, which are anchors nowhere else.
+    - All anchors in float32: many have faster kernels than torch's.
+    - Products in 16 bits: those with few rows have faster kernels, and the rows are not known before the call.
+    - Convolutions in 16 bits with a bias: torch adds it in a pass that takes twice as long as fxfuse's.
     """
     if kind == "layer_norm":
         return True

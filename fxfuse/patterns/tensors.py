@@ -1,4 +1,4 @@
-"""Which values of a graph are surely tensors: a traced graph says so of few, and the others may be numbers."""
+"""Finds the values of a graph that are surely tensors. A traced graph says so of few; the others may be numbers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _NOT_TENSORS: Final = frozenset(
     {"size", "dim", "numel", "item", "stride", "tolist", "nelement", "ndimension", "storage_offset", "data_ptr",
      "element_size", "get_device", "type", "finfo", "iinfo", "result_type", "promote_types", "can_cast"}
 )  # fmt: skip
-"""Names of torch's functions and methods that return something else."""
+"""Names of torch's functions and methods that do not return tensors."""
 _TUPLES: Final = frozenset(
     {"split", "chunk", "unbind", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes", "unsafe_chunk",
      "unsafe_split", "unsafe_split_with_sizes", "topk", "sort", "max", "min", "median", "mode", "kthvalue", "cummax",
      "cummin", "aminmax", "var_mean", "std_mean", "meshgrid", "broadcast_tensors", "unique", "frexp", "slogdet", "svd",
      "qr", "eigh", "lstm", "gru", "rnn_tanh", "rnn_relu", "native_layer_norm", "native_group_norm"}
 )  # fmt: skip
-"""Names of those that return several tensors, perhaps."""
+"""Names of functions and methods that may return several tensors."""
 _TUPLE_MODULES: Final = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _OF_SEQUENCES: Final = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "row_stack", "column_stack", "block_diag",
      "broadcast_tensors", "meshgrid", "cartesian_prod", "chain_matmul", "multi_dot", "from_numpy", "tensor"}
 )  # fmt: skip
-"""Names of those whose first argument may be something else than a tensor."""
+"""Names of functions whose first argument need not be a tensor."""
 _VIEWS: Final = ("T", "mT", "H", "mH", "data", "real", "grad")
 _ATTRIBUTES: Final = (*_VIEWS, "shape", "dtype", "device", "ndim")
 
 
 def tensors_of(root: nn.Module, graph: fx.Graph, assumed: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """The nodes whose values are tensors, whatever the model is called with, if `assumed` are."""
+    """The nodes whose values are tensors, whatever the model is called with. Those in `assumed` count as tensors."""
     used: set[fx.Node] = set(assumed)
     for node in reversed(graph.nodes):
         if any(_works_on(root, user, node, used) for user in node.users):
@@ -50,7 +50,7 @@ def tensors_of(root: nn.Module, graph: fx.Graph, assumed: Collection[fx.Node] = 
 
 
 def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
-    """Whether it is one by what made it, `tensors` being known to be."""
+    """Whether the operation of `node` makes a tensor. `tensors` are known to be tensors."""
     match node.op:
         case "get_attr":
             return known_tensor(root, node) is not None
@@ -76,7 +76,7 @@ def _is_made(root: nn.Module, node: fx.Node, tensors: set[fx.Node]) -> bool:
 
 
 def _is_of_two(node: fx.Node, tensors: set[fx.Node]) -> bool:
-    """Whether it is one of those functions that compute with two tensors element by element, and reduce one."""
+    """Whether `node` combines two tensors element by element, by a function that reduces a single one (max, min)."""
     is_method = node.op == "call_method"
     found = ops.find_method(str(node.target)) if is_method else ops.find_function(node.target)
     others = second_arguments(node)
@@ -84,7 +84,7 @@ def _is_of_two(node: fx.Node, tensors: set[fx.Node]) -> bool:
 
 
 def _makes_several(root: nn.Module, node: Any) -> bool:
-    """Whether its value is several tensors, if it is not one."""
+    """Whether the value of `node`, if it is no tensor, is several tensors."""
     if node.op == "call_module":
         return _is_torchs(root, node)
     if node.op == "call_method":
@@ -93,9 +93,9 @@ def _makes_several(root: nn.Module, node: Any) -> bool:
 
 
 def _works_on(root: nn.Module, user: fx.Node, node: fx.Node, tensors: set[fx.Node]) -> bool:
-    """Whether `user` is something that works on tensors alone, and on `node`; `tensors` are known to be some."""
+    """Whether `user` works on `node`, and only works on tensors. `tensors` are known to be tensors."""
     if user.op == "output" or not user.args or (user.args[0] is not node and user.target is not operator.matmul):
-        # an operator of one value and numbers makes a tensor of a tensor only
+        # an operator of one value and numbers makes a tensor only of a tensor
         return user in tensors and _module_of(user.target) == "_operator" and user.all_input_nodes == [node]
     if user.op == "call_module":
         return _is_torchs(root, user)
@@ -124,7 +124,7 @@ def _is_tensor_function(target: Any) -> bool:
 
 
 def _is_tensor_operator(node: fx.Node) -> bool:
-    """Whether it is a matrix product, or a subscript that only tensors take."""
+    """Whether `node` is a matrix product, or a subscript that only tensors take."""
     return node.target is operator.matmul or (
         node.target is operator.getitem
         and isinstance(node.args[1], tuple)

@@ -1,4 +1,4 @@
-"""What a graph's nodes make of values: each pointwise node as an expression in a region's acc and operands."""
+"""Turns each pointwise node of a graph into an expression of a region's acc and operands."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _TORCHVISIONS: Final = {
     ("torchvision.ops.drop_block", "drop_block3d"): 5,
 }
 """Functions that drop samples or blocks, with the position of their flag `training`. torchvision's models call them
-wrapped, so that they stand in graphs; named here so as not to import torchvision."""
+wrapped, so they are nodes of graphs. They are named here so that torchvision is not imported."""
 
 
 MAX_OPERATIONS: Final = 256
-"""Of a region: a kernel of so many takes a compiler seconds, and one of 2000 half a minute."""
+"""The most operations of a region. A kernel of so many takes a compiler seconds, one of 2000 half a minute."""
 
 
 class Full(Rejected):
@@ -68,13 +68,13 @@ class Growth:
         return Operand(self.operands.index(source))
 
     def argument(self, arg: Any) -> Any:
-        """A call's argument as the op table takes it: an expression, a number, or what else it is."""
+        """A call's argument as the op table takes it: an expression for a node, anything else as it is."""
         if not isinstance(arg, fx.Node):
             return arg
         if arg in self.values:
             return self.values[arg]
         if arg.op == "call_method" and arg.target == "item" and noted(arg) is not None:
-            return self.operand(arg.all_input_nodes[0])  # Dynamo's way to pass a number; as a 0-d tensor it is the same
+            return self.operand(arg.all_input_nodes[0])  # Dynamo passes a number like this; the 0-d tensor is the same
         if not is_tensor(arg):
             raise Rejected(f"operand '{arg.name}' may not be a tensor")
         self._check_broadcast(arg)
@@ -97,7 +97,7 @@ class Growth:
         else:
             dimension, features = -1, weight.shape[0 if self.anchor.kind == "linear" else 1]
         size = tensor.shape[dimension] if tensor.dim() >= -dimension else 1
-        # a size that is a symbol is not asked: the answer would hold for other calls, too
+        # a symbolic size is not compared: the answer would have to hold for other calls, too
         too_wide = isinstance(size, int) and isinstance(features, int) and size not in (1, features)
         if too_wide or (rank is not None and tensor.dim() > rank):
             name = source.name if isinstance(source, fx.Node) else source.path
@@ -116,7 +116,7 @@ def is_tensor(node: fx.Node) -> bool:
                 if node.args[1] in ("T", "mT", "H", "mH", "data", "real", "grad"):
                     return True
                 continue
-            new = [arg for arg in node.all_input_nodes if arg not in seen]  # it is one if one of these is
+            new = [arg for arg in node.all_input_nodes if arg not in seen]  # it is a tensor if one of these is
             seen.update(new)
             stack.extend(new)
         elif _is_tensor_itself(node):
@@ -125,7 +125,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def _is_tensor_itself(node: fx.Node) -> bool:
-    """The same of a node for which its arguments do not decide it."""
+    """The same as `is_tensor`, for a node whose arguments do not decide it."""
     if node.op == "placeholder":
         numbers = (int, float, bool)
         default = node.args[0] if node.args else None
@@ -139,7 +139,7 @@ def _is_tensor_itself(node: fx.Node) -> bool:
 
 
 def _module_arguments(growth: Growth, row: ops.Row, node: fx.Node, module: nn.Module) -> dict[str, Any]:
-    """A module's parameters of its operation; tensors become operands read from the module at every call."""
+    """The arguments of a module's operation. Tensors become operands, read from the module at every call."""
     return {
         name: growth.operand(Attribute(f"{node.target}.{name}")) if isinstance(value, torch.Tensor) else value
         for name, value in ops.module_arguments(row, module).items()
@@ -161,12 +161,12 @@ def _is_inactive_dropout(node: fx.Node, module: nn.Module | None) -> bool:
         position = _TORCHVISIONS[name]
     training = node.args[position] if len(node.args) > position else True
     chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
-    drops_nothing = isinstance(chance, int | float) and chance == 0  # nor does it draw then
+    drops_nothing = isinstance(chance, int | float) and chance == 0  # and draws no random numbers
     return drops_nothing or node.kwargs.get("training", node.kwargs.get("train", training)) is False
 
 
 def _batch_norm(growth: Growth, node: fx.Node, module: nn.modules.batchnorm._BatchNorm) -> Expr:
-    """Evaluation-mode normalisation from the live buffers."""
+    """Normalisation in evaluation mode, from the module's current buffers."""
     if module.training or module.running_mean is None or module.running_var is None:
         raise Rejected(f"'{node.name}' normalises by the batch's own statistics")
     row = ops.row(BATCH_NORMS[type(module)])
@@ -177,7 +177,7 @@ def _batch_norm(growth: Growth, node: fx.Node, module: nn.modules.batchnorm._Bat
 
 
 def is_nothing(root: nn.Module, node: fx.Node) -> bool:
-    """Whether its value is its argument: a module that does nothing, or nothing in the present mode."""
+    """Whether the value of `node` is its argument: it does nothing, or nothing in the present mode."""
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     return type(module) is nn.Identity or _is_inactive_dropout(node, module)
 
@@ -220,7 +220,7 @@ def value_of(growth: Growth, node: fx.Node) -> Expr | None:
 
 
 def overwritten_by(node: fx.Node) -> fx.Node:
-    """What an in-place node writes into: its first argument, by position or by name."""
+    """The node that an in-place node writes into: its first argument, by position or by name."""
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
     if not isinstance(first, fx.Node):
         raise Rejected(f"'{node.name}' overwrites something that is not a tensor of the graph")
@@ -228,7 +228,7 @@ def overwritten_by(node: fx.Node) -> fx.Node:
 
 
 def check_overwritten(growth: Growth, node: fx.Node, mutations: Mutations) -> None:
-    """An in-place node may only join if nobody reads the old tensor object after it."""
+    """Refuses an in-place node if a later node reads the old value that it overwrites."""
     found = spelling(growth.root, node)
     if found is None or not found.in_place:
         return

@@ -7,12 +7,12 @@ recorded, node by node, from what its plans do:
 - Kernel launches become entries of a list. One call into C makes all launches between two calls of torch (executor.h).
 - Results that only kernels read are offsets in a piece of memory, the arena, which is reused as values die.
 - Views are addresses.
-- What torch's library runs stays a call from Python.
+- Operators that torch's library runs stay calls from Python.
 
 `Program.code` is the text of the Python function that does all this for calls of this kind.
 
-Weights are read anew at every call. Modes and hooks are checked before (optimize.py). Calls that want gradients, or are
-observed, run the graph's own code.
+Weights are read anew at every call. optimize.py checks modes and hooks before a program runs. Calls that need
+gradients, or that are observed, run the graph's own code.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from fxfuse.program.write import Writer
 logger = logging.getLogger("fxfuse")
 
 MOST_KEPT: Final = 8
-"""Programs that a graph keeps, one for each kind of call; the oldest is dropped first."""
+"""The most programs that a graph keeps, one for each kind of call; the oldest is dropped first."""
 MOST_TRIES: Final = 4
-"""Recordings that may fail because a plan was missing; then the graph gets no programs."""
+"""The number of recordings that may fail because a plan was missing. After that the graph gets no programs."""
 
 MERGING: Final = ("cuda", "cpu")
 """Types of devices on which the operators between regions are merged into kernels of loops."""
@@ -84,11 +84,11 @@ class Program:
         self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...],
         tables: Sequence[dict[Any, Any]] = (),
     ) -> None:  # fmt: skip
-        """Merges what was recorded, and writes its code. Raises ToolchainError or BuildError.
+        """Merges the recorded steps, and writes the program's code. Raises ToolchainError or BuildError.
 
         Args:
-            tensors: those of the recorded call, the model's included (`Bound.tensors`).
-            constants: its other arguments, and the types of all (`Bound.constants`).
+            tensors: the tensors of the recorded call, the model's included (`Bound.tensors`).
+            constants: the call's other arguments, and the types of all arguments (`Bound.constants`).
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
         """
         device = device_of(tensors)
@@ -98,7 +98,7 @@ class Program:
         writer = Writer(recorder, steps, kept, device, recorder.lent(lent))
         self.code = writer.code
         self.arena_size = max((arena.size for arena in writer.arenas), default=0)
-        """Bytes of the largest arena: results of kernels, apart from those that the caller gets."""
+        """Bytes of the largest arena. Arenas hold the results of kernels, except those that the caller gets."""
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
         """How often it calls torch, by the names of operators and modules."""
@@ -112,7 +112,7 @@ class Program:
             for step in writer.steps
             if isinstance(step, Launch)
         )
-        """The kernels that it launches, in order: the names of the nodes that each computes, and its source."""
+        """The kernels that it launches, in order: for each, the names of the nodes that it computes, and its source."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
         names["launch"] = _launching(build.load(_EXECUTOR))
@@ -296,7 +296,7 @@ class Programs:
         self._tries = 0
         self._lock = free_in_children(threading.RLock())
         self._pays = any(node.target in KINDS or isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes)
-        """Whether a program pays even if torch runs all of it: it calls operators by quicker functions of theirs."""
+        """Whether a program pays even if torch runs all of it: a program calls the operators by quicker functions."""
         try:
             if type(graph._codegen) is not fx.graph.CodeGen:  # torch.export's
                 raise Refused("its code takes arguments apart, and puts results together")
@@ -307,7 +307,7 @@ class Programs:
         self._leaves = Leaves(self._binding.modules if self.reason is None else ())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as None: who pickles a graph with its attributes (torch.package) gets no programs."""
+        """Pickles as None: a graph that is pickled with its attributes (torch.package) has no programs."""
         return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,7 +368,10 @@ class Programs:
         ahead.run_without_data(self._root, self._graph, self._binding.values(bound))
 
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
-        """Runs and records a call, and returns its result. Afterwards there is a program for it, or a `reason`."""
+        """Runs and records a call, and returns its result.
+
+        Afterwards there is a program for it or a `reason`, unless a plan was missing or the GPU is only described.
+        """
         tensors, given = bound.tensors, self._binding.values(bound)
         recorder = Recorder(self._root, self._graph, self._leaves, given, tensors, by_parts)
         result = recorder.run()
@@ -399,7 +402,7 @@ class Programs:
 
 
 def described(tensor: torch.Tensor) -> Any:
-    """What of a tensor must be equal in two calls of one kind. A program's own guard checks what else matters."""
+    """The properties of a tensor that are equal in all calls of one kind. A program's own guard checks the rest."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -409,7 +412,7 @@ def _prepare(source: build.Source) -> None:
 
 
 PARTS: Final = tuple(functools.partial(_prepare, source) for source in SOURCES)
-"""Functions that compile them, if there is a compiler. Otherwise programs report later that there is none."""
+"""Functions that compile `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
 
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:

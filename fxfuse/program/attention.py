@@ -1,7 +1,7 @@
 """Contests between attention kernels, decided by measuring.
 
-`planned` replaces torch's attention of few queries by a kernel of ours (cuda/attention.py). This is how tokens are
-decoded: one query, or a few, for each head, and a long cache of keys and values. `by_hand` replaces the products and
+`planned` replaces torch's attention of few queries by a kernel of ours (cuda/attention.py). Decoding tokens needs such
+attention: one query, or a few, for each head, and a long cache of keys and values. `by_hand` replaces the products and
 softmax of a model that writes attention out by one of torch's attention operators (attention_by_hand.py).
 """
 
@@ -52,8 +52,8 @@ def planned(
 
     Args:
         expected: torch's result.
-        source: for keys or values whose heads were repeated, to be as many as those of queries: the tensor before
-            that, which is read instead. None for others.
+        source: for keys or values whose heads were repeated, to match the number of the queries' heads: returns the
+            tensor before the repetition, which is read instead. Returns None for other tensors.
     """
     if not may_compute(expected):
         return None
@@ -229,7 +229,7 @@ class _Copied:
     """The source of a value that was copied."""
 
     read: Read
-    """What is read for an element, by the value's coordinates."""
+    """The read of the source for an element, by the value's coordinates."""
     shape: tuple[int, ...]
     """The value's shape."""
 
@@ -329,7 +329,7 @@ def _moving(tensor: torch.Tensor) -> attention.Strides:
 
 
 def _library(options: tuple[tuple[str, Any], ...]) -> tune.Candidate:
-    """torch's candidate. It gets numbers in place of a mask of truth values, made once, as in programs (`Recorder`)."""
+    """torch's candidate. A mask of truth values is replaced by numbers, made once, as in programs (`Recorder`)."""
     named = {name: option for name, option in options if option}  # older versions know no enable_gqa
     repeats = named.pop("repeats", False) and named.pop("enable_gqa")
 

@@ -1,8 +1,8 @@
 """Finds attention that a model writes out, and replaces it by torch's attention where that was measured to be quicker.
 
-The pattern is `softmax(q @ k.T * scale + bias) @ v`: two batched products, and between them loops that are a softmax of
-the first product, scaled, with something added or hidden. What is added is stored once, as small as possible. The
-scores are never in memory. attention.py has the contest.
+The pattern is `softmax(q @ k.T * scale + bias) @ v`: two batched products, and between them loops that compute a
+softmax. The first product makes the scores. They may be scaled, be masked (hidden), or have a tensor added. The added
+tensor is stored once, as small as possible. The scores are never in memory. attention.py has the contest.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from fxfuse.program.reductions import SOFTMAX
 from fxfuse.program.values import Call, Launch, Slot, Value, read_by, slots_of, values_in, written_by
 
 HIDDEN: Final = -1e9
-"""The largest number that counts as hiding a score. Added to it, no score makes a difference."""
+"""The largest number that hides (masks) a score. A score that is added to it makes no difference."""
 ALIGNED: Final = 8
-"""Elements of which each row of what is added has a multiple. Otherwise torch copies it."""
+"""The added tensor's rows are padded to a multiple of this many elements. Otherwise torch copies the tensor."""
 _CASTS: Final = ("float32", "bfloat16", "float16")
 
 Chosen = Callable[[Sequence[Value], Value | None, float], Torchs | None]
-"""chosen([query, key, value], what is added, scale): torch's operator for such attention; None if none is quicker."""
+"""chosen([query, key, value], added or None, scale): torch's operator for such attention; None if none is quicker."""
 
 
 def joined(
     steps: Sequence[Launch | Call], output: Any, chosen: Chosen, is_lasting: Callable[[Slot], bool]
 ) -> list[Launch | Call]:
-    """The steps with torch's attention in place of products and what is between them.
+    """The steps with torch's attention in place of pairs of products and the steps between them.
 
     Args:
         output: the values that the caller gets.
-        is_lasting: whether a slot belongs to the model, not to a call. A mask of the model's is assumed to hide no row
-            as a whole.
+        is_lasting: whether a slot belongs to the model, not to a call. The model's own masks are assumed to hide no
+            whole row.
     """
     found = list(steps)
     leaving = {value.slot for value in values_in(output)}
@@ -82,9 +82,9 @@ class _Match:
     """Query, key, value: (batch, heads, rows, channels)."""
     scale: float
     added: Loops | None
-    """The loops that make what is added to the scaled scores, padded; None if nothing is added."""
+    """The loops that make the tensor that is added to the scaled scores, padded; None if nothing is added."""
     added_as_read: Value | None
-    """What is added, without the padding of its rows (`ALIGNED`)."""
+    """The added tensor, without the padding of its rows (`ALIGNED`)."""
     result: Value
     """The result of the last product."""
 
@@ -97,7 +97,7 @@ def _is_product(step: Launch | Call) -> bool:
 def _match(
     steps: Sequence[Launch | Call], last: int, leaving: set[Slot], is_lasting: Callable[[Slot], bool], name: str
 ) -> _Match | None:
-    """The attention that ends with the product `steps[last]`; None if it is none, or cannot be replaced."""
+    """The attention that ends with the product `steps[last]`; None if there is none, or if it cannot be replaced."""
     weights, values, result = _values_of(steps[last])
     memory = _Memory(steps[:last], is_lasting)
     chain = _Chain(memory)
@@ -141,7 +141,7 @@ def _values_of(product: Launch | Call) -> tuple[Value, Value, Value]:
 
 
 class _Memory:
-    """What is known of memory before the last product: its writers, and whether it is the model's or finite."""
+    """Facts about slots before the last product: their writers, and whether they are the model's own, or finite."""
 
     def __init__(self, steps: Sequence[Launch | Call], is_lasting: Callable[[Slot], bool]) -> None:
         self.steps = steps
@@ -155,9 +155,9 @@ class _Memory:
         return next((number for number in range(before - 1, -1, -1) if slot in self._written[number]), None)
 
     def holds(self, read: Sequence[Value | Read], gone: frozenset[int]) -> bool:
-        """Whether values still hold the same at the last product as where the steps `gone` read them."""
+        """Whether the memory of these values holds the same at the last product as where the steps `gone` read it."""
         later = [written for number, written in enumerate(self._written) if number > min(gone) and number not in gone]
-        # a value that is made in between and read at the last product only (the values) may be written once
+        # one write is allowed: attention's values may be made in between, as only the last product reads them
         return all(
             slot.kind != "given" and sum(slot in written for written in self._written) == 1
             for slot in {one.slot for one in read}
@@ -175,7 +175,10 @@ class _Memory:
         return self._lasting[slot]
 
     def is_finite(self, expression: Expr, leaves: Sequence[Leaf], dtype: torch.dtype) -> bool:
-        """Whether an expression is the model's own, or of integers, truth values and numbers finite in `dtype`."""
+        """Whether an expression is computed from the model's own memory alone, or from finite values alone.
+
+        Finite values are integers, truth values, and numbers that are finite in `dtype`.
+        """
         used = [leaves[index] for index in _operands(expression)]
         if all(self.lasts(leaf.slot) for leaf in used if isinstance(leaf, Read)):
             return True
@@ -200,7 +203,7 @@ class _Memory:
 
 
 class _Chain:
-    """Inlines the steps between two products into one, and notes which steps and which product these are."""
+    """Inlines the steps between two products into one, and notes these steps and the first product."""
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
@@ -239,7 +242,7 @@ class _Chain:
 
 
 def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int], last: int, leaving: set[Slot]) -> bool:
-    """Whether only the steps `inner` and `last` use what the steps `inner` make."""
+    """Whether only the steps `inner` and `last` use the results of the steps `inner`."""
     made = {slot for number in inner for slot in written_by(steps[number])}
     if made & leaving or any(slot.kind == "given" for slot in made):
         return False
@@ -251,11 +254,11 @@ def _are_needed_here_only(steps: Sequence[Launch | Call], inner: frozenset[int],
     return True
 
 
-# ------------------------------------------------------------------------------------------- what is softmax
+# --------------------------------------------------------------------------------- the softmax and its input
 
 
 def _softmaxed(loops: Loops) -> Expr | None:
-    """The expression of which loops are the softmax along the last dimension; None if they are no softmax."""
+    """The expression whose softmax along the last dimension the loops compute; None if they compute none."""
     expression = loops.expression
     while isinstance(expression, Term) and expression.op in _CASTS:
         (expression,) = expression.args
@@ -289,11 +292,11 @@ def _spelled(expression: Expr, leaves: Sequence[Leaf]) -> Any:
 
 
 class _Other(Exception):
-    """The expression is not the scores, scaled, with something added."""
+    """The expression is not of the form scale * scores + something added."""
 
 
 class _Affine:
-    """Takes an expression apart into scale * scores + what is added."""
+    """Takes an expression apart into scale * scores + an added expression."""
 
     def __init__(self, leaves: Sequence[Leaf], scores: set[int], memory: _Memory, dtype: torch.dtype) -> None:
         """
@@ -304,7 +307,7 @@ class _Affine:
         self._leaves, self._scores, self._memory, self._dtype = leaves, scores, memory, dtype
 
     def of(self, expression: Expr) -> tuple[float, Expr | None]:
-        """The scale and what is added. Raises _Other."""
+        """The scale, and the added expression or None. Raises _Other."""
         match expression:
             case Operand(index) if index in self._scores:
                 return 1.0, None
@@ -327,7 +330,7 @@ class _Affine:
         raise _Other
 
     def _number(self, expression: Expr) -> float:
-        """The number that an expression is: a constant, or a constant tensor of one element. Raises _Other."""
+        """The value of an expression that is a constant, or a constant tensor of one element. Raises _Other."""
         if isinstance(expression, Const):
             return float(expression.value)
         leaf = self._leaves[expression.index] if isinstance(expression, Operand) else None
@@ -344,8 +347,8 @@ class _Affine:
             raise _Other
         return scale * factor, None if added is None else Term("mul", (added, Const(factor)))
 
-    # A row that is hidden as a whole, by minus infinity, is NaN in eager, but zeros in torch's attention. So tensors of
-    # a call must not hide scores by minus infinity.
+    # If minus infinity hides a whole row, the row is NaN in eager, but zeros in torch's attention. So tensors of a call
+    # must not hide scores by minus infinity.
 
     def _plus(self, x: Expr, other: Expr) -> tuple[float, Expr | None]:
         if self._depends(other) or not self._memory.is_finite(other, self._leaves, self._dtype):
@@ -365,7 +368,7 @@ class _Affine:
         return scale, Term("where", (mask, *(both if is_where_mask_is else both[::-1])))
 
 
-# ------------------------------------------------------------------------------------------- where it all lies
+# ------------------------------------------------------------------------------------ batches, heads and memory
 
 
 def _operands(expression: Expr) -> list[int]:
@@ -378,14 +381,14 @@ def _depend(leaves: Sequence[Leaf], name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Split:
-    """The matrices of a batched product divided into batches and heads, such that what is added takes least memory."""
+    """The matrices of a batched product, divided into batches and heads so that the added tensor is smallest."""
 
     sizes: tuple[int, ...]
     """The numbers of batches, heads, rows and keys."""
     leaves: tuple[Leaf, ...]
     """The leaves of the softmax, by these four coordinates."""
     added: tuple[int, ...]
-    """The shape of what is added: `sizes`, with 1 for dimensions that it does not depend on."""
+    """The shape of the added tensor: `sizes`, but 1 for dimensions on which it does not depend."""
 
 
 def _split(loops: Loops, weights: Value, scores: Value, which: set[int], added: Sequence[int]) -> _Split | None:
@@ -396,7 +399,7 @@ def _split(loops: Loops, weights: Value, scores: Value, which: set[int], added: 
 
     Args:
         which: the numbers of the leaves that read scores.
-        added: the numbers of the leaves that what is added depends on.
+        added: the numbers of the leaves on which the added tensor depends.
     """
     best: _Split | None = None
     count, rows, keys = weights.shape
@@ -440,9 +443,9 @@ def _with_heads(value: Value, heads: int, name: str) -> Value:
 
 
 def _added(expression: Expr, split: _Split, dtype: torch.dtype, name: str) -> tuple[Loops, Value] | None:
-    """Loops that make what is added, with padded rows, and the value without the padding.
+    """Loops that make the added tensor with padded rows, and the value without the padding.
 
-    None if it contains reductions, or would lose precision in `dtype`.
+    None if the tensor contains reductions, or would lose precision in `dtype`.
     """
     used = {index: split.leaves[index] for index in _operands(expression)}
     reads = [leaf for leaf in used.values() if isinstance(leaf, Read)]

@@ -25,7 +25,7 @@ class Bound(NamedTuple):
     tensors: list[torch.Tensor]
     """The arguments that are tensors, then all attributes."""
     constants: tuple[Any, ...]
-    """What else a program depends on, for comparison: the types of arguments, and the arguments that are no tensors."""
+    """The types of all arguments, and the arguments that are no tensors, to be compared: a program depends on them."""
 
 
 class Binding:
@@ -106,7 +106,7 @@ class _Arguments:
         return [arguments[place] for place in self._tensors] if self._others else arguments
 
     def constants(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The types of all arguments, then those that are no tensors. So True does not compare equal to 1."""
+        """The types of all arguments, then the arguments that are no tensors. With the types, True does not equal 1."""
         if not self._others:
             return self._alone
         return self._kinds, *[_constant(arguments[place]) for place in self._others]
@@ -136,18 +136,18 @@ def are_constant(constants: tuple[Any, ...]) -> bool:
 
 
 PATIENCE: Final = 16
-"""After so many calls that were looked at since a program (or step) was last made, only every 16th is looked at."""
+"""After this many calls since a program (or step) was last made, only every 16th call is looked at."""
 
 
 class Kind:
-    """A kind of calls that was looked at."""
+    """A kind of call that was looked at."""
 
     def __init__(self, described: Any) -> None:
         self.described = described
-        """What is equal in all calls of the kind."""
+        """The description that is equal in all calls of the kind."""
         self.has_repeated = False
         self.results: Any = None
-        """What is known of the results of its first call."""
+        """Facts about the results of its first call."""
 
 
 class Repeats:
@@ -162,10 +162,10 @@ class Repeats:
         """The kind of a call. None if the call is not looked at, because sizes or numbers differ at most calls.
 
         Args:
-            described: makes what is compared.
-            places: how many programs (or steps) may be made before an older one must go. So many kinds are remembered,
-                but at least one: with `places` 0 two calls in a row must be of one kind.
-            stays: a kind that has repeated stays remembered, because nothing is made for it now.
+            described: makes the description that is compared.
+            places: how many programs (or steps) may be made before an older one must go. This many kinds are
+                remembered, but at least one: with `places` 0, two calls in a row must be of one kind.
+            stays: whether a kind that has repeated stays remembered, because nothing is made for it now.
         """
         self._misses += 1
         if self._misses > PATIENCE and self._misses % PATIENCE:
@@ -181,5 +181,5 @@ class Repeats:
         return new
 
     def count_anew(self) -> None:
-        """Called after something was made for a kind that has repeated."""
+        """Restarts the count of calls (`PATIENCE`), after something was made for a kind that has repeated."""
         self._misses = 0

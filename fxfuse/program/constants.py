@@ -1,8 +1,8 @@
 """Constants: values that a program's steps make of nothing but numbers (positions, masks) are made once.
 
-They are kept as they were when the call was recorded. Not kept is what depends on a tensor of a call or a model, is
-drawn at random, is returned to the caller, or is overwritten by other steps. Values that merge.py has inlined into
-kernels are computed there.
+They are kept as they were when the call was recorded. A value is not kept if it depends on a tensor of a call or a
+model, is drawn at random, is returned to the caller, or is overwritten by other steps. Values that merge.py has inlined
+into kernels are computed in the kernels.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def launch_of(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tenso
 
 
 def _copy(buffer: torch.Tensor) -> LoopsKernel | None:
-    """The kernel that fills a buffer; None if that is not dense or aligned, or has a dtype that loops cannot move."""
+    """The kernel that fills a buffer; None if it is not dense or not aligned, or if loops cannot move its dtype."""
     count = buffer.numel()
     span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
     if not 0 < count < LARGEST or span != count or buffer.data_ptr() % ALIGNMENT:

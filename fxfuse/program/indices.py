@@ -65,7 +65,7 @@ class Remainder:
 
 @dataclass(frozen=True)
 class Element:
-    """An integer that is read from memory: 0 to size - 1. If `wraps`, size is added to negative ones."""
+    """An integer that is read from memory: 0 to size - 1. If `wraps`, size is added to a negative integer."""
 
     memory: Any
     """The memory that it is read from (a Slot): anything with a name."""
@@ -180,7 +180,10 @@ class Index:
         return 1, Index(), self
 
     def replaced(self, change: Callable[[Atom], Index | None]) -> Index:
-        """The index with each atom replaced by `change(atom)`. Where that is None, the atom's own index is replaced."""
+        """The index with each atom replaced by `change(atom)`.
+
+        Where that is None, the atom stays, and the index inside it is replaced in the same way.
+        """
         return self._rebuilt(change, lambda of: of.replaced(change))
 
     def with_sum(self, whole: Index, value: Index) -> Index:
@@ -196,7 +199,10 @@ class Index:
         return left + value * factor
 
     def _rebuilt(self, change: Callable[[Atom], Index | None], inner: Callable[[Index], Index]) -> Index:
-        """The index with each atom replaced by `change(atom)`. Where that is None, `inner` is applied to its index."""
+        """The index with each atom replaced by `change(atom)`.
+
+        Where that is None, the atom stays, and `inner` is applied to the index inside it.
+        """
         result = Index((), self.constant)
         for atom, coefficient in self.terms:
             new = change(atom)

@@ -1,8 +1,8 @@
 """Leaf modules: those of torch.nn that a graph calls, and a check that they still compute the same.
 
 A program does not call these modules. It has recorded the operators that they run, which can be merged. So every call
-checks that each module, and what is in it, is unchanged. Parameters and buffers are read anew at every call: for them
-only the presence counts.
+checks that each module and its contents are unchanged. Parameters and buffers are read anew at every call: the check
+only asks whether they are present.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Leaves:
-    """The state of modules of torch.nn when this object is made, to be compared with later.
+    """The state of torch.nn's modules at the time this object is made, for later comparison.
 
     `module in leaves` says whether everything that a module computes with can be compared.
     """
@@ -51,17 +51,17 @@ class Leaves:
 
     @property
     def tables(self) -> list[dict[Any, Any]]:
-        """What a guard compares quickly: modules' attributes, hooks and children.
+        """The dictionaries that a guard compares quickly: modules' attributes, hooks and children.
 
-        `rest_is_as_before` asks for the rest. A guard compares objects: it may find a difference where `are_as_before`
+        `rest_is_as_before` compares the rest. A guard compares objects: it may find a difference where `are_as_before`
         finds equal numbers.
         """
         return [*self._members, *self._hooks, *(module._modules for module in self._modules)]
 
     def rest_is_as_before(self) -> bool:
-        """Whether what is not in `tables` is unchanged.
+        """Whether the state outside `tables` is unchanged.
 
-        A tensor that is gone is not noticed: the guard compares it with those of the call.
+        A tensor that is gone is not noticed here: the guard compares the tensors of the call.
         """
         for table, name in self._absent:
             if table.get(name) is not None:

@@ -4,10 +4,10 @@ Three kinds of operators are `Loops`: pointwise ones, those that only move eleme
 rolling, gathering), and reductions of rows. Every element of the result is an expression of elements of other tensors
 (`Read`, at an `Index` of the result's coordinates) and of reductions of rows (`Reduced`). An index counts from the
 beginning of a piece of memory, so views need no representation of their own. Loops can be inlined into each other
-(`inlined`), so whatever lies between two library calls becomes few kernels (merge.py). operators.py has the loops of
+(`inlined`), so the operators between two library calls become few kernels (merge.py). operators.py has the loops of
 torch's operators.
 
-As in fused regions, kernels compute in float32, and round where eager's result is a cast, or is stored to memory.
+As in fused regions, kernels compute in float32. They round where eager casts, or stores a result to memory.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Loops:
     """Its i-th operand is leaves[i]."""
     leaves: tuple[Leaf, ...]
     also: tuple[Store, ...] = ()
-    """Further results. Their elements have the same offsets from the first one as the output's."""
+    """Further results. Their elements lie at the same offsets from the first element as the output's."""
     into: Into | None = None
 
     @property
@@ -182,7 +182,7 @@ class Loops:
 
     @property
     def only_moves(self) -> bool:
-        """Whether each element is an element of another tensor or a number; at most converted to float32.
+        """Whether each element is a number or an element of another tensor, at most converted to float32.
 
         Kernels compute in float32, so that conversion is free.
         """
@@ -308,8 +308,8 @@ class Inexact(Exception):
 
 INTEGER: Final = "int64_t"
 NARROW: Final = "int32_t"
-"""Of integers that 16 bits hold, and choices between such: half as many registers, twice as many lanes. What is
-computed from them is INTEGER; no sum or product of two of them needs more than 32 bits."""
+"""The type of integers that 16 bits hold, and of choices between such: half as many registers, twice as many lanes.
+Results computed from them are INTEGER. No sum or product of two of them needs more than 32 bits."""
 _OF_16_BITS: Final = range(-(2**15), 2**15)
 _OFINTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
                                  "logical_and", "logical_or", "logical_not"})  # fmt: skip
@@ -378,14 +378,14 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
     return "float"
 
 
-# -------------------------------------------------------------------------------------- one into the other
+# ----------------------------------------------------------------------------------- inlining and joining
 
 
 def inlined(loops: Loops, producers: Mapping[Slot, Loops], kept: Slot | None = None) -> Loops:
-    """`loops` with producers inlined: it computes what it would read of some slots.
+    """`loops` with producers inlined: it computes the elements that it would read from their slots.
 
     Args:
-        producers: the loops that fill these slots. Their dtypes must be those with which the slots are read.
+        producers: by slot, the loops that fill it. `loops` must read the slot with the dtype of their output.
         kept: a producer's slot that must be stored all the same. `loops` must read it in the order of its own output
             (`reads_alike`).
     """
@@ -460,7 +460,7 @@ def times_read(loops: Loops, value: Value) -> float:
 def _share_inside(where: Iterable[Inside]) -> float:
     """The estimated fraction of coordinates at which all conditions hold.
 
-    Independent conditions multiply. Of those that share a variable the smallest fraction counts.
+    The fractions of independent conditions are multiplied. Of conditions that share a variable, the smallest counts.
     """
     shares: dict[frozenset[Atom], float] = {}
     for one in where:
@@ -481,7 +481,7 @@ def _place_alike(loops: Loops, value: Value) -> Index:
 def is_read_in_place(loops: Loops, value: Value) -> bool:
     """Whether the output may be stored in the memory of a value that the loops read.
 
-    Each element of the value must be read only by the threads of the result at the same offset, or of its row.
+    Only the threads that compute the result at the same offset, or its row, may read an element of the value.
     """
     rows = rows_of(loops) if loops.reductions else Rows((), ())
     if rows is None or rows.inner:
@@ -498,8 +498,8 @@ def is_read_in_place(loops: Loops, value: Value) -> bool:
 
 
 def is_apart_or_in_place(loops: Loops) -> bool:
-    """Whether loops that write into a tensor (`Loops.into`) read none of its memory, or each element just there where
-    it is overwritten."""
+    """Whether loops that write into a tensor (`Loops.into`) read none of its memory, or read each element only where
+    they overwrite it."""
     into, memory = loops.into, loops.output.slot
     if into is None:
         return True
@@ -512,7 +512,7 @@ def is_apart_or_in_place(loops: Loops) -> bool:
 
 
 def _placed(body: Body, leaf: Leaf, producers: Mapping[Slot, Loops]) -> Expr:
-    """The expression for a leaf: that of the producer, if the leaf reads one's result."""
+    """The expression for a leaf: the producer's, if the leaf reads a producer's result."""
     if isinstance(leaf, Reduced):
         row = leaf
         return body.reduce(row.op, row.over, lambda inner: with_operands(
@@ -570,7 +570,7 @@ def forget_indices() -> None:
 
 
 def simplified(loops: Loops) -> Loops:
-    """The same loops with simpler indices. An index need be right only under the conditions for using its value."""
+    """The same loops with simpler indices. An index need be right only where its value is used."""
     if not any(isinstance(leaf, Inside) or (isinstance(leaf, Read) and leaf.where) for leaf in loops.leaves):
         return loops
     expressions = [store.expression for store in loops.stores]
@@ -647,11 +647,11 @@ def _divisions_in(indices: Iterable[Index]) -> int:
 
 
 def _places_in(producer: Loops, read: Read) -> list[Index]:
-    """Indices of the element that is read in a producer's result, in elements from its first: one or two.
+    """Where the element that is read lies in a producer's result, in elements from its first: one or two indices.
 
-    If the element is read under conditions there may be two, of which the caller takes the simpler. If the producer has
-    reductions there is one, which lies inside the result whether or not the conditions hold: reductions are computed
-    even where the element is not used.
+    There may be two if the element is read under conditions. The caller takes the simpler one. There is one if the
+    producer has reductions. It lies inside the result whether or not the conditions hold, because reductions are
+    computed even where the element is not used.
     """
     output = producer.output
     place = read.index - output.offset // output.dtype.itemsize
@@ -728,9 +728,9 @@ def memory_order(output: Value) -> list[int]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a result, each with its own reductions. Its dimensions are divided into three groups.
+    """The rows of a result, each with its own reductions.
 
-    Each group is in the order of memory.
+    The result's dimensions are divided into three groups, each in the order of memory.
     """
 
     outer: tuple[int, ...]
@@ -738,7 +738,7 @@ class Rows:
     along: tuple[int, ...]
     """The dimensions inside a row."""
     inner: tuple[int, ...] = ()
-    """The dimensions of rows that are adjacent in memory. None if a row's own elements are contiguous."""
+    """The dimensions of rows that are adjacent in memory. Empty if a row's own elements are contiguous."""
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The numbers of elements of `outer`, `along` and `inner`."""
@@ -775,7 +775,7 @@ def rows_of(loops: Loops) -> Rows | None:
 
 
 def _reads_beside(loops: Loops, rows: Rows) -> bool:
-    """Whether what each reduction reads is adjacent in memory, along the row or from row to row."""
+    """Whether each reduction reads adjacent elements of memory, along the row or from row to row."""
     for row in loops.reductions:
         name, size = row.over.name, row.over.size
         if rows.inner:
@@ -828,9 +828,9 @@ SECTOR: Final = 32
 BESIDE: Final = 8
 """The least number of rows, adjacent in memory, that a thread block has."""
 FEW_ROWS: Final = 32
-"""Rows: fewer than this (times `BESIDE` where rows are adjacent) are too few threads for long rows."""
+"""The least number of rows (times `BESIDE` where rows are adjacent) with enough threads for long rows."""
 LONG_ROW: Final = 4096
-"""Elements of a row: more than this is long."""
+"""Elements. A row with more than this is long."""
 SMALL: Final = 16
 """A tensor with at most 1 / SMALL of the elements of all rows stays in caches, whatever the order of its reads."""
 

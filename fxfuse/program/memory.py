@@ -1,9 +1,9 @@
 """Memory planning: places results of kernels in arenas, by liveness, for the least peak of a call.
 
 An arena is one allocation, which exists while any of its results is alive. In an arena, results that are not alive at
-the same time share memory. A result that is computed in place has the memory of its operand. An arena ends, and another
-begins later, where it would otherwise raise the peak together with torch's own results. Lent memory (values.py) is an
-arena, too, after its last read.
+the same time share memory. A result that is computed in place has the memory of its operand. Where an arena and
+torch's own results would together raise the peak, the arena ends, and another begins later. Lent memory (values.py) is
+an arena, too, after its last read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fxfuse.program.values import Call, Launch, Slot, values_in
 ALIGNMENT: Final = 512
 """Bytes to which the offsets of results are aligned: as torch's allocator aligns them."""
 UNIT: Final = 16
-"""Bytes of which an arena's size is a multiple; itself a multiple of every dtype's size."""
+"""Bytes. An arena's size is a multiple of this, and this is a multiple of every dtype's size."""
 SMALL: Final = 1 << 20
 """Bytes. A peak below this is not worth a second arena."""
 MOST_CUTS: Final = 32
-"""How often arenas are cut at most, in search of the least peak."""
+"""The most cuts of arenas in search of the least peak."""
 NOT_WORTH_A_CUT: Final = 0.02
 """The part of the peak that must be saved to justify a cut, which costs one or two more allocations."""
 NOT_WORTH_A_RELEASE: Final = 0.005
@@ -88,7 +88,7 @@ class Arena:
 def arenas_of(
     steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int] = MappingProxyType({})
 ) -> list[Arena]:
-    """Arenas for the results `slots`, whose offsets are set.
+    """Arenas for the results `slots`. Sets the offsets of these slots.
 
     Args:
         lent: given memory that results may take after its last use, and its sizes in bytes.
@@ -120,9 +120,9 @@ def arenas_of(
 def _borrowed(
     blocks: Iterable[Block], lent: Mapping[Slot, int], moments: Sequence[int]
 ) -> tuple[list[Arena], list[Block]]:
-    """Places blocks in lent memory: the largest first, each in the smallest that has room.
+    """Places blocks in lent memory: the largest block first, each in the smallest piece of memory that has room.
 
-    Returns the arenas that have such blocks, and the blocks that found no room.
+    Returns the arenas that got blocks, and the blocks that found no room.
     """
     left: list[Block] = []
     arenas: list[Arena] = []
@@ -155,7 +155,7 @@ def _deaths(lent: Iterable[Slot], arenas: Iterable[Arena]) -> dict[Slot, int]:
 def releases(
     steps: Sequence[Launch | Call], arenas: Iterable[Arena], lent: Mapping[Slot, int]
 ) -> dict[int, list[Slot]]:
-    """By step: the lent memory that is dead by then and is to be freed before that step.
+    """By step: the lent memory that is to be freed before the step, because nothing uses it any more.
 
     Freeing takes time and ends a list of launches. So dead memory is freed only where keeping it would raise the peak.
     """
@@ -238,7 +238,7 @@ def _at_once(arenas: Iterable[Arena], others: Sequence[int]) -> list[int]:
 
 
 def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mapping[Slot, int]) -> list[Block]:
-    """A block for each slot. Slots share one where a kernel reads a slot for the last time and may write in place."""
+    """A block for each slot. Two slots share one where a kernel reads one for the last time and may write in place."""
     blocks = {slot: Block.of(slot) for slot in slots}
     blocks.update((slot, Block([slot], 0, slot.last, nbytes)) for slot, nbytes in lent.items())
     for number, step in enumerate(steps):
@@ -254,10 +254,10 @@ def blocks_of(steps: Sequence[Launch | Call], slots: Iterable[Slot], lent: Mappi
 
 
 def place(blocks: Sequence[Block]) -> int:
-    """Gives each block an offset, such that no blocks overlap that are alive at the same time.
+    """Gives each block an offset, so that blocks that are alive at the same time do not overlap.
 
-    Two orders are tried: in each, every block gets the lowest free offset. The better one is used; in practice it is
-    within some per cent of the least. Returns the size in bytes, a multiple of every dtype's size.
+    Two orders are tried: in each, every block gets the lowest free offset. The better one is used; in practice its size
+    is within some per cent of the least. Returns the size in bytes, a multiple of every dtype's size.
     """
     largest_first = sorted(blocks, key=lambda block: (-block.nbytes, block.first))
     last_first = sorted(blocks, key=lambda block: (-block.last, -block.nbytes))

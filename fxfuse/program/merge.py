@@ -52,27 +52,29 @@ from fxfuse.program.values import Call, Launch, Slot, Value, functions_of, read_
 logger = logging.getLogger("fxfuse")
 
 MOST_LEAVES: Final = 32
-"""Leaves of one kernel's loops."""
+"""The most leaves of one kernel's loops."""
 MOST_NODES: Final = 256
-"""Nodes of one kernel's expressions."""
+"""The most nodes of one kernel's expressions."""
 MOST_RESULTS: Final = 4
-"""Results of one kernel. Its threads have registers for all of them."""
+"""The most results of one kernel. Its threads have registers for all of them."""
 MOST_READS_OF_A_ROW: Final = 4
-"""Elements of a producer's row that one element of a reader may need. They are recomputed for each element of the
-reader; the row's reduction is not."""
+"""The most elements of a producer's row that one element of a reader may need. They are recomputed for each element of
+the reader; the row's reduction is not."""
 MOST_TIMES: Final = 3
 """How often, on average, the elements of an inlined result may be read on a GPU, if inlining moves no more bytes than
 storing the result. On a CPU once: it has no instructions to spare while it waits for memory."""
 MOST_BYTES_TOGETHER: Final = 8 << 20
-"""Bytes of results that one launch of several kernels computes: what a large GPU writes in the time of a launch."""
+"""The most bytes of results that one launch of several kernels computes. A large GPU writes as much in the time of a
+launch."""
 COUNT_BYTES: Final = 8
-"""Bytes of the number of problems, with which the params of a launch begin that may have several."""
+"""Bytes of the number of problems. The params of a launch that may have several problems begin with this number."""
 MOST_ADDRESSES: Final = 40
-"""Addresses of such a launch, so that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
+"""The most addresses of such a launch, so that its arguments fit (GemvTogether::kMost in gemv.cuh)."""
 SMALL_SHARE: Final = 4
 """Values may live longer than needed if they have at most 1 / SMALL_SHARE of the bytes of a program's largest value."""
 ALONE: Final = 2
-"""On a CPU, steps that torch computes as fast as a kernel of ours, and that take less time to call than a program."""
+"""On a CPU, the most steps that take less time to call than a program, if torch computes them as fast as a kernel of
+ours."""
 
 
 class NoKernel(FxfuseError):
@@ -84,7 +86,7 @@ def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) ->
 
     If a package lacks one of these kernels, torch computes its steps, and the others are merged anew.
 
-    Raises ToolchainError, BuildError, NoKernel. Then nothing has changed but the loops of steps.
+    Raises ToolchainError, BuildError, NoKernel. In that case, only the loops of steps have changed.
     """
     while True:
         try:
@@ -163,8 +165,8 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
 def _better_than_torchs(computed: Mapping[int, Loops], steps: Sequence[Launch | Call]) -> dict[int, Loops]:
     """The loops for which a CPU gets kernels of ours.
 
-    What torch computes as fast is torch's only if there would be no program otherwise. In a program a launch takes less
-    time than a call of torch. But calling a program takes some time, too.
+    Loops that torch computes as fast are left to torch only if there would be no program otherwise. In a program a
+    launch takes less time than a call of torch, but calling a program takes some time, too.
     """
     alone = {
         number: cpu_kernels.speed_beside_torch(loops)
@@ -311,7 +313,7 @@ def _in_place(together: Sequence[Loops]) -> list[tuple[Slot, Slot]]:
 
 
 def _small_beside(steps: Sequence[Launch | Call]) -> int:
-    """Bytes that may live longer than needed: they are small beside a program's largest value."""
+    """The most bytes that may live longer than needed: few beside a program's largest value."""
     return max(map(_largest, steps), default=0) // SMALL_SHARE
 
 
@@ -345,7 +347,7 @@ class _Plan:
         if suits is not None:
             for step in steps:
                 loops = step.loops
-                is_product = isinstance(step, Call) and step.is_product  # small ones are loops, for a GPU
+                is_product = isinstance(step, Call) and step.is_product  # small products are loops, but only for a GPU
                 if loops and (is_product or _overwrites_part(step) or not suits(loops)):
                     step.loops = None
         self.computed: dict[int, Loops] = {}
@@ -355,9 +357,9 @@ class _Plan:
         self._parts: dict[int, list[int]] = {}
         """By step number: the steps that were inlined into it."""
         self.made: dict[Slot, Value] = {}
-        """Memory that torch allocated and that a kernel writes first: the value that the kernel writes."""
+        """By slot that torch allocated and that a kernel writes first: the value that the kernel writes."""
         self.same: dict[Slot, Slot] = {}
-        """For memory that is not allocated: the other memory that holds the same."""
+        """By slot that is not allocated: the other slot that holds the same data."""
         self._left: set[int] = set()
         """Steps that overwrite a part of memory and are left to torch, because the whole is in memory."""
         self._steps = steps
@@ -449,7 +451,7 @@ class _Plan:
         parts = self._parts
 
         def without_parts(number: int) -> None:
-            """Lets results that were inlined into a step be stored, and the step, in its readers, read them."""
+            """Undoes the inlining into a step. The inlined results are stored, and the step's readers read them."""
             self.computed[number], since[number], gone[number] = self._alone(number)
             for part in parts[number]:
                 waiting[part] += 1
@@ -508,8 +510,8 @@ class _Plan:
                 del self.computed[number]
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:
-        """A step's loops with nothing inlined, the slots that they read with its number, and the step if it overwrites
-        one of these."""
+        """A step's loops with nothing inlined; the slots that they read, each with the step's number; and the step, if
+        it overwrites one of these slots."""
         loops = self._steps[number].loops
         assert loops is not None
         sources = dict.fromkeys(_sources(loops), number)
@@ -558,7 +560,7 @@ class _Plan:
             self._writers[slot] = sorted(number if writer == other else writer for writer in self._writers[slot])
 
     def _compute_together(self) -> None:
-        """Lets one kernel compute several results of the same memory, so that it is read once.
+        """Lets one kernel compute several results from the same memory, which is then read once.
 
         For example the sum of gradients, and the sum of their products with the normalised input. Or the variance of a
         batch, and the running variance that is made of it.
@@ -594,7 +596,7 @@ class _Plan:
                 self._goes_into(number, other, [store.output.slot for store in two.stores])
 
     def _pays(self, loops: Loops) -> bool:
-        """Whether rows are worth a kernel; on a CPU, whether it has one."""
+        """Whether loops with rows are worth a kernel; on a CPU, whether there is one for them."""
         return rows_pay(loops) if self._suits is None else self._suits(loops)
 
     def _without_results_of(self, number: int, other: int) -> Loops | None:
@@ -622,7 +624,7 @@ class _Plan:
         return None if reads_more or kinds[: len(two.stores)] != kinds[len(two.stores) :] else whole
 
     def _is_there_until(self, number: int, output: Value, other: int) -> bool:
-        """Whether a result of step `number` is all that its memory holds until step `other`."""
+        """Whether a result of step `number` fills its memory, and is still there at step `other`."""
         slot = output.slot
         nbytes = max(slot.nbytes, math.prod(slot.shape) * slot.dtype.itemsize)
         is_whole = slot.kind != "given" and _span(output) == (0, nbytes)
@@ -718,7 +720,7 @@ class _Plan:
     def _widen_products(self, widening: Sequence[Any]) -> None:
         """Leaves out steps that only convert a product of 16 bits to float32: gradients of weights under autocast.
 
-        The library rounds it less then, and writes it once.
+        The library then writes the product as float32: it is rounded less, and written once.
         """
         if not widening:
             return
@@ -739,7 +741,7 @@ class _Plan:
                 self.absent.add(number)
 
     def _may_be_absent(self, number: int, loops: Loops) -> bool:
-        """Whether a step's result, until it is overwritten, may be computed where it is read, by `loops`."""
+        """Whether all readers of a step's result, until it is overwritten, may compute it by `loops`."""
         slot, following = loops.output.slot, self._overwritten_by(number)
         readers = self._readers_of(number)
         return (
@@ -783,9 +785,9 @@ class _Plan:
         return not any(slot in self._leaving or slot in self._readers for slot in others)
 
     def _is_read_once(self, producer: Loops, readers: Sequence[int]) -> bool:
-        """Whether a result's elements are read about once on average, as `MOST_TIMES` has it.
+        """Whether a result's elements are read about once on average, as `MOST_TIMES` defines it.
 
-        A single reader with reductions may read all of them again: its row is in caches then.
+        A single reader with reductions may read all elements again: its row is in caches by then.
         """
         value = producer.output
         loops = [loops for loops in (self._steps[number].loops for number in readers) if loops is not None]
@@ -805,7 +807,7 @@ class _Plan:
 
         Args:
             since: by slot that the producer reads, the step after which it must not be overwritten until `number`.
-            gone: steps that overwrite nothing then.
+            gone: steps that overwrite nothing once the producer is inlined.
             kept: the producer's slot, if its result is stored all the same.
         """
         slot = producer.output.slot
@@ -864,7 +866,7 @@ def _share_reads(one: Loops, two: Loops) -> bool:
 
 
 def _copied_as_it_lies(loops: Loops) -> Slot | None:
-    """The memory, of the program's own, of which a result is a copy in the same layout; None if it is no such copy."""
+    """The program's own memory of which a result is a copy in the same layout; None if it is no such copy."""
     if not isinstance(loops.expression, Operand) or loops.output.offset:
         return None
     (read,) = loops.leaves
@@ -935,7 +937,7 @@ def _sources(loops: Loops) -> set[Slot]:
 
 
 def _places_read(loops: Loops) -> set[Leaf]:
-    """What loops read, where each reduction of a row of some length goes along the same variable."""
+    """The reads of loops, in which all reductions of rows of one length have the same variable."""
     along = {row.over.name: variable(f"along{row.over.size}", row.over.size) for row in loops.reductions}
     return {substituted(read, along) for read in loops.reads}
 
@@ -946,7 +948,7 @@ def _bytes_read(loops: Loops) -> int:
 
 
 def _bytes_by_slot(loops: Loops) -> dict[Slot, int]:
-    """The same for each piece of memory."""
+    """As `_bytes_read`, for each slot."""
     elements = math.prod(loops.output.shape)
     by_slot: dict[Slot, int] = {}
     for read in loops.reads:
@@ -963,7 +965,7 @@ def _elements(loops: Loops) -> list[Element]:
 
 
 def _read(step: Launch | Call) -> set[Slot]:
-    """Memory that a step reads: its loops, if it has them. A kernel also reads copies that were made for it."""
+    """Memory that a step reads, or its loops, if it has any. A kernel also reads copies that were made for it."""
     if step.loops is None:
         return read_by(step)
     return _sources(step.loops) | (read_by(step) - {step.loops.output.slot} if isinstance(step, Launch) else set())

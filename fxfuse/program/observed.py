@@ -141,7 +141,7 @@ def _takes_options(overload: Any) -> bool:
 
 
 def places(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What determines where a tensor's elements lie: shape, strides and offset. Dimensions of size 1 have no stride."""
+    """A tensor's shape, strides (but for dimensions of size 1) and offset, which determine where its elements lie."""
     steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     return tensor.shape, steps, tensor.storage_offset()
 
@@ -154,8 +154,8 @@ def _has_masks(indices: Any) -> bool:
 def function_of(overload: Any) -> Any:
     """A function that calls an operator with the same arguments.
 
-    It is torch's own function or method if there is one, which is quicker, or the operator itself. Arguments have the
-    same names and order: the parsers of torch's functions are generated from the operators' schemas.
+    It is torch's own function or method, which is quicker, or, if there is none, the operator itself. Arguments have
+    the same names and order: the parsers of torch's functions are generated from the operators' schemas.
     """
     name = overload._schema.name.split("::")[-1]
     if overload.namespace != "aten" or overload._overloadname.endswith("out"):

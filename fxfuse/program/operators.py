@@ -51,7 +51,7 @@ def loops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """The loops that compute an operator; None if loops cannot.
 
     Args:
-        args, kwargs: its arguments. Tensors are values, apart from numbers that torch has made tensors of.
+        args, kwargs: its arguments. Values stand for tensors. Only tensors that torch made of numbers stay.
         result: the value of its result, which may be that of an argument that it overwrites.
     """
     if isinstance(result, tuple) and result:  # merge.py makes sure that the other results are not read
@@ -109,7 +109,7 @@ def _loops_of_part(overload: Any, args: Sequence[Any], result: Value) -> Loops |
 
 
 def loops_into(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Loops | None:
-    """Loops that write only a part of a tensor, as an operator does (`Loops.into`); None if loops cannot."""
+    """Loops that write only the part of a tensor that an operator writes (`Loops.into`); None if loops cannot."""
     rule = _PARTS.get(overload.overloadpacket)
     if rule is None or not isinstance(result, Value):
         return None
@@ -188,7 +188,10 @@ def loops_of_chain(problem: Problem, x: Value, operands: Sequence[Value], result
 
 
 def loops_of_pass(expression: Expr, acc: Value, operands: Sequence[Value], result: Value) -> Loops | None:
-    """The loops of an epilogue after a library has computed `acc`, perhaps in the result's memory; None as above."""
+    """The loops of an epilogue after a library has computed `acc`, perhaps in the result's memory.
+
+    None if loops cannot compute it.
+    """
     alike = dataclasses.replace(acc, shape=result.shape, strides=result.strides)
     return _loops_of_epilogue(expression, lambda body, at: body.read(alike, at), operands, result)
 
@@ -196,7 +199,7 @@ def loops_of_pass(expression: Expr, acc: Value, operands: Sequence[Value], resul
 def loops_of_layer_norm(
     expression: Expr, given: Mapping[str, Any], operands: Sequence[Value], result: Value
 ) -> Loops | None:
-    """The loops of LayerNorm and an epilogue; None as above.
+    """The loops of LayerNorm and an epilogue; None if loops cannot compute them.
 
     Args:
         given: the arguments of aten's native_layer_norm, by name.
@@ -254,7 +257,7 @@ def _is_computed(loops: Loops) -> bool:
 
 
 def _is_chosen(expression: Expr, most: int) -> bool:
-    """Whether a value is one of some numbers from 0 to `most`: then a kernel may compute it as a wider integer."""
+    """Whether a value is one of several constants from 0 to `most`. A kernel may compute it as a wider integer."""
     if isinstance(expression, Call) and expression.op == "where":
         return all(_is_chosen(one, most) for one in expression.args[1:])
     return isinstance(expression, Const) and type(expression.value) is int and 0 <= expression.value <= most
@@ -469,7 +472,7 @@ def _gather(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 def _index(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
     x, indices, at = given["self"], given["indices"], coordinates(result.shape)
     dims = [dim for dim, index in enumerate(indices) if index is not None]
-    if not dims or dims != list(range(dims[0], dims[-1] + 1)):  # not adjacent: their result's dimensions come first
+    if not dims or dims != list(range(dims[0], dims[-1] + 1)):  # not adjacent: torch puts the chosen dimensions first
         raise Unknown
     if not all(isinstance(indices[dim], Value) for dim in dims):
         raise Unknown
@@ -625,7 +628,7 @@ def _unfold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _fold(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
-    """torch's col2im: each pixel is the sum of the elements, of all windows, that lie on it.
+    """torch's col2im: each pixel is the sum of all windows' elements that lie on it.
 
     A window begins every `stride` pixels, so only ceil(side / stride) windows per dimension lie on a pixel.
     """
@@ -685,7 +688,7 @@ def _max_pool(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _pooled(body: Body, given: Mapping[str, Any], result: Value) -> list[tuple[tuple[Inside, ...], Expr]]:
-    """The elements of a window that is pooled, as `_window`."""
+    """The elements of a window that is pooled, as `_window` returns them."""
     sides = given["kernel_size"]
     rank = len(sides)
     around, apart = (_numbers(given, name, rank, (one,)) for name, one in (("padding", 0), ("dilation", 1)))
@@ -710,8 +713,8 @@ def _max_pool_places(body: Body, given: Mapping[str, Any], result: Value) -> Exp
 def _windows_at(
     of_windows: Any, at: Sequence[Index], sides: Sequence[int], steps: Sequence[int], around: Sequence[int]
 ) -> list[tuple[list[Index], list[Index], tuple[Inside, ...]]]:
-    """The windows that a pixel lies in: the coordinates of each window, the pixel's in it, and the conditions under
-    which there is such a window."""
+    """The windows that a pixel lies in. For each: its coordinates, the pixel's coordinates in it, and the conditions
+    under which there is such a window."""
     rank, along = len(sides), []
     for one, side, step, pad, size in zip(at[-rank:], sides, steps, around, of_windows.shape[-rank:], strict=True):
         last, offset = (one + pad) // step, (one + pad) % step
@@ -824,8 +827,8 @@ def _joined(row: str, parts: Sequence[Expr]) -> Expr:
 
 
 SMALL_PRODUCT: Final = 2**22
-"""The most terms of all sums of a product. For more, a library's kernel takes more than a microsecond, and is as quick.
-"""
+"""The most terms of a product, in all its sums together. With more terms, a library's kernel takes more than a
+microsecond, and is as quick."""
 
 
 _aten = torch.ops.aten

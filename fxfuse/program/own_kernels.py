@@ -53,7 +53,7 @@ def quickest(
 
 
 def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[str, object], ...]) -> Problem:
-    """The problem for tensors like these; `options` are what else decides the result."""
+    """The problem for tensors like these; `options` hold everything else on which the result depends."""
     first, *others = (TensorMeta.of(tensor, tensor.device, alignment(tensor)) for tensor in tensors)
     replayed = stream_capture.will_be_replayed()
     return Problem(kind, options, "acc", first, None, None, tuple(others), replayed=replayed)

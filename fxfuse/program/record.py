@@ -1,7 +1,7 @@
 """Records a call: runs a graph node by node, and notes the steps that would compute the same again.
 
-What comes in is a graph and the values of its inputs. What leaves is the graph's result, and `Recorder.steps`: kernel
-launches and calls of torch, of the values in values.py.
+The input is a graph and the values of its inputs. The output is the graph's result, and `Recorder.steps`: kernel
+launches and calls of torch (values.py has their classes).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def is_variable(node: fx.Node) -> bool:
 
 
 def is_body(root: nn.Module, node: fx.Node) -> bool:
-    """Whether an attribute that a graph reads is what Dynamo makes of an autograd.Function's forward or backward: a
-    graph without tensors of its own. Other operators that take graphs cannot be recorded."""
+    """Whether an attribute that a graph reads is the graph that Dynamo makes of an autograd.Function's forward or
+    backward, without tensors of its own. Other operators that take graphs cannot be recorded."""
     *path, name = str(node.target).split(".")
     found = getattr(root.get_submodule(".".join(path)), name, None)
     is_graph = isinstance(found, fx.GraphModule) and not [*found.parameters(), *found.buffers()]
@@ -98,7 +98,7 @@ _OF_FUNCTION: Final = "autograd_function_apply"
 
 
 def check_graph(root: nn.Module, graph: fx.Graph, with_gradients: bool = False) -> None:
-    """Raises Refused if a node may do more than compute: it cannot be recorded.
+    """Raises Refused if a node may do more than compute. Such a node cannot be recorded.
 
     Args:
         with_gradients: whether the graph will run as it is, so that gradients may be switched off in it.
@@ -192,7 +192,7 @@ class Recorder:
         self._by_parts = by_parts
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
-        """The owner of each storage. Where arguments share a storage it is the first of them."""
+        """The owner of each storage. Where arguments share a storage, the first of them is its owner."""
         self._numbers: dict[int, int] = {}
         """The positions of given tensors, by identity."""
         self._autocast_then = self._autocast()
@@ -291,7 +291,7 @@ class Recorder:
         return found
 
     def is_lasting(self, slot: Slot) -> bool:
-        """Whether a slot belongs to the model, or was computed from numbers alone. It depends on no call's argument."""
+        """Whether a slot belongs to the model, or was computed from numbers alone: it depends on no call's argument."""
         return slot.constant is not None or slot.name in self._lasting
 
     def _give(self, value: Any) -> Any:
@@ -462,7 +462,7 @@ class Recorder:
     ) -> Any:
         """Adds a step that calls `target`, and returns the values of its result.
 
-        There is no step where the result holds no tensor and depends on sizes alone, or is the arguments themselves.
+        No step is added if the result holds no tensor and depends on sizes alone, or if it is the arguments themselves.
         """
         is_view = not seen.computing
         leaves = pytree.tree_leaves(result)
@@ -544,7 +544,7 @@ class Recorder:
         return {node: result}, note
 
     def _paying(self, loops: Loops | None) -> Loops | None:
-        """The loops, unless they have rows that a GPU's kernel would be slow at. merge.py asks what suits a CPU."""
+        """The loops, unless a GPU's kernel would be slow at their rows. For a CPU, merge.py decides."""
         if loops is None or self._device is None or not merge.runs_on_gpu(self._device):
             return loops
         return loops if rows_pay(loops) else None
@@ -753,7 +753,7 @@ class Recorder:
 def _made_of_nothing(operation: Operation) -> tuple[Any, Any, Any] | None:
     """A function and arguments that make the result of `zeros_like` and the like without the tensor given to them.
 
-    So that tensor need not be in memory. None for all other operators.
+    The given tensor then need not be in memory. None for all other operators.
     """
     packet, result = operation.overload.overloadpacket, operation.result
     if packet not in _FILLED or operation.overload._overloadname.endswith("out"):
@@ -821,7 +821,7 @@ def _filled(item: Any, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
-    """Calls what a node calls, and returns the result."""
+    """Calls a node's function, method or module, and returns the result."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
@@ -831,7 +831,7 @@ def _called(node: fx.Node, args: Any, kwargs: Any, root: nn.Module) -> Any:
 
 
 def _is_number(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch.tensor(*args, **kwargs) holds a single number, which is not rounded to an integer."""
+    """Whether torch.tensor(*args, **kwargs) is of a single number, and does not round it to an integer."""
     if len(args) != 1 or type(args[0]) not in (bool, int, float) or not kwargs.keys() <= {"dtype", "device"}:
         return False
     dtype = kwargs.get("dtype")
@@ -853,7 +853,7 @@ def _has_fast_path(module: nn.Module, seen: Operators) -> bool:
 
 
 def _by_its_parts(call: Callable[[], Any]) -> Any:
-    """call(), in which modules do not take their fast path: none does while a torch function mode is active."""
+    """The result of call() without modules' fast paths: no module takes one while a torch function mode is active."""
     with BaseTorchFunctionMode():
         return call()
 
@@ -870,9 +870,9 @@ def _lying_as(expected: Any, made: Any) -> Any:
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes one by one, but those of a vmap, from its begin to its end, together.
+    """The nodes in groups: each alone, but all nodes of a vmap, from its begin to its end, in one group.
 
-    Between these, the values are no tensors that could be inspected.
+    Inside a vmap, the values are no tensors that could be inspected.
     """
     group: list[fx.Node] = []
     depth = 0

@@ -158,7 +158,7 @@ def _log_softmax(body: Body, given: Mapping[str, Any], result: Value) -> Expr:
 
 
 def _log_sum_exp(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
-    """The maximum is not subtracted where it is infinite, as in torch: infinity - infinity would be NaN."""
+    """log(sum(exp(x))). As in torch, an infinite maximum is not subtracted: infinity - infinity would be NaN."""
 
     def shift(inner: Body) -> Expr:
         greatest = row.greatest(inner)
@@ -169,7 +169,7 @@ def _log_sum_exp(row: _Row, body: Body, given: Mapping[str, Any]) -> Expr:
 
 
 def _exponents(body: Body, given: Mapping[str, Any], result: Value) -> tuple[Expr, Expr]:
-    """An element minus the maximum of its row, and the row's sum of the exponentials of that."""
+    """An element minus its row's maximum, and the sum of the exponentials of such differences over the row."""
     at = coordinates(result.shape)
     row = _row_along(given["self"], given["dim"], at)
     total = row.reduced(

@@ -67,7 +67,7 @@ class LoopsKernel:
 
 @dataclass
 class Held:
-    """What a thread keeps in registers of a short row that several loops go over: it is read from memory once."""
+    """The part of a short row that a thread keeps in registers. Several loops use it; memory is read once."""
 
     lanes: int
     """The number of threads that share a row."""
@@ -76,7 +76,7 @@ class Held:
     vector: int
     """The number of elements of a run."""
     names: dict[Read, str]
-    """The variable that holds a read. Reads for a result that is longer than the row are included."""
+    """By read: the variable that holds it. Reads for a result that is longer than the row are included."""
     variables: dict[str, str]
     """The types of these variables."""
     within: Inside
@@ -108,10 +108,10 @@ def digits_of(index: Index, dims: Sequence[int], output: Value) -> dict[str, Ind
 
 
 def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
-    """The result's sizes in the order of memory, the leaves by the coordinates d0, d1, … of these, and `into.place`.
+    """The result's sizes in memory order, the leaves by these dimensions' coordinates d0, d1, …, and `into.place`.
 
-    Adjacent dimensions become one, unless this adds quotients or remainders to indices. The place is None without
-    `into`.
+    Adjacent dimensions become one, unless this adds quotients or remainders to indices. Without `into`, the place is
+    None.
     """
     output = loops.output
     order = memory_order(output)
@@ -133,7 +133,10 @@ def flattened(loops: Loops) -> tuple[list[int], list[Leaf], Index | None]:
 
 
 def by_runs(condition: Inside, size: int) -> Inside:
-    """The condition by runs of `size` elements, if it cannot differ between the elements of a run; else `condition`."""
+    """The condition in terms of runs of `size` elements, not of elements.
+
+    `condition` itself if it may differ between the elements of a run.
+    """
     rest = condition.index - variable(LANE, size)
     steps = [condition.size, rest.constant, *(coefficient for _, coefficient in rest.terms)]
     if rest.depends_on(LANE) or any(step % size for step in steps):
@@ -155,7 +158,7 @@ class _Window:
     chosen: Sequence[int]
     """For each element of the run: the number of the element of the window that it takes."""
     elements: int
-    """A bit mask of the elements of the run that take one. The others are zero."""
+    """A bit mask of the elements of the run that take an element of the window. The others are zero."""
 
 
 class Text:
@@ -200,9 +203,9 @@ class Text:
         self._take(list(zip(names, sizes, strict=True)))
 
     def coordinates_across(self, sizes: Sequence[int], dim: int, count: int) -> str:
-        """The same for runs that are numbered in another order. Returns the text of the run's number in memory order.
+        """As `coordinates`, for runs in another order. Returns the text of the run's number in memory order.
 
-        The number counts fastest over `count` runs of the last dimension (a divisor of its size), then over dimension
+        `rest` counts fastest over `count` runs of the last dimension (a divisor of its size), then over dimension
         `dim`, then over the others.
         """
         names = [*(f"d{dim}" for dim in range(len(sizes) - 1)), "high"]
@@ -217,14 +220,14 @@ class Text:
         return place
 
     def _take(self, sized: Sequence[tuple[str, int]]) -> None:
-        """Writes statements that take variables from `rest`. Given are names and sizes, the fastest last."""
+        """Writes statements that take variables from `rest`. `sized` are their names and sizes, the fastest last."""
         sized = [(name, size) for name, size in sized if size > 1]
         for number, (name, size) in reversed(list(enumerate(sized))):
             value = f"{self._divisor(size)}.take(rest)" if number else "rest"
             self.before.append(f"const unsigned {name} = {value};")
 
     def leaves(self, leaves: Sequence[Leaf]) -> list[str]:
-        """The texts of leaves. Leaves that read one element, each under its own conditions, share one read."""
+        """The texts of leaves. Leaves that read the same element, each under its own conditions, share one read."""
         if self._by_element:
             found = {self._steps(leaf): leaf for leaf in leaves if isinstance(leaf, Read) and not leaf.where}
             self._always = {steps: leaf for steps, leaf in found.items() if steps is not None}
@@ -245,19 +248,19 @@ class Text:
         return f"{name}[turn][lane]"
 
     def _begin(self, read: Read) -> Index:
-        """The index of a run's first element, of a read in constant steps."""
+        """The index of a run's first element, for a read in constant steps."""
         return read.index - variable(LANE, self._vector) * self._step(read)
 
     def _step(self, read: Read) -> int:
         return dict(read.index.terms).get(_lane(self._vector), 0)
 
     def _steps(self, read: Read) -> _Steps | None:
-        """How a read goes on from element to element of a run; None if not in constant steps."""
+        """The memory, dtype and step of a read in constant steps along a run; None for other reads."""
         return None if self._begin(read).depends_on(LANE) else (read.slot, read.dtype, self._step(read))
 
     def _read_anyway(self, read: Read) -> Index | None:
-        """Where a run may begin to read instead, if the read's conditions do not hold for it: where a read without
-        conditions begins, or the memory does. None if neither is known to be as long as a run."""
+        """Where a run may begin to read instead if its conditions do not hold: at the beginning of a read without
+        conditions, or of the memory. None if neither is known to be as long as a run."""
         steps = self._steps(read)
         if steps is None or any(map(self._varies, read.where)):
             return None
@@ -303,7 +306,7 @@ class Text:
         if window is not None:
             return self._chosen(leaf, window, ways)
         instead = self._read_anyway(leaf) if condition and self._by_element else None
-        if instead is not None:  # no branches between vectors: a run for which the conditions do not hold reads there
+        if instead is not None:  # no branches between vectors: a run whose conditions do not hold reads at `instead`
             first, step = self._name("t"), leaf.index - self._begin(leaf)
             self.before.append(f"Place {first} = {self.place(instead)};")
             begun = f"{first} = {self._index(self._begin(leaf), lines)};"
@@ -316,7 +319,7 @@ class Text:
         return f"as_number({name})"
 
     def _if(self, ways: Sequence[Sequence[Inside]]) -> str:
-        """An `if` for: all conditions of one of the `ways` hold. Empty if that is always so."""
+        """An `if` that tests whether all conditions of one of the `ways` hold. Empty if they always do."""
         texts = [dict.fromkeys(one for one in map(self._inside, where) if one != "true") for where in ways]
         least = [one for one in texts if not any(other.keys() < one.keys() for other in texts)]
         each = list(dict.fromkeys(" && ".join(sorted(one)) for one in least))

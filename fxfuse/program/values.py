@@ -24,8 +24,8 @@ class Refused(Exception):
 class Lent(bytes):
     """An argument of a graph: for each tensor of the call one byte, which says whether its memory is lent.
 
-    In lent memory the program may place results after its last read. Such memory has no other owner, and nobody reads
-    it after the call (`Guard.alone`).
+    After the last read of lent memory, the program may place results there. Such memory has no other owner, and nobody
+    reads it after the call (`Guard.alone`).
     """
 
 
@@ -100,20 +100,20 @@ class Owner:
     low: int
     """The address at which the storage begins."""
     high: int
-    """The address behind the storage."""
+    """The address just behind the storage."""
 
     @staticmethod
     def of(slot: Slot, tensor: torch.Tensor) -> Owner:
         storage = tensor.untyped_storage()
         if slot.kind == "given":
-            slot.alignment = alignment(tensor)  # in all calls: the guard sees to it
+            slot.alignment = alignment(tensor)  # the same in all calls: the guard checks it
         else:
             slot.alignment = math.gcd(ALIGNMENT, tensor.storage_offset() * tensor.element_size())
         return Owner(slot, address(tensor), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of all tensors, where some may lie on a CPU beside it; None if there are several others, or none."""
+    """The device of all tensors, except that some may lie on a CPU; None if there are several others, or no tensors."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         devices.discard(torch.device("cpu"))
@@ -243,7 +243,7 @@ def values_in(tree: Any) -> list[Value]:
 
 
 def numbers_in(tree: Any) -> list[Number]:
-    """The numbers in the same, which are known at a call only."""
+    """The numbers in the arguments or the result of a call. Their values are known only at a call."""
     return _found_in(tree, Number)
 
 
@@ -268,7 +268,7 @@ def as_plain(item: Any) -> Any:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are exactly those in memory at its strides: no lazy negation, no subclass.
 
-    A tensor of torch.func's is not, even after the transformation that a buffer kept it from.
+    A tensor of torch.func's is not plain, even if a buffer has kept it beyond its transformation.
     """
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return False

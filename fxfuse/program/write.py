@@ -1,6 +1,6 @@
-"""Writes a program: from recorded and merged steps to the text of a Python function, with its results in arenas.
+"""Writes a program: turns recorded and merged steps into the text of a Python function, with results in arenas.
 
-Kernel launches are packed into arrays, which `launch` in the text works off (executor.h). Calls of torch become lines.
+Kernel launches are packed into arrays, which `launch` in the text processes (executor.h). Calls of torch become lines.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Writer:
         self._assign_slots(kept, lent)
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
-        """The program's text; and the steps of each line, by line number, that makes launches or calls torch."""
+        """The program's text; and, by number of each line that makes launches or calls torch, the steps of the line."""
 
     # ---- memory
 
@@ -182,7 +182,7 @@ class Writer:
         for slot in table:
             slot.index = next(indices)
         self.table_size = next(indices)
-        """Addresses: of given tensors, arenas, torch's results, results that the caller gets, and constants."""
+        """The number of addresses: given tensors, arenas, torch's results, results for the caller, and constants."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
         """The constants that kernels read, by their positions in the table."""
 
@@ -452,5 +452,5 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def _is_all_of(value: Value, slot: Slot) -> bool:
-    """Whether a value is the whole tensor as which a slot is allocated."""
+    """Whether a value is the whole tensor that is allocated for a slot."""
     return (value.shape, value.strides, value.offset) == (slot.shape, slot.strides, 0)

@@ -1,6 +1,6 @@
-"""explain(): what was fused into what, what was not and why, and which kernels run.
+"""explain(): a report on what was fused into what, which nodes were not fused and why, and which kernels run.
 
-`collect` asks a model, `data` is what it says, `text`, `notebook` and `page` show it.
+`collect` makes the report of a model, `data` has its classes, `text`, `notebook` and `page` show it.
 """
 
 from fxfuse.report.collect import explain

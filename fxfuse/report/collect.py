@@ -1,4 +1,4 @@
-"""What a report says of a model: asked of its graphs, their regions' plans and their programs."""
+"""Collects the report on a model from its graphs, their regions' plans and their programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def explain(fast: nn.Module, verbose: bool = False) -> Report:
 
     Args:
         fast: what optimize() or load() returned, or torch.compile(model, backend="fxfuse") once it has been called.
-        verbose: whether the report prints all that it knows, and not a few lines.
+        verbose: whether the report prints all that it knows, instead of a few lines.
 
     Raises FxfuseError for any other module.
     """
@@ -48,7 +48,7 @@ def explain(fast: nn.Module, verbose: bool = False) -> Report:
         without = "" if why is None else f"; Dynamo: {why}"
         regions += [_region_report(region, prefix) for region in state_of(module).regions]
         for untraced in state_of(module).captured.untraced:
-            if not untraced.path or not is_fused(module.get_submodule(untraced.path)):  # which speak for themselves
+            if not untraced.path or not is_fused(module.get_submodule(untraced.path)):  # others report themselves
                 reason = f"runs as Python, since tracing stopped at {untraced.reason}{without}"
                 skipped.append(SkippedReport((prefix + untraced.path).strip(".") or "the model", reason))
         skipped += [SkippedReport(prefix + item.node, item.reason) for item in state_of(module).skipped]
@@ -74,7 +74,7 @@ def _roots(fast: nn.Module) -> list[tuple[str, FusedModule]]:
         return [("", fast)]
     if isinstance(fast, LoadedModule):
         return [(f"call{number}", graph) for number, graph in enumerate(fast.graphs, 1)]
-    inner = getattr(fast, "_orig_mod", None)  # of torch.compile
+    inner = getattr(fast, "_orig_mod", None)  # torch.compile's
     graphs = compiled_graphs(fast) if isinstance(fast, nn.Module) else ()
     if graphs:
         return [("" if len(graphs) == 1 else f"graph{number}", graph) for number, graph in enumerate(graphs, 1)]
@@ -127,7 +127,7 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
 
 
 def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
-    """The graphs that calls of the model used, with the paths of their modules; before any call, those it has."""
+    """The graphs that the model's calls used, with the paths of their modules. Before any call, the graphs it has."""
     whole = _recaptured(fast)
     for path, module in fast.named_modules():
         if path in whole:
@@ -140,7 +140,7 @@ def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
 
 
 def _recaptured(fast: FusedModule) -> dict[str, tuple[FusedModule, ...]]:
-    """Dynamo's graphs of what fx cannot trace in its present mode, by the path of their module."""
+    """Dynamo's graphs of the modules that fx cannot trace in their present mode, by the module's path."""
     found: dict[str, tuple[FusedModule, ...]] = {}
     for path, module in fast.named_modules():
         if not isinstance(module, FusedModule) or any(_is_below(path, other) for other in found):
@@ -190,7 +190,7 @@ def _programs_report(path: str, module: FusedModule) -> Iterator[str]:
 
 
 def _training_report(path: str, module: FusedModule) -> Iterator[str]:
-    """What became of calls that needed gradients."""
+    """How calls that needed gradients ran."""
     training = state_of(module).training
     what = f"'{path}'" if path else "the model"
     if training is None:
@@ -231,7 +231,7 @@ def _is_below(path: str, other: str) -> bool:
 
 
 def _is_used(trace: FusedModule, module: FusedModule) -> bool:
-    """Whether a call used `trace`, one of `module`'s. Variants without regions are: they are made for a call."""
+    """Whether a call used `trace`, one of `module`'s. Variants without regions count: they are made for a call."""
     regions = state_of(trace).regions
     if not regions:
         return trace is not module
@@ -290,7 +290,7 @@ _ARITHMETIC_ON_SIZES: Final = ("operator", "_operator", "builtins", "math")
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node is an operation: no argument, attribute, view or question, as far as its name tells."""
+    """Whether a node is an operation, and not an argument, attribute, view or question, as far as its name tells."""
     if node.op == "call_module":
         return True
     if node.op not in ("call_function", "call_method"):
@@ -302,7 +302,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """What a node calls, in short."""
+    """The short name of what a node calls."""
     if node.op == "call_module" or isinstance(node.target, str):
         return str(node.target)
     name = str(getattr(node.target, "__name__", node.target))
@@ -310,12 +310,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Whether it may compute with sizes."""
+    """Whether a node may compute with sizes."""
     return getattr(node.target, "__module__", None) in _ARITHMETIC_ON_SIZES
 
 
 def _reads_tensor(node: fx.Node) -> bool:
-    """Whether an input is a tensor, as far as it can be told: sizes come of `size`, of `shape`, and of other sizes."""
+    """Whether a node reads a tensor, as far as can be told: sizes come from `size`, `shape` and other sizes."""
     left, seen = deque(node.all_input_nodes), set(node.all_input_nodes)
     while left:
         one = left.popleft()
@@ -334,7 +334,7 @@ def _reads_tensor(node: fx.Node) -> bool:
 
 
 def operations_of(graphs: Iterable[FusedModule]) -> Operations:
-    """What a call of these graphs, each once, consists of."""
+    """The operations of a call that runs each of these graphs once."""
     before = kernels = 0
     has_python = False
     calls: Counter[str] = Counter()
@@ -363,7 +363,7 @@ def _count(graph: fx.Graph, module: FusedModule) -> int:
 
 
 def _counts(node: fx.Node, module: FusedModule) -> bool:
-    """Whether a node is an operation, and none that is counted in a graph of its own."""
+    """Whether a node counts as an operation. Calls of fused modules do not: these have graphs that are counted."""
     if node.op == "call_module" and is_fused(_called(node, module)):
         return False
     return computes(node)
@@ -374,5 +374,5 @@ def _label(node: fx.Node, module: FusedModule) -> str:
 
 
 def _called(node: fx.Node, module: FusedModule) -> nn.Module:
-    """Of the captured model: a child may be called as an attribute of graph modules is."""
+    """The module that a node calls, in the captured model: a child may have the name of a graph module's attribute."""
     return state_of(module).captured.root.get_submodule(str(node.target))

@@ -1,4 +1,4 @@
-"""What a report says, as data. How it looks is in text.py, notebook.py and page.py."""
+"""The contents of a report, as data. text.py, notebook.py and page.py show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxfuse.arguments import Inputs
 from fxfuse.module import FusedModule
 
 CHAIN: Final = "pointwise chain"
-"""Instead of an anchor, where there is none."""
+"""Stands for the anchor of a region that has none."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,29 @@ class RegionReport:
     node: str
     """The node that replaced the others, with the path of the submodule whose graph it is in."""
     anchor: str
-    """"linear", "gated_linear" (two linears of one x), "matmul", "conv2d", "conv3d" or "layer_norm"; what torch's
-    library computes ("bmm"), if a pass follows it; or CHAIN."""
+    """"linear", "gated_linear" (two linears of one x), "matmul", "conv2d", "conv3d" or "layer_norm"; an operation of
+    torch's library ("bmm"), if a pass follows it; or CHAIN."""
     nodes: tuple[str, ...]
     """Names of the nodes it replaced."""
     epilogue: str
     kernel: str | None
     """The kernel in use; None before the first call, and where torch runs the region."""
     fallback: str | None
-    """Why torch ran it for some of the calls, if it did: "gradients are due", or what no kernel can do."""
+    """Why torch ran it for some of the calls: "gradients are due", or a thing that no kernel can do. Else None."""
     measured: tuple[tuple[tuple[str, float], ...], ...] = ()
     """For each problem that was measured, the candidates' names and times in seconds."""
     error: float | None = None
-    """The largest error of a chosen kernel as a multiple of what eager's allows, where they were compared."""
+    """The largest error of a chosen kernel, as a multiple of the error that eager's allows; None if not compared."""
     chain: bool = False
     """Whether it is pointwise work alone, after torch's library or without any anchor."""
     workspace: int = 0
     """Bytes of scratch memory that a call allocates beside its output, at most."""
     gains: tuple[tuple[float, float], ...] = ()
-    """For each problem that was measured, the seconds of torch's library and one pass behind it, and of the kernel in
-    use."""
+    """For each problem that was measured: the seconds of torch's library followed by one pass, and the seconds of the
+    kernel in use."""
     moved: tuple[int, int] | None = None
-    """Bytes that its latest call reads and writes, as eager computes it and now: a prediction, of shapes and dtypes
-    alone. None before the first call, and where torch runs the region."""
+    """Bytes that its latest call reads and writes, in eager and now: a prediction from shapes and dtypes alone. None
+    before the first call, and where torch runs the region."""
     number: int = field(default=0, compare=False)
     """Unique in the process; not compared, since two traces of a module may have the same region."""
 
@@ -61,16 +61,16 @@ class SkippedReport:
 
 @dataclass(frozen=True)
 class Operations:
-    """How much a call consists of, without gradients."""
+    """The operations of a call without gradients, before and now."""
 
     before: int
-    """Operations of the graphs as they were captured; views, and questions about shapes, are none."""
+    """Operations of the graphs as they were captured. Views, and questions about shapes, do not count."""
     kernels: int
-    """Kernels of fxfuse that a call launches now; where no program runs (yet), regions."""
+    """Kernels of fxfuse that a call launches now. Where no program runs (yet), each region counts as one."""
     calls: tuple[tuple[str, int], ...]
-    """Operators of torch that it calls beside them, and how often each; the most frequent first."""
+    """torch's operators that a call runs beside these kernels, and how often; the most frequent first."""
     has_python: bool = False
-    """Whether parts of the model run as Python, of which nothing is known."""
+    """Whether parts of the model run as Python. Nothing is known of their operations."""
 
     @property
     def after(self) -> int:
@@ -80,7 +80,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class Report:
-    """What optimize() did to a model. str() is its short form, or all of it if it was asked for with verbose=True."""
+    """What optimize() did to a model. str() is its short form, or all of it if it was made with verbose=True."""
 
     regions: tuple[RegionReport, ...]
     skipped: tuple[SkippedReport, ...]
@@ -90,18 +90,18 @@ class Report:
     cuda_graphs: tuple[str, ...] = ()
     """For a model that is replayed as CUDA graphs: how many there are, and why calls ran without one."""
     dynamo: tuple[str, ...] = ()
-    """What Dynamo captured, since tracing stopped."""
+    """What Dynamo captured because tracing stopped."""
     programs: tuple[str, ...] = ()
-    """Calls without gradients that run as lists of launches, and why others do not."""
+    """The programs (lists of launches) that calls without gradients run as, and why others do not."""
     training: tuple[str, ...] = ()
     """The graphs of forward and backward that calls with gradients run as, and why others do not."""
     operations: Operations = Operations(0, 0, ())
     verbose: bool = False
-    """Whether str() is all of it."""
+    """Whether str() gives the whole report."""
     graphs: tuple[tuple[str, FusedModule], ...] = field(default=(), repr=False, compare=False)
-    """The graphs that it is about, with their names; "" is the model's own."""
+    """The graphs that the report is about, with their names; "" is the model's own."""
     model: nn.Module | None = field(default=None, repr=False, compare=False)
-    """What it is about."""
+    """The model that the report is about."""
 
     def text(self, verbose: bool = False) -> str:
         """The report as text: a few lines, or all of it."""
@@ -113,7 +113,7 @@ class Report:
         return self.text(self.verbose)
 
     def as_dict(self) -> dict[str, Any]:
-        """All that it says, as dicts, lists, strings and numbers."""
+        """The whole report, as dicts, lists, strings and numbers."""
         said = (one for one in dataclasses.fields(self) if one.compare and one.name != "verbose")
         return {one.name: _plain(getattr(self, one.name)) for one in said}
 

@@ -1,4 +1,4 @@
-"""A model's graphs as they are drawn: before and after, with what is known of each node."""
+"""A model's graphs as they are drawn: before and after fusion, with all details that are known of each node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fxfuse.report.data import CHAIN
 from fxfuse.report.layered import Layout, layout_of
 
 CHARACTER: Final = 6.8
-"""Pixels of a character of a node's text, in the mean."""
+"""The mean width of a character of a node's text, in pixels."""
 PADDING: Final = 20
 """Pixels beside a node's text."""
 LONGEST: Final = 30
-"""Characters of a node's text that are drawn."""
+"""The most characters of a node's text that are drawn."""
 LONGEST_CALL: Final = 400
 
 
@@ -39,12 +39,12 @@ class Drawn:
     title: str
     subtitle: str
     kind: str
-    """What it is coloured by: the anchor of its region, "graph" for a module with a graph of its own, "input", "output"
-    or "" for other nodes."""
+    """Decides its colour: the anchor of its region, "graph" for a module with a graph of its own, "input", "output" or
+    "" for other nodes."""
     region: int | None
     """The number of its region."""
     details: tuple[tuple[str, str], ...]
-    """What is known of it, as (name, text): expression, shape, dtype, layout, source line, ..."""
+    """Its details, as (name, text): expression, shape, dtype, layout, source line, ..."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Drawings:
-    """A graph before and after."""
+    """A graph before and after fusion."""
 
     name: str
     """"" for the model's own."""
@@ -67,10 +67,10 @@ class Drawings:
 
 
 def drawings_of(name: str, module: FusedModule, seen: Mapping[str, Any]) -> Drawings:
-    """The graphs of one module; a single node stands for what runs as Python.
+    """The drawings of one module's graphs. A single node stands for a module that runs as Python.
 
     Args:
-        seen: what nodes were like in a call, by name; tensors as TensorMeta. Those of the module's program are known.
+        seen: nodes' values in a call, by name; tensors as TensorMeta. Those in the module's program are known anyway.
     """
     state = state_of(module)
     captured = state.captured
@@ -106,8 +106,11 @@ def _width(node: Drawn) -> float:
 
 
 def _is_hidden(node: fx.Node, seen: Mapping[str, Any]) -> bool:
-    """Parameters and buffers, which the details of the nodes that read them name (Dynamo gives them as arguments),
-    questions whether tensors are contiguous, and calls that nothing leads to or comes of."""
+    """Whether a node is not drawn.
+
+    Hidden are parameters and buffers (Dynamo gives them as arguments), which stand in the details of the nodes that
+    read them, questions whether tensors are contiguous, and calls without inputs or users.
+    """
     if node.op == "get_attr" or node.target is plain:
         return True
     if node.op == "call_function" and not node.users and not node.all_input_nodes:
@@ -181,7 +184,7 @@ _FRAME: Final = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<
 
 
 def _source(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """The line of the model that it came from."""
+    """The line of the model that a node came from."""
     frames = list(_FRAME.finditer(node.stack_trace or ""))
     if frames:
         frame = frames[-1]
@@ -194,7 +197,7 @@ def _source(node: fx.Node) -> Iterator[tuple[str, str]]:
 
 
 def described(value: Any) -> list[tuple[str, str]]:
-    """Shape, dtype and layout of a tensor; of several, of each; nothing of anything else."""
+    """Shape, dtype and layout of a tensor, or of each of several; the value of a number or size; else nothing."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         shape = "×".join(map(str, value.shape)) or "scalar"
         return [
@@ -211,9 +214,9 @@ def described(value: Any) -> list[tuple[str, str]]:
 
 
 def layout_name(tensor: torch.Tensor) -> str:
-    """How a tensor lies in memory, in words where there are some."""
+    """The layout of a tensor in memory: its name if it has one, else its strides."""
     strides = f"strides ({', '.join(map(str, tensor.stride()))})"
-    if not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):  # symbols: nobody is to guard them
+    if not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):  # symbols: they must get no guards
         return strides
     if tensor.is_contiguous():
         return "contiguous"
@@ -224,16 +227,16 @@ def layout_name(tensor: torch.Tensor) -> str:
 
 
 class _Unknown(Exception):
-    """An argument of which nothing is known."""
+    """Nothing is known of an argument."""
 
 
 def values_of(root: nn.Module, graph: fx.Graph, seen: Mapping[str, Any]) -> dict[fx.Node, Any]:
-    """What the nodes' values are like, as far as it follows from those that were seen, or was noted in the graph.
+    """The nodes' values, with fake tensors, as far as they follow from those in `seen` or were noted in the graph.
 
-    Nothing is computed: tensors are fake ones. Modules that are none of torch.nn are not called.
+    Nothing is computed. Only modules of torch.nn are called.
 
     Args:
-        seen: some nodes' values, by name, those of arguments above all; tensors as TensorMeta.
+        seen: some nodes' values, by name, above all those of arguments; tensors as TensorMeta.
     """
     values: dict[fx.Node, Any] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,7 +259,7 @@ def values_of(root: nn.Module, graph: fx.Graph, seen: Mapping[str, Any]) -> dict
                 elif node.op != "output":
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), known)
                     values[node] = _called(root, node, args, kwargs)
-            except Exception:  # whatever a model's functions raise of fake tensors: nothing is known of it then
+            except Exception:  # whatever a model's functions raise for fake tensors: the value is unknown then
                 if noted is not None:
                     values[node] = noted
     return values
@@ -288,7 +291,7 @@ def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target = root.get_submodule(str(target))
         if is_fused(target) or not type(target).__module__.startswith("torch.nn."):
             raise _Unknown
-    if target in KINDS:  # no call of a region: it would want a plan
+    if target in KINDS:  # not a call of the region, which would need a plan
         x, weight, bias, operands, epilogue, *values = args
         options = tuple(zip(OPTION_NAMES[KINDS[target]], values, strict=False))
         pool = tuple(kwargs.get("pool", ()))

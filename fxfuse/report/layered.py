@@ -1,8 +1,8 @@
-"""Where the nodes of a graph are drawn: in layers from top to bottom, each below all that it reads.
+"""Places the nodes of a graph for drawing: in layers from top to bottom, each node below all that it reads.
 
-Layers are the longest paths from the inputs. Edges over several layers go by way-points, which have places in the
-layers between, as nodes have (Sugiyama, Tagawa, Toda: Methods for Visual Understanding of Hierarchical System
-Structures, 1981). The order within a layer follows the median of what is connected above, then below, a few times over.
+A node's layer is its longest path from the inputs. Edges over several layers go through way-points, which have places
+in the layers between, as nodes have (Sugiyama, Tagawa, Toda: Methods for Visual Understanding of Hierarchical System
+Structures, 1981). Nodes of a layer are ordered by the median place of their neighbours above, then below, a few times.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Final
 
 LAYER: Final = 74
-"""From one layer to the next, in pixels at zoom 1."""
+"""The distance from one layer to the next, in pixels at zoom 1."""
 GAP: Final = 26
-"""Between neighbours in a layer."""
+"""The gap between neighbours in a layer."""
 MOST_WAYPOINTS: Final = 40
-"""Layers over which an edge has way-points; longer ones (a mask that every layer reads) go straight."""
+"""The most layers that an edge crosses by way-points. Longer edges (of a mask that every layer reads) go straight."""
 _SWEEPS: Final = 8
-"""Times that orders and places are improved, alternately from above and from below."""
+"""How often orders and places are improved, alternately from above and from below."""
 _TO_THE_MIDDLE: Final = 0.06
-"""How much of its distance from the middle a node loses from layer to layer: deep graphs would drift to a side."""
+"""The part of its distance from the middle that a node loses from layer to layer, lest deep graphs drift to a side."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Centres of nodes, and the points by which edges go, both ends included."""
+    """The centres of nodes, and the points through which edges go, both ends included."""
 
     centres: Mapping[str, tuple[float, float]]
     routes: tuple[tuple[tuple[float, float], ...], ...]
@@ -40,7 +40,7 @@ def layout_of(widths: Mapping[str, float], edges: Sequence[tuple[str, str]]) -> 
     """The layout of a graph without cycles.
 
     Args:
-        widths: of the nodes, each after all that lead to it.
+        widths: the widths of the nodes, each node after all that lead to it.
         edges: from a node to a later one.
     """
     layers_of = _layers(widths, edges)
@@ -75,7 +75,7 @@ def layout_of(widths: Mapping[str, float], edges: Sequence[tuple[str, str]]) -> 
 
 
 def _layers(widths: Mapping[str, float], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The longest path to each node; what nothing leads to stands right above what it leads to first."""
+    """The longest path to each node. A node without inputs is in the layer right above the first node that reads it."""
     into: dict[str, list[str]] = {name: [] for name in widths}
     out_of: dict[str, list[str]] = {name: [] for name in widths}
     for first, last in edges:
@@ -94,7 +94,7 @@ def _places(
     rows: Sequence[list[str]], size: Mapping[str, float], above: Mapping[str, list[str]],
     below: Mapping[str, list[str]],
 ) -> dict[str, float]:  # fmt: skip
-    """Horizontal centres, without overlaps."""
+    """The horizontal centres of nodes, without overlaps."""
     x: dict[str, float] = {}
     for row in rows:
         _pack(row, size, x)
@@ -115,7 +115,7 @@ def _median(numbers: Sequence[float], otherwise: float) -> float:
 
 
 def _pack(row: Sequence[str], size: Mapping[str, float], x: dict[str, float]) -> None:
-    """Side by side, around 0."""
+    """Places a row side by side, around 0."""
     at = -(sum(size[name] for name in row) + GAP * (len(row) - 1)) / 2
     for name in row:
         x[name] = at + size[name] / 2
@@ -123,8 +123,10 @@ def _pack(row: Sequence[str], size: Mapping[str, float], x: dict[str, float]) ->
 
 
 def _place(row: Sequence[str], size: Mapping[str, float], wanted: Mapping[str, float], x: dict[str, float]) -> None:
-    """As near to where they are wanted as their order and sizes allow: the mean of what is as far left, and as far
-    right, as can be, both of which are without overlaps."""
+    """Places a row as near to the wanted places as order and sizes allow.
+
+    The result is the mean of two rows without overlaps: one placed from the left, the other from the right.
+    """
     from_left: list[float] = []
     for name in row:
         least = from_left[-1] + (size[row[len(from_left) - 1]] + size[name]) / 2 + GAP if from_left else wanted[name]

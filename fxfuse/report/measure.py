@@ -1,4 +1,4 @@
-"""Measured on request: a call of the model and of its eager form, step by step, and what the device can do at most."""
+"""Measures, on request, a call of the model and of its eager form, step by step, and the device's peak speeds."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fxfuse.recapture import as_eager
 from fxfuse.state import unchanged
 
 CALLS_BEFORE: Final = 6
-"""Calls before anything is measured: Dynamo captures at the third, and the second of a graph's own is recorded."""
+"""Calls before anything is measured. Dynamo captures at the third, and each graph records its own second call."""
 PROFILED: Final = 5
-"""Calls that are profiled, of which the shortest counts."""
+"""Calls that are profiled. The shortest counts."""
 SECONDS: Final = 1.0
-"""For which eager and fused calls are timed as a whole."""
+"""The time for which whole calls, eager and fused, are timed."""
 _COPIED_BYTES: Final = {"cuda": 1 << 28, "cpu": 1 << 26}
-"""Of the copy that measures bandwidth: more than caches hold."""
+"""The size of the copy that measures bandwidth: more than caches hold."""
 _PRODUCT: Final = {"cuda": 4096, "cpu": 512}
 """Rows and columns of the matrices whose product measures speed."""
 _PEAK_SECONDS: Final = 0.3
-"""For which each peak is measured."""
+"""The time for which each peak is measured."""
 _ANNOTATION: Final = "fxfuse step "
 
 
@@ -45,11 +45,11 @@ class Span:
 
     name: str
     start: float
-    """Seconds since the first of its track began."""
+    """Seconds since the first span of its track began."""
     seconds: float
     graph: str = ""
     nodes: tuple[str, ...] = ()
-    """Of that graph: those that it computes; none where that is not known."""
+    """The nodes of that graph that it computes; empty if they are not known."""
     ours: bool = False
     """Whether it is a kernel of fxfuse."""
 
@@ -73,11 +73,11 @@ class Measured:
     fused: float
     tracks: tuple[Track, ...]
     bandwidth: float
-    """Bytes a second of the fastest copy: those that it reads and those that it writes."""
+    """Bytes that the fastest copy reads and writes in a second."""
     speeds: tuple[tuple[str, float], ...]
-    """Floating-point operations a second of torch's fastest matrix product, for dtypes ("float32")."""
+    """Floating-point operations a second of torch's fastest matrix product, for each dtype ("float32")."""
     values: Seen
-    """What nodes were like in that call, as far as they could be looked at."""
+    """The nodes' values in a call, as far as they could be noted."""
 
 
 def warm_up(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ def measured(
     Args:
         model: what optimize() returned, or torch.compile made.
         graphs: those of its graphs whose programs are to be watched, with their names.
-        dtypes: of matrix products whose speed is to be measured.
+        dtypes: the dtypes of the matrix products whose speed is to be measured.
     """
     args, kwargs = _copies(args, kwargs)
     eager = _Eager(model)
@@ -124,13 +124,13 @@ def measured(
 
 
 Seen: TypeAlias = dict[FusedModule, dict[str, Any]]
-"""What graphs' nodes were like, by name; tensors as TensorMeta."""
+"""For each graph, its nodes' values by name; tensors as TensorMeta."""
 
 
 def values_in_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seen:
-    """What the nodes of a model's own graph, and of those that it calls, are like in a call that runs node by node.
+    """The nodes' values of a model's own graph, and of the graphs that it calls, in a call that runs node by node.
 
-    Empty for graphs that Dynamo made, which note their tensors, for what runs as Python, and inside of that.
+    Empty for graphs that Dynamo made, which note their tensors, and for modules that run as Python, children included.
     """
     found: Seen = {}
     if isinstance(model, FusedModule):
@@ -151,7 +151,7 @@ def _run_noting(module: FusedModule, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class _Noting(fx.Interpreter):
-    """Runs a graph, and notes what its nodes are like."""
+    """Runs a graph, and notes its nodes' values."""
 
     def __init__(self, module: FusedModule, found: Seen) -> None:
         super().__init__(module)
@@ -172,7 +172,7 @@ class _Noting(fx.Interpreter):
 
 
 def steps_of(graphs: Sequence[tuple[str, FusedModule]]) -> Track:
-    """What the programs of a model do, in order, untimed."""
+    """The steps of a model's programs, in order, untimed."""
     spans: list[Span] = []
     for name, module in graphs:
         programs = state_of(module).programs
@@ -197,7 +197,7 @@ class _Eager(nn.Module):
 
 @contextlib.contextmanager
 def _watched(graphs: Sequence[tuple[str, FusedModule]], steps: list[tuple[str, Step]]) -> Iterator[None]:
-    """Inside, the programs' steps run within ranges that a profiler notes; a range's number is its place in `steps`."""
+    """A context in which the programs' steps run within ranges that a profiler notes, numbered by place in `steps`."""
 
     def around(graph: str) -> Callable[[Step], contextlib.AbstractContextManager[Any]]:
         def note(step: Step) -> contextlib.AbstractContextManager[Any]:
@@ -234,7 +234,7 @@ def spans_of(events: Iterable[Any], steps: Sequence[tuple[str, Step]], on_gpu: b
 
     Args:
         events: torch.profiler's FunctionEvents.
-        steps: what the ranges are whose names end with numbers, with the names of their graphs.
+        steps: the steps of the ranges, with the names of their graphs. A range's name ends with its step's number.
     """
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     there = [event for event in events if event.device_type == kind and (on_gpu or _is_operator(event.name))]
@@ -257,7 +257,7 @@ def spans_of(events: Iterable[Any], steps: Sequence[tuple[str, Step]], on_gpu: b
 
 
 def kernel_name(name: str) -> str:
-    """A kernel's name for people: without parameters and template arguments, but with what an elementwise one computes.
+    """A kernel's name for people, without parameters and template arguments, but with an elementwise kernel's function.
 
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, …>(int, …)" is
     "vectorized_elementwise_kernel: CUDAFunctor_add". Other names, such as those of operators, stay as they are.
@@ -281,7 +281,7 @@ def _is_operator(name: str) -> bool:
 
 
 def _outermost(events: Iterable[Any]) -> list[Any]:
-    """Of events in the order of their beginnings, those that lie in no other."""
+    """The events that lie in no other. `events` are in the order of their beginnings."""
     found: list[Any] = []
     for event in events:
         if not found or event.time_range.start >= found[-1].time_range.end:
@@ -293,7 +293,7 @@ def _outermost(events: Iterable[Any]) -> list[Any]:
 
 
 def bandwidth_of(device: torch.device) -> float:
-    """Bytes a second that the device copies at most, measured: those read and those written."""
+    """The most bytes that a copy on the device reads and writes in a second, measured."""
     source = torch.zeros(_COPIED_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES[device.type] / _shortest(lambda: target.copy_(source), device)
@@ -307,8 +307,8 @@ def speed_of(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _shortest(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest of the calls that fit into a part of a second; two at least, the first of which is none
-    of them."""
+    """Seconds of the fastest call of those that fit into `_PEAK_SECONDS`, of which there is at least one. A call before
+    these does not count."""
 
     def once() -> float:
         if device.type != "cuda":

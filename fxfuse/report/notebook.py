@@ -11,7 +11,7 @@ _CELL = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
 
 
 def html_of(report: Report) -> str:
-    """The short report as HTML; what was left alone and remarks on the whole model are folded away."""
+    """The short report as HTML. Nodes that were left alone, and remarks on the whole model, are folded away."""
     rows = [("region", "count", "run by", "epilogue"), *text.kinds_of(report.regions)]
     head, *body = [
         "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in row)

@@ -27,22 +27,22 @@ from fxfuse.report.text import bytes_as_text, scaled
 from fxfuse.report.work import Work, work_of
 
 _MOST_LISTED: Final = 12
-"""Kernels and operators of a call that are listed by the time they take."""
+"""The most kernels and operators of a call that are listed by the time they take."""
 _COPIES: Final = ("copy", "clone", "contiguous", "_to_copy", "to")
 """Operators that copy."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One region as the page shows it, of the problem that it met last."""
+    """One region as the page shows it, with its latest problem."""
 
     region: RegionReport
     graph: str
     work: Work | None
     seconds: float | None
-    """In the call that was timed, or of the kernel in use in the contest that it won; None if neither was measured."""
+    """Its time in the timed call, or its kernel's time in the contest that it won; None if neither was measured."""
     is_shared: bool = False
-    """Whether it shares launches with other nodes, which count in equal parts."""
+    """Whether it shares launches with other nodes. The time of such a launch counts for each in equal parts."""
 
 
 def write(
@@ -62,13 +62,13 @@ def write(
 
 
 def _dtypes(report: Report) -> set[torch.dtype]:
-    """Of the products that regions compute."""
+    """The dtypes of the products that regions compute."""
     problems = (problem for region in report.regions for problem in plans.problems_of(region.number))
     return {problem.x.dtype for problem in problems if not problem.is_chain}
 
 
 def html_of(report: Report, measured: measure.Measured | None = None) -> str:
-    """The page."""
+    """The page as HTML."""
     rows = [_row(region, report, measured) for region in report.regions]
     tracks = measured.tracks if measured is not None else (measure.steps_of(report.graphs),)
     data = {
@@ -105,8 +105,8 @@ def _file(name: str) -> str:
 
 
 def _graphs(report: Report) -> list[tuple[str, FusedModule]]:
-    """The graphs, with names of their own: a module's further ones, for other arguments, are numbered. Those of
-    training steps come last."""
+    """The graphs, with unique names. A module's further graphs, for other arguments, are numbered. Those of training
+    steps come last."""
     found = list(report.graphs)
     for name, module in report.graphs:
         training = state_of(module).training
@@ -167,7 +167,7 @@ def _drawing(drawing: Drawing) -> dict[str, Any]:
 
 
 def _region_data(row: _Row) -> dict[str, Any]:
-    """What the graph and the roofline want of a region."""
+    """The data of a region for the graph and the roofline."""
     region, work, seconds = row.region, row.work, row.seconds
     details = [("kernel", region.kernel or text.how(region))]
     details += [("torch", region.fallback)] if region.fallback else []
@@ -202,7 +202,7 @@ def _roofs(measured: measure.Measured | None) -> dict[str, Any] | None:
 
 
 def _tiles(report: Report, measured: measure.Measured | None, rows: Sequence[_Row]) -> str:
-    """A few numbers that stand at the top."""
+    """The tiles at the top: a few numbers."""
     counts = report.operations
     fused = sum(region.kernel is not None for region in report.regions)
     tiles = [("regions", str(len(report.regions)), f"{fused} run as kernels")]
@@ -251,7 +251,7 @@ def _regions_table(rows: Sequence[_Row]) -> str:
 
 
 def _cells(cells: Sequence[str], numbers: int = 0) -> str:
-    """Cells of a row, of which the last `numbers` hold numbers."""
+    """The cells of a row. The last `numbers` of them hold numbers."""
     first = len(cells) - numbers
     return "".join(f"<td{' class=number' if at >= first else ''}>{cell}</td>" for at, cell in enumerate(cells))
 
@@ -289,7 +289,7 @@ def _skipped_table(report: Report) -> str:
 
 
 def _copies(report: Report, tracks: Sequence[measure.Track]) -> str:
-    """Conversions of layouts, and calls of torch in programs that copy."""
+    """Conversions of layouts, and torch's operators in programs that copy."""
     lines = [escape(line.strip()) for line in report.channels_last]
     by_name: dict[str, list[str]] = defaultdict(list)
     for track in tracks:
@@ -304,12 +304,12 @@ def _copies(report: Report, tracks: Sequence[measure.Track]) -> str:
 
 
 def _operator(name: str) -> str:
-    """ "clone" of "aten::clone" and "aten.clone.default"."""
+    """ "clone" for "aten::clone" and "aten.clone.default"."""
     return name.removeprefix("aten::").removeprefix("aten.").partition(".")[0].rstrip("_")
 
 
 def _longest(track: measure.Track) -> str:
-    """Which kernels or operators of a call took the most time."""
+    """A table of the kernels or operators of a call that took the most time."""
     sums: dict[str, list[float]] = defaultdict(list)
     for span in track.spans:
         sums[span.name].append(span.seconds)

@@ -17,10 +17,10 @@ _COLUMN: Final = 60
 _WIDTH: Final = 110
 """Characters at which lines of the short report wrap."""
 MOST_NAMED: Final = 3
-"""Things of a kind that the short report names; it counts the others."""
+"""The most things of a kind that the short report names. It counts the others."""
 _MOST_REASONS: Final = 8
 _LONGEST: Final = 40
-"""Characters of an epilogue or a kernel that the short report shows."""
+"""The most characters of an epilogue or a kernel that the short report shows."""
 _NUMBERED: Final = re.compile(r"_\d+(?=')")
 """The number at the end of a node's name between quotation marks."""
 
@@ -29,7 +29,7 @@ _NUMBERED: Final = re.compile(r"_\d+(?=')")
 
 
 def short(report: Report) -> str:
-    """One line for each kind of region, what was left alone, and what a call consists of."""
+    """The short report: a line for each kind of region, the nodes left alone, and the operations of a call."""
     lines = [headline(report.regions)]
     lines += tabulate(kinds_of(report.regions), tablefmt="plain", disable_numparse=True).splitlines()
     lines += report.channels_last[:1]
@@ -78,7 +78,7 @@ def _shortened(text: str) -> str:
 
 
 def most_frequent(items: Iterable[str]) -> str:
-    """The most frequent of some texts; if there are others, how frequent it is, and how many they are."""
+    """The most frequent of some texts. If there are others, also its count and the number of other texts."""
     counts = Counter(items)
     (name, count), *others = counts.most_common()
     return f"{name} ({count}), {counted(len(others), 'other')}" if others else name
@@ -93,7 +93,7 @@ def few(names: Sequence[str]) -> str:
 def reasons(skipped: Sequence[SkippedReport]) -> list[tuple[str, list[str]]]:
     """Why nodes were left alone, each reason with its nodes; the most frequent first.
 
-    Reasons that differ in the numbers of the nodes that they name ('view_1', 'view_2') are one.
+    Reasons that differ only in the numbers of the nodes that they name ('view_1', 'view_2') count as one.
     """
     groups: dict[str, list[SkippedReport]] = {}
     for item in skipped:
@@ -103,12 +103,12 @@ def reasons(skipped: Sequence[SkippedReport]) -> list[tuple[str, list[str]]]:
 
 
 def figures(report: Report) -> list[str]:
-    """What a call consists of, what is predicted of it and what was measured, as far as it is known."""
+    """A call's operations, its predicted memory traffic, and its measured gain, as far as these are known."""
     return [line for line in (operations(report), traffic(report), gain(report)) if line]
 
 
 def operations(report: Report) -> str:
-    """What a call consists of, before and after; empty if nothing was captured."""
+    """The operations of a call, before and after; empty if nothing was captured."""
     counts = report.operations
     if not counts.before:
         return ""
@@ -128,7 +128,7 @@ def counted(count: int, name: str) -> str:
 
 
 def traffic(report: Report) -> str:
-    """How much less memory is read and written, of regions whose shapes are known; empty if it is not less."""
+    """How much less memory the regions with known shapes read and write; empty if it is not less."""
     moved = [region.moved for region in report.regions if region.moved is not None]
     before, now = (sum(nbytes) for nbytes in zip(*moved, strict=True)) if moved else (0, 0)
     if now >= before:
@@ -140,7 +140,7 @@ def traffic(report: Report) -> str:
 
 
 def bytes_as_text(count: float) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """A number of bytes in the largest unit of which there is at least one."""
     return scaled(count, ("B", "KiB", "MiB", "GiB"), 1024)
 
 
@@ -190,7 +190,7 @@ def everything(report: Report) -> str:
 
 
 def remarks(report: Report) -> tuple[str, ...]:
-    """What is said of the model as a whole."""
+    """The report's lines about the model as a whole."""
     return (*report.channels_last, *report.cuda_graphs, *report.dynamo, *report.programs, *report.training)
 
 
@@ -199,7 +199,7 @@ def _cell(text: str) -> str:
 
 
 def headline(regions: Sequence[RegionReport]) -> str:
-    """How many regions there are; those are called fused that ran as a kernel."""
+    """How many regions there are. Those that ran as a kernel are called fused."""
     total = counted(len(regions), "region")
     fused = sum(region.kernel is not None for region in regions)
     by_torch = sum(region.kernel is None and region.fallback is not None for region in regions)
@@ -218,7 +218,7 @@ def _replaced(regions: Sequence[RegionReport]) -> str:
 
 
 def how(region: RegionReport) -> str:
-    """What runs a region, and what is known of it."""
+    """What runs a region: its kernel, with times, error and scratch memory, and why torch ran it."""
     ways = [region.kernel] if region.kernel else []
     for contest in region.measured:
         ranked = sorted(contest, key=lambda item: item[1])

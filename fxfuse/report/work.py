@@ -1,4 +1,4 @@
-"""What a region computes and moves: operations and bytes, of its problem alone."""
+"""The work of a region, operations and bytes, from its problem alone."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fxfuse.problem import Plan, Problem, TensorMeta
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a region."""
+    """The work of one call of a region."""
 
     flops: int
-    """Floating-point operations: two for each product of a sum; one for each element of every other operation's result,
-    whatever the operation."""
+    """Floating-point operations: two for each product of a sum; for any other operation, one for each element of its
+    result."""
     nbytes: int
     """Bytes that the region has to read and write: its tensors and its result, each once."""
     saved: int
-    """Bytes that eager reads and writes beside those: intermediate results, but for what is left of them."""
+    """Bytes that eager reads and writes beside those: intermediate results, without those in `left`."""
     left: int
     """Bytes of intermediate results that are still read and written, where torch's library computes the anchor and a
     pass follows."""
     shape: tuple[int, ...]
-    """Of the result."""
+    """The shape of the result."""
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
 def work_of(problem: Problem, plan: Plan) -> Work | None:
-    """What a call that poses this problem does by this plan. None if torch refuses the tensors."""
+    """The work of a call with this problem and this plan. None if torch refuses the tensors."""
     counted = _counted(problem)
     if counted is None:
         return None
@@ -64,7 +64,7 @@ def _counted(problem: Problem) -> tuple[int, int, int, torch.Tensor] | None:
     try:
         with torch.no_grad(), counter:
             result = problem.reference(x, weight, bias, operands)
-    except Exception:  # whatever torch raises of tensors that it does not take
+    except Exception:  # whatever torch raises for tensors that it does not take
         return None
     anchor = 0 if problem.is_chain else counter.first
     return counter.flops, counter.moved, anchor, result
