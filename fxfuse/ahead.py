@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ _calls: Final = threading.local()
 class Ahead:
     """The problems of one call, as far as they are foreseen."""
 
-    def __init__(self, without_data: Callable[[], Any], beside: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, without_data: Callable[[], Any], beside: Callable[[], None]) -> None:
         self._without_data = without_data
         self._beside = beside
         self._drafts: dict[Problem, Future[Draft]] = {}
@@ -59,8 +59,7 @@ class Ahead:
             self._make = make
             self.note(problem, strict)
             self._look()
-            for work in self._beside:  # in daemon threads, for which no exit waits
-                threading.Thread(target=work, daemon=True).start()
+            self._beside()
         foreseen = self._drafts.get(problem)
         return make(problem, strict) if foreseen is None else foreseen.result()
 
@@ -86,13 +85,12 @@ class Ahead:
 
 
 @contextlib.contextmanager
-def of_call(without_data: Callable[[], Any], beside: Sequence[Callable[[], None]] = ()) -> Iterator[None]:
+def of_call(without_data: Callable[[], Any], beside: Callable[[], None]) -> Iterator[None]:
     """Inside this context, a graph is called.
 
     Args:
         without_data: runs the graph on fake tensors (`run_without_data`).
-        beside: functions that make what later calls will need. They start in the background if something must be
-            compiled for this call.
+        beside: starts what later calls will need, if something must be compiled for this one.
     """
     before = getattr(_calls, "ahead", None)
     _calls.ahead = ahead = Ahead(without_data, beside)

@@ -126,6 +126,28 @@ def test_the_bytes_of_a_tensor_that_nobody_else_has_are_its_own():
         assert bytes(view) == bytes(archive.bytes_of(torch.arange(count))), others[0]
 
 
+class SeenTwice(nn.Module):
+    """Two buffers with the same memory, of which one reads numbers as bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("numbers", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.register_buffer("bits", self.numbers.view(torch.int32))
+
+    def forward(self, x):
+        return torch.relu(self.fc(x)) * self.numbers, self.bits + 1
+
+
+def test_one_memory_may_be_tensors_of_several_dtypes(tmp_path):
+    model, x = SeenTwice().eval(), randn(3, 4)
+    path = tmp_path / "model.fxfuse"
+    fxfuse.save(fxfuse.optimize(model), path, x)
+    fast = fxfuse.load(path)
+    assert fast.bits.dtype is torch.int32
+    torch.testing.assert_close(fast(x), model(x))
+
+
 @pytest.fixture(scope="module")
 def their_models(tmp_path_factory):
     """A module that only this process can import."""

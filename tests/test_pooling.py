@@ -62,6 +62,7 @@ APART = {
     "after a linear": lambda m, x, y: F.max_pool2d(torch.relu(m.fc(x)), 2),
     "an operand is overwritten in between": overwriting,
     "too much padding": lambda m, x, y: F.max_pool2d(torch.relu(m.conv(x)), 2, padding=2),
+    "a stride of 0": lambda m, x, y: F.max_pool2d(torch.relu(m.conv(x)), 2, stride=0),
     "a window that is computed": lambda m, x, y: F.max_pool2d(torch.relu(m.conv(x)), y.shape[0]),
 }
 
@@ -72,7 +73,7 @@ def test_pooling_stays_apart(name):
     model = Net2(APART[name], conv=conv(padding=1), fc=linear()).eval()
     fast = fxfuse.optimize(model)
     assert len(regions(fast)) == 1 and not pools(fast)
-    refused = RuntimeError if name == "too much padding" else None
+    refused = RuntimeError if name in ("too much padding", "a stride of 0") else None
     assert_as_eager(model, fast, randn(2, 4, 8, 8), randn(2, 8, 8, 8), raises=refused)
 
 

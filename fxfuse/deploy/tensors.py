@@ -120,7 +120,8 @@ def tree_of(described: Mapping[str, Any], values: Mapping[str, torch.Tensor]) ->
         parent, _, name = entry["path"].rpartition(".")
         is_parameter = entry["kind"] == "parameter"
         value = values[entry["path"]]
-        what = (entry["kind"], entry["storage"], entry["offset"], *entry["shape"], *entry["strides"], value.data_ptr())
+        place = entry["storage"], entry["offset"], *entry["shape"], *entry["strides"], value.data_ptr()
+        what = (entry["kind"], value.dtype, *place)
         if what not in known:
             known[what] = nn.Parameter(value, requires_grad=False) if is_parameter else value
         module = root.get_submodule(parent)

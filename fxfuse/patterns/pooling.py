@@ -40,10 +40,12 @@ def find_pool(root: nn.Module, node: fx.Node) -> MaxPool | None:
     else:
         return None
     kernel = _pair(given.get("kernel_size"))
-    stride = _pair(given.get("stride") or kernel)
+    stride = kernel if given.get("stride") in (None, [], ()) else _pair(given["stride"])
     padding, dilation = _pair(given.get("padding", 0)), _pair(given.get("dilation", 1))
     if kernel is None or stride is None or padding is None or dilation != (1, 1) or given.get("return_indices"):
         return None
+    if min(*kernel, *stride) < 1 or min(padding) < 0:
+        return None  # torch raises an error for this
     if any(2 * reach > size for reach, size in zip(padding, kernel, strict=True)):
         return None  # torch raises an error for this
     return MaxPool(*kernel, *stride, *padding, bool(given.get("ceil_mode", False)))
