@@ -63,7 +63,8 @@ _delivering = free_in_children(threading.Lock())
 def on_progress(callback: Callback) -> RemovableHandle:
     """Calls `callback` with a `Progress` whenever a step of a stage begins or ends, such as compiling a kernel.
 
-    It may be called in any thread, and never twice at once. It must not call optimised models. If it raises, it is removed, and the error is logged. While there is a callback, no bars are drawn.
+    It may be called in any thread, and never twice at once. It must not call optimised models. If it raises, it is
+    removed, and the error is logged. While there is a callback, no bars are drawn.
 
     Returns a handle: `handle.remove()`, or leaving it as a context manager, ends it.
     """
