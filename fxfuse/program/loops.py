@@ -311,7 +311,7 @@ NARROW: Final = "int32_t"
 """The type of integers that 16 bits hold, and of choices between such: half as many registers, twice as many lanes.
 Results computed from them are INTEGER. No sum or product of two of them needs more than 32 bits."""
 _OF_16_BITS: Final = range(-(2**15), 2**15)
-_OFINTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
+_OF_INTEGERS: Final = frozenset({"add", "sub", "mul", "where", "eq", "ne", "lt", "le", "gt", "ge",
                                  "logical_and", "logical_or", "logical_not"})  # fmt: skip
 """Rows of the op table whose C++ text also computes with integers as torch does."""
 
@@ -369,7 +369,7 @@ def _kind_of_call(op: str, args: Sequence[Expr], kinds: Mapping[Expr, str]) -> s
         return "double"
     if ops.row(op).boolean:
         return "bool"
-    if op in _OFINTEGERS and every <= {INTEGER, NARROW, "bool"}:
+    if op in _OF_INTEGERS and every <= {INTEGER, NARROW, "bool"}:
         if op == "where" and len(every) == 1:
             return every.pop()
         if every == {"bool"}:  # a sum of truth values is no truth value in C++
