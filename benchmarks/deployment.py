@@ -1,6 +1,6 @@
 """What a new process waits for: ResNet-50 from a package, from AOTInductor's, by torch.compile and by optimize.
 
-    python benchmarks/deployment.py [--device cuda] [--batch 32] [--busy] [--output results]
+    python benchmarks/deployment.py [--device cuda] [--batch 32] [--busy] [--only AOTInductor] [--output results]
 
 Each way is a process of its own, with an empty compiler's cache where it compiles. Columns: the file's size; seconds to
 make it, where that happens before; to load the model (or to build it in Python); of the first three calls, each; a
@@ -179,6 +179,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--batch", type=int, default=1, help="images a call")
     parser.add_argument("--commit", default="", help="what to record where the checkout has no git")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        help="ways whose names contain one of these; a cached one needs the one before it",
+    )
     parser.add_argument("--busy", action="store_true", help="count seconds of CPUs")
     parser.add_argument("--output", help="folder for the results as JSON")
     given = parser.parse_args()
@@ -190,6 +196,8 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         for way in WAYS:
+            if not any(part in way for part in given.only):
+                continue
             try:
                 rows.append(measure(way, Path(name), setting))
             except RuntimeError as error:
