@@ -39,9 +39,8 @@ _calls: Final = threading.local()
 class Ahead:
     """The problems of one call, as far as they are foreseen."""
 
-    def __init__(self, without_data: Callable[[], Any], beside: Callable[[], None]) -> None:
+    def __init__(self, without_data: Callable[[], Any]) -> None:
         self._without_data = without_data
-        self._beside = beside
         self._drafts: dict[Problem, Future[Draft]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._make: Callable[[Problem, bool], Draft]
@@ -59,7 +58,6 @@ class Ahead:
             self._make = make
             self.note(problem, strict)
             self._look()
-            self._beside()
         foreseen = self._drafts.get(problem)
         return make(problem, strict) if foreseen is None else foreseen.result()
 
@@ -85,15 +83,14 @@ class Ahead:
 
 
 @contextlib.contextmanager
-def of_call(without_data: Callable[[], Any], beside: Callable[[], None]) -> Iterator[None]:
+def of_call(without_data: Callable[[], Any]) -> Iterator[None]:
     """Inside this context, a graph is called.
 
     Args:
         without_data: runs the graph on fake tensors (`run_without_data`).
-        beside: starts what later calls will need, if something must be compiled for this one.
     """
     before = getattr(_calls, "ahead", None)
-    _calls.ahead = ahead = Ahead(without_data, beside)
+    _calls.ahead = ahead = Ahead(without_data)
     try:
         yield
     except KeyboardInterrupt:

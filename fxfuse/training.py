@@ -25,7 +25,7 @@ from fxfuse.errors import FxfuseWarning
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
 from fxfuse.locks import free_in_children
-from fxfuse.program import MOST_KEPT, are_plain, begin_parts, described
+from fxfuse.program import MOST_KEPT, are_plain, described
 from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
@@ -98,7 +98,6 @@ class Training:
             if kind is not None and kind.results is not None:
                 step = None if waits else self._made(bound, kind.results)
             elif kind is not None:
-                begin_parts()  # the steps will need them
                 result = forward(*args, **kwargs)
                 kind.results = _returned(result, bound.tensors)
                 return result

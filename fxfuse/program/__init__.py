@@ -336,7 +336,7 @@ class Programs:
                         raise
                 break  # the graph's own code finds out which region failed, and handles it
         else:
-            with ahead.of_call(functools.partial(self._without_data, bound), begin_parts):
+            with ahead.of_call(functools.partial(self._without_data, bound)):
                 return self._unknown(forward, args, kwargs, bound)
         return forward(*args, **kwargs)
 
@@ -413,16 +413,6 @@ def _prepare(source: build.Source) -> None:
 
 PARTS: Final = tuple(functools.partial(_prepare, source) for source in SOURCES)
 """Functions that compile `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
-
-_begun: Final = threading.Event()
-
-
-def begin_parts() -> None:
-    """Starts `PARTS` in the background, once in a process: in threads that no exit waits for."""
-    if not _begun.is_set():
-        _begun.set()
-        for part in PARTS:
-            threading.Thread(target=part, daemon=True).start()
 
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
