@@ -100,6 +100,7 @@ class Training:
             elif kind is not None:
                 result = forward(*args, **kwargs)
                 kind.results = _returned(result, bound.tensors)
+                self._repeats.keep(kind)  # calls that overlap would forget each other's kinds for ever
                 return result
         if step is None and not self.were_in_parts:
             self.were_in_parts = any(map(is_in_parts, bound.tensors))

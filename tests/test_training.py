@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxfuse
-from fxfuse import channels_last, plans
+from fxfuse import channels_last, plans, training
 from fxfuse.module import DYNAMO_KEEPS_OBJECTS, FusedModule, state_of
 from fxfuse.patterns.numbers import made_of
 from fxfuse.program.binding import PATIENCE
@@ -1045,6 +1045,23 @@ def test_two_threads_train_one_model():
     assert len(found) == 40
     for each in found:
         assert_errors_as_eagers(each, expected, right)
+
+
+def test_calls_of_two_threads_that_overlap_have_steps(monkeypatch):
+    fast, *_ = triple(mlp())
+    inputs, caller, returned = (randn(6, 8).requires_grad_(),), threading.current_thread(), training._returned
+
+    def overlapping(*given):
+        if threading.current_thread() is caller:
+            other = threading.Thread(target=step_of, args=(fast, *inputs))
+            other.start()
+            other.join()
+        return returned(*given)
+
+    monkeypatch.setattr(training, "_returned", overlapping)
+    for _ in range(3):
+        step_of(fast, *inputs)
+    made(fast)
 
 
 def test_a_last_smaller_batch():

@@ -180,6 +180,11 @@ class Repeats:
         self._kinds = [new, *others][: max(1, places)]
         return new
 
+    def keep(self, kind: Kind) -> None:
+        """Remembers `kind` again, if a call in another thread has met it meanwhile."""
+        if not any(each is kind for each in self._kinds):
+            self._kinds = [kind, *self._kinds]
+
     def count_anew(self) -> None:
         """Restarts the count of calls (`PATIENCE`), after something was made for a kind that has repeated."""
         self._misses = 0
