@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -124,8 +125,8 @@ def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
             state.recapture.hurry()
     with plans.preparing() as drafts:
         if any(state.programs is not None for state in states):
-            for part in program.PARTS:
-                drafts.beside(part)
+            for source in program.SOURCES:
+                drafts.beside(functools.partial(program.prepare, source))
         called_unchanged(fast, args, kwargs or {})
 
 

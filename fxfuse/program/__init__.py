@@ -406,13 +406,10 @@ def described(tensor: torch.Tensor) -> Any:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _prepare(source: build.Source) -> None:
+def prepare(source: build.Source) -> None:
+    """Compiles one of `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
     with contextlib.suppress(FxfuseError):
         build.load(source)
-
-
-PARTS: Final = tuple(functools.partial(_prepare, source) for source in SOURCES)
-"""Functions that compile `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
 
 
 def are_plain(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> bool:
