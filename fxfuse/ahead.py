@@ -29,9 +29,9 @@ from fxfuse.problem import Draft, Problem, TensorMeta
 
 logger = logging.getLogger("fxfuse")
 
-WAITING: Final = 4
+WAITING: Final = build.MOST_OF_A_UNIT
 """Problems per processor whose kernels are requested at once. Kernels that wait for a compiler are compiled in one
-unit."""
+unit, so enough of them should wait."""
 
 _calls: Final = threading.local()
 

@@ -38,7 +38,7 @@ import torch
 
 from fxfuse import cache, dump, packaged, progress, toolchain
 from fxfuse.cuda import gpu
-from fxfuse.errors import BuildError, MissingKernelError, ToolchainError
+from fxfuse.errors import BuildError, FxfuseError, MissingKernelError, ToolchainError
 from fxfuse.locks import free_in_children
 
 logger = logging.getLogger("fxfuse")
@@ -144,17 +144,28 @@ def load(source: Source) -> Launch:
     MissingKernelError in calls of a package (packaged.only).
     """
     key = _key(source)
+    found = _at_hand(key, source)
+    if found is None:
+        [found] = _built([(key, source)])
+    _note(found, key, source)
+    return found
+
+
+def _at_hand(key: str, source: Source) -> Launch | None:
+    """The kernel, if it need not be built. Raises what `load` raises if it may not be."""
     dump.kernel(source.text, source.label, key, source.is_cuda, _flags(source))
     is_absent = source.is_cuda and gpu.standing_in() is not None
     found = _absent(key) if is_absent else _loaded.get(key) or _load_cached(key, source) or _load_packaged(source)
     if found is None:
         check_may_build(source.label)
-        found = _build_once(source, key)
+    return found
+
+
+def _note(launch: Launch, key: str, source: Source) -> None:
     packaged.note_kernel(key, source)
-    _source_of[found] = source
+    _source_of[launch] = source
     for sources in getattr(_thread, "noted", ()):
         sources.append(source)
-    return found
 
 
 def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
@@ -163,16 +174,31 @@ def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
     Raises what `load` raises otherwise.
     """
     call, standing = packaged.this_call(), gpu.standing_in()
+    keys = [_key(source) for source in sources]
 
-    def loaded(source: Source) -> Launch | MissingKernelError:
+    def at_hand(key: str, source: Source) -> Launch | MissingKernelError | None:
         try:
             with packaged.only(*call), gpu.instead_of(standing):  # the state of the calling thread
-                return load(source)
+                return _at_hand(key, source)
         except MissingKernelError as error:
             return error
 
     with ThreadPoolExecutor(max(1, len(sources))) as pool:
-        return list(pool.map(loaded, sources))
+        found = list(pool.map(at_hand, keys, sources))
+    pairs = zip(keys, sources, found, strict=True)
+    built = iter(_built([(key, source) for key, source, launch in pairs if launch is None]))
+    launches = [next(built) if launch is None else launch for launch in found]
+    for launch, key, source in zip(launches, keys, sources, strict=True):
+        if not isinstance(launch, MissingKernelError):
+            _note(launch, key, source)
+    return launches
+
+
+def begin(sources: Sequence[Source]) -> None:
+    """Begins to build kernels that will be loaded later, unless they are at hand. Whatever fails is told then."""
+    with contextlib.suppress(FxfuseError, NotBuilt):
+        pairs = [(_key(source), source) for source in sources]
+        _requested([(key, source) for key, source in pairs if _at_hand(key, source) is None])
 
 
 class _Absent:
@@ -269,25 +295,29 @@ def _load_packaged(source: Source) -> Launch | None:
     return packaged.kernels.get(portable_key(source))
 
 
-def library_of(source: Source) -> tuple[str, Path]:
-    """A kernel's key, and its library in the cache. It is built if it is not there.
-
-    Raises ToolchainError or BuildError, and FileNotFoundError if the cache did not keep it.
-    """
-    key = _key(source)
-    for attempt in (1, 2):
-        for entry in cache.find(key, toolchain.identity(source.is_cuda)):
-            with contextlib.suppress(*cache.UNREADABLE):
-                return key, cache.library_of(entry)
-        if attempt == 1:  # it came from a package, or was removed from the cache meanwhile
-            _build_once(source, key)
-    raise FileNotFoundError(f"the kernel cache did not keep {source.label}")
-
-
 def libraries_of(sources: Sequence[Source]) -> list[tuple[str, Path]]:
-    """`library_of` for several kernels. Those that are not in the cache are built together."""
-    with ThreadPoolExecutor(MOST_OF_A_UNIT * PROCESSORS) as pool, interrupted_together():
-        return list(pool.map(library_of, sources))
+    """The keys of kernels, and their libraries in the cache. Those that are not there are built together.
+
+    Raises ToolchainError or BuildError, and FileNotFoundError if the cache did not keep one.
+    """
+    keys = [_key(source) for source in sources]
+    pairs = list(zip(keys, sources, strict=True))
+    # one that is loaded came from a package, or was removed from the cache meanwhile
+    _built([(key, source) for key, source in pairs if _in_cache(key, source) is None])
+    found = []
+    for key, source in pairs:
+        library = _in_cache(key, source)
+        if library is None:
+            raise FileNotFoundError(f"the kernel cache did not keep {source.label}")
+        found.append((key, library))
+    return found
+
+
+def _in_cache(key: str, source: Source) -> Path | None:
+    for entry in cache.find(key, toolchain.identity(source.is_cuda)):
+        with contextlib.suppress(*cache.UNREADABLE):
+            return cache.library_of(entry)
+    return None
 
 
 def import_library(key: str, library: Path) -> Launch:
@@ -326,7 +356,9 @@ def _module(key: str) -> str:
 PROCESSORS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 """Processors that this process may use."""
 MOST_OF_A_UNIT: Final = 8
-"""Most kernels that are compiled together: with more, one would wait too long for the unit."""
+"""Most kernels of separate requests that are compiled together: with more, one would wait too long for the unit."""
+MOST_TOGETHER: Final = 16
+"""Most kernels of one request that are compiled together: nothing waits for the first of them."""
 _PRUNE_EVERY: Final = 64
 """The cache is pruned after the first build of a process, and then after every so many further builds."""
 
@@ -339,6 +371,8 @@ class _Build:
     key: str
     job: toolchain.Job
     launch: Future[Launch]
+    together: int = 1
+    """The size of the unit, at least, if so many kernels wait (`_even_unit`)."""
 
 
 _lock = free_in_children(threading.Lock())
@@ -374,19 +408,39 @@ _renew()
 os.register_at_fork(after_in_child=_renew)
 
 
-def _build_once(source: Source, key: str) -> Launch:
-    """The kernel, built by a thread of its own. Waits for a build of the same kernel that has begun already."""
-    toolchain.check(source.is_cuda)
-    with _lock:
-        build = _running.get(key)
-        if build is None:
-            build = _running[key] = _Build(source, key, toolchain.Job(), Future())
-            _waiting.append(build)
-            progress.add("compile", source.label, total=1)
-            threading.Thread(target=_work, args=(source.is_cuda,), name=f"fxfuse: {source.label}").start()
+def _built(wanted: Sequence[tuple[str, Source]]) -> list[Launch]:
+    """The kernels of these keys and sources, built by threads of their own.
+
+    Waits for a build of the same kernel that has begun already.
+    """
+    builds = _requested(wanted)
     progress.deliver()
     with interrupted_together():
-        return build.launch.result()
+        return [build.launch.result() for build in builds]
+
+
+def _requested(wanted: Sequence[tuple[str, Source]]) -> list[_Build]:
+    """The builds of kernels, begun here or before."""
+    for cuda in {source.is_cuda for _, source in wanted}:
+        toolchain.check(cuda)
+    with _lock:
+        new = {key: source for key, source in wanted if key not in _running}
+        for key, source in new.items():
+            alike = sum(other.is_cuda == source.is_cuda for other in new.values())
+            build = _running[key] = _Build(source, key, toolchain.Job(), Future(), _even_unit(alike, source.is_cuda))
+            _waiting.append(build)
+            progress.add("compile", source.label, total=1)
+        builds = [_running[key] for key, _ in wanted]
+    for source in new.values():  # when all of them wait: the first thread would else take one kernel by itself
+        threading.Thread(target=_work, args=(source.is_cuda,), name=f"fxfuse: {source.label}").start()
+    return builds
+
+
+def _even_unit(kernels: int, cuda: bool) -> int:
+    """The size of the units for kernels that are requested, and waited for, together."""
+    processors = _processors(cuda)
+    rounds = -(-kernels // (processors * MOST_TOGETHER))
+    return -(-kernels // (processors * rounds))
 
 
 @contextlib.contextmanager
@@ -422,11 +476,12 @@ def _work(cuda: bool) -> None:
 
 def _next_unit(cuda: bool) -> list[_Build]:
     """Takes a share of the builds that wait, all of one architecture. While a processor is free, no build waits for
-    others."""
+    others, unless they were requested together."""
     with _lock:
         waiting = [build for build in _waiting if build.source.is_cuda == cuda]
         alike = [build for build in waiting if build.source.architecture == waiting[0].source.architecture]
-        unit = alike[: min(MOST_OF_A_UNIT, -(-len(waiting) // _processors(cuda)))]
+        share = min(MOST_OF_A_UNIT, -(-len(waiting) // _processors(cuda)))
+        unit = alike[: max(share, waiting[0].together if waiting else 0)]
         _waiting[:] = [build for build in _waiting if build not in unit]
     return unit
 

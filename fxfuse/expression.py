@@ -119,10 +119,10 @@ def call(op: str, *args: Expr | Number) -> Call:
     return Call(op, tuple(arg if isinstance(arg, Expr) else Const(arg) for arg in args))
 
 
-def postorder(root: Expr) -> Iterator[Expr]:
-    """Every node below `root` once, arguments before their users, `root` last. Never recurses."""
+def postorder(*roots: Expr) -> Iterator[Expr]:
+    """Every node below the roots once, arguments before their users. Never recurses."""
     done: set[Expr] = set()
-    stack: list[tuple[Expr, bool]] = [(root, False)]
+    stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(roots)]
     while stack:
         node, args_done = stack.pop()
         if node in done:

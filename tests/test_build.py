@@ -433,6 +433,38 @@ def test_no_kernel_waits_for_others_while_a_processor_is_free(units, monkeypatch
     assert sorted(units) == [[f"kernel {number}"] for number in range(4)]
 
 
+@pytest.mark.parametrize("processors, kernels, sizes", [(3, 7, [1, 3, 3]), (2, 3, [1, 2]), (1, 20, [10, 10])])
+def test_kernels_of_one_request_share_the_processors_evenly(units, monkeypatch, processors, kernels, sizes):
+    monkeypatch.setattr(build, "PROCESSORS", processors)
+    build._renew()
+    sources = [returning(number) for number in range(kernels)]
+    assert [number_of(launch) for launch in build.load_each([*sources, sources[0]])] == [*range(kernels), 0]
+    assert sorted(map(len, units)) == sizes
+    assert build.load_each(sources) == [build.load(source) for source in sources]
+    assert len(units) == len(sizes)
+
+
+def test_kernels_can_be_begun_before_they_are_loaded(units):
+    good, bad = returning(0), returning(1, "no C++;")
+    build.begin([good, bad])
+    end_of_builds()
+    assert len(units) > 1  # the bad one is compiled by itself, too
+    done = len(units)
+    build.begin([good])
+    assert number_of(build.load(good)) == 0 and len(units) == done
+    with pytest.raises(fxfuse.BuildError, match="kernel 1 did not compile"):
+        build.load(bad)
+
+
+def test_without_a_compiler_nothing_is_begun(units, monkeypatch):
+    def none(cuda):
+        raise fxfuse.ToolchainError("no compiler")
+
+    monkeypatch.setattr(toolchain, "check", none)
+    build.begin([returning(0)])
+    assert not build._running and not build._waiting
+
+
 def test_a_kernel_that_does_not_compile_spoils_no_other(units):
     launches = loaded_at_once([returning(number, "no C++;" if number == 2 else "") for number in range(5)])
     with pytest.raises(fxfuse.BuildError, match="kernel 2 did not compile"):

@@ -378,7 +378,8 @@ def test_compile_for_gpus_that_are_not_here(models, capsys, tmp_path, monkeypatc
     path = tmp_path / "model.fxfuse"
     monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0")
     monkeypatch.setattr(toolchain, "nvcc_architectures", list)
-    monkeypatch.setattr(build, "library_of", lambda source: ("0" * 32, tmp_path / "library.so"))  # nvcc takes seconds
+    found = ("0" * 32, tmp_path / "library.so")
+    monkeypatch.setattr(build, "libraries_of", lambda sources: [found] * len(sources))  # nvcc takes seconds
     (tmp_path / "library.so").write_bytes(b"")
     code, out, _ = run(capsys, "compile", "linear", "-o", str(path), "--arch", "sm_80,sm_90", "--json")
     assert code == 0 and any("linear" in kernel for kernel in json.loads(out)["kernels"])

@@ -3,12 +3,14 @@
 Expected values come from torch in float64.
 """
 
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from emulator import available, launch
 from helpers import ON_GPU, kernels_launched
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxfuse.cuda import depthwise_gradient
 from fxfuse.program import depthwise_gradient as in_programs
@@ -127,3 +129,45 @@ def test_a_gpus_kernel(shape, dtype, device, monkeypatch):
         have = made()[1].double()
         assert float((have - want).norm() / want.norm()) < ERRORS[dtype]
     assert len(kernels_launched(made)) == 1
+
+
+class Stacked(torch.nn.Module):
+    """Two depthwise convolutions and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Conv2d(8, 8, size, padding=1, groups=8, bias=False) for size in (3, 5))
+        self.third = torch.nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_a_traced_graph_foretells_its_kernels(monkeypatch):
+    model = Stacked()
+    x = torch.randn(2, 8, 9, 9, requires_grad=True)
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients(x, *parameters):
+        made = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,))
+        return torch.autograd.grad(made.square().sum(), parameters)
+
+    parameters = [parameter.detach().requires_grad_() for parameter in model.parameters()]
+    graph = make_fx(gradients, tracing_mode="fake")(x, *parameters).graph
+    backward = [node for node in graph.nodes if "convolution_backward" in str(node.target)]
+    assert [node.args[-1][:2] for node in backward] == [[True, True], [True, True], [False, True]]
+    assert in_programs.foreseen(graph) == []  # on a CPU
+    monkeypatch.setattr(in_programs, "may_compute", lambda tensor: True)
+    monkeypatch.setattr(in_programs.gpu, "properties", lambda device: types.SimpleNamespace(multi_processor_count=108))
+    monkeypatch.setattr(in_programs.gpu, "capability", lambda device: (8, 0))
+    assert foretold(graph) == ["3x3"]  # of the others, the gradients of images are wanted, too
+    for node in backward:
+        node.args = (*node.args[:-1], in_programs.FILTERS_ONLY)
+    assert foretold(graph) == ["5x5", "3x3"]
+
+
+def foretold(graph):
+    """The sizes of the filters."""
+    found = in_programs.foreseen(graph)
+    assert all(source.architecture == (8, 0) for source in found)
+    return [source.label.split(", ")[1] for source in found]

@@ -268,7 +268,7 @@ class _Writer:
         used = sorted({one.index for one in postorder(expression) if isinstance(one, Operand)})
         own = with_operands(expression, {number: Operand(at) for at, number in enumerate(used)})
         leaves = [self.nest.leaves[number] if number < len(self.nest.leaves) else _KNOWN for number in used]
-        kinds, given = kinds_of(own, leaves), [texts[number] for number in used]
+        kinds, given = dict(kinds_of(leaves, own)), [texts[number] for number in used]
         for at in self._masks(own, leaves, kinds):
             kinds[Operand(at)] = MASK
             mask = f"{name}_mask{at}"

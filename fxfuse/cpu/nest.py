@@ -422,4 +422,4 @@ def depend_on(leaves: Sequence[Leaf], names: Sequence[str]) -> bool:
 
 
 def is_float(node: Expr, leaves: Sequence[Leaf]) -> bool:
-    return kinds_of(node, leaves)[node] == "float"
+    return kinds_of(leaves, node)[node] == "float"

@@ -354,7 +354,7 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
         for row, turn in zip(together, turns, strict=False):
             terms = ["0.0f", *text.leaves([substituted(leaf, at) for leaf in row.leaves])]
             kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
-            kinds = kinds_of(row.expression, row.leaves)
+            kinds = kinds_of(row.leaves, row.expression)
             functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
             text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(terms)}));")
             before.append(f"Totals<{kind}, {beside}> {total};")

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import fx
 
+from fxfuse import build
 from fxfuse.cuda import depthwise_gradient, gpu, tune
+from fxfuse.cuda.kernel import Kernel
 from fxfuse.problem import Run
-from fxfuse.program.own_kernels import may_compute, problem_of, quickest
+from fxfuse.program.own_kernels import may_compute, problem_of, quickest, source_of
 from fxfuse.program.values import is_plain
 
 KIND: Final = "depthwise filters' gradient"
@@ -26,39 +29,64 @@ def planned(args: Sequence[Any], result: Sequence[torch.Tensor | None]) -> Calla
 
     None if there is no kernel for it, or if torch is as quick.
     """
-    dy, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wanted = args
-    tensors = (dy, x, weight)
-    if list(wanted) != FILTERS_ONLY or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return None
-    expected = result[1]
-    if expected is None or expected.dim() != 4 or is_transposed or set(dilation) != {1}:
+    tensors, expected = tuple(args[:3]), result[1]
+    if expected is None or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return None
     alike = all(is_plain(tensor) and tensor.dtype == expected.dtype for tensor in tensors)
     if not alike or not may_compute(expected) or not expected.is_contiguous():
         return None
-    if not dy.shape[1] == x.shape[1] == weight.shape[0] == groups:
+    kernels = _kernels(args)
+    if not kernels:
         return None
-    pair = [tuple(value) * 2 if len(value) == 1 else tuple(value) for value in (stride, padding)]
-    kernels = depthwise_gradient.candidates(
+    pair = _pair(args)
+    options = (("stride", pair[0]), ("padding", pair[1]))
+    made = quickest(problem_of(KIND, tensors, options), kernels, _library(pair), expected, 2, tensors)
+    return None if made is None else lambda: (None, made(), None)
+
+
+def foreseen(graph: fx.Graph) -> list[build.Source]:
+    """The kernels that programs of a traced graph may ask for, if activations will be in channels_last."""
+    found: dict[str, build.Source] = {}
+    for node in graph.nodes:
+        if node.target is not _aten.convolution_backward.default:
+            continue
+        args = fx.node.map_arg(node.args, lambda used: used.meta.get("val"))
+        if all(isinstance(each, torch.Tensor) and each.dim() == 4 and may_compute(each) for each in args[:3]):
+            dy, x, weight = (torch.empty_like(tensor, memory_format=torch.channels_last) for tensor in args[:3])
+            for kernel in _kernels((dy, x, weight, *args[3:])):
+                source = source_of(kernel, weight.dtype, gpu.capability(weight.device))
+                found[source.text] = source
+    return list(found.values())
+
+
+def _kernels(args: Sequence[Any]) -> list[Kernel]:
+    """The kernels that can compute aten.convolution_backward(*args)."""
+    dy, x, weight, _, _, _, dilation, is_transposed, _, groups, wanted = args
+    if list(wanted) != FILTERS_ONLY or weight.dim() != 4 or is_transposed or set(dilation) != {1}:
+        return []
+    if not dy.shape[1] == x.shape[1] == weight.shape[0] == groups:
+        return []
+    stride, padding = _pair(args)
+    return depthwise_gradient.candidates(
         depthwise_gradient.Problem(
             images=x.shape[0],
             channels=x.shape[1],
             size=tuple(x.shape[2:]),
             out_size=tuple(dy.shape[2:]),
             kernel=tuple(weight.shape[2:]),
-            stride=pair[0],
-            padding=pair[1],
+            stride=stride,
+            padding=padding,
             element=x.dtype,
             x_strides=x.stride(),
             dy_strides=dy.stride(),
             multiprocessors=gpu.properties(x.device).multi_processor_count,
         )
     )
-    if not kernels:
-        return None
-    options = (("stride", pair[0]), ("padding", pair[1]))
-    made = quickest(problem_of(KIND, tensors, options), kernels, _library(pair), expected, 2, tensors)
-    return None if made is None else lambda: (None, made(), None)
+
+
+def _pair(args: Sequence[Any]) -> list[tuple[int, int]]:
+    """Strides and padding, each by height and width."""
+    return [tuple(value) * 2 if len(value) == 1 else tuple(value) for value in args[4:6]]
 
 
 def _library(pair: Sequence[tuple[int, ...]]) -> tune.Candidate:

@@ -195,12 +195,9 @@ class Loops:
         return isinstance(node, Operand) and isinstance(self.leaves[node.index], Inside)
 
     @functools.cached_property
-    def kinds(self) -> dict[Expr, str]:
+    def kinds(self) -> Mapping[Expr, str]:
         """The C++ type of every node of the expressions. Raises Inexact."""
-        kinds: dict[Expr, str] = {}
-        for store in self.stores:
-            kinds |= kinds_of(store.expression, self.leaves)
-        return kinds
+        return kinds_of(self.leaves, *(store.expression for store in self.stores))
 
     def place(self) -> Index:
         """Where an element of the output lies, by its coordinates."""
@@ -328,22 +325,32 @@ def kind_of_element(dtype: torch.dtype) -> str:
     return NARROW if dtype in (torch.uint8, torch.int8, torch.int16) else kind_of(dtype)
 
 
-def kinds_of(expression: Expr, leaves: Sequence[Leaf]) -> dict[Expr, str]:
-    """The C++ type of every node of an expression. Raises Inexact.
+def kinds_of(leaves: Sequence[Leaf], *expressions: Expr) -> Mapping[Expr, str]:
+    """The C++ type of every node of the expressions. Raises Inexact.
 
     float stands for all that torch computes in float32 or in 16 bits, INTEGER or NARROW for all integers.
+
+    Args:
+        leaves: the expressions' operands.
     """
+    return _kinds_of(tuple(map(_kind_of_leaf, leaves)), *expressions)
+
+
+@functools.lru_cache(maxsize=1024)  # a network's blocks are alike, and a loops is asked for again when others join it
+def _kinds_of(operands: tuple[str, ...], *expressions: Expr) -> Mapping[Expr, str]:
     kinds: dict[Expr, str] = {}
-    for node in postorder(expression):
-        match node:
-            case Operand(index):
-                kinds[node] = _kind_of_leaf(leaves[index])
-            case Const(value):
-                integer = NARROW if value in _OF_16_BITS else INTEGER
-                kinds[node] = {bool: "bool", int: integer}.get(type(value), "float")
-            case Call(op, args):
-                kinds[node] = _kind_of_call(op, args, kinds)
+    for node in postorder(*expressions):
+        if isinstance(node, Call):
+            kinds[node] = _kind_of_call(node.op, node.args, kinds)
+        elif isinstance(node, Operand):
+            kinds[node] = operands[node.index]
+        elif isinstance(node, Const):
+            integer = NARROW if node.value in _OF_16_BITS else INTEGER
+            kinds[node] = {bool: "bool", int: integer}.get(type(node.value), "float")
     return kinds
+
+
+ops.on_replacement.append(lambda row: _kinds_of.cache_clear())
 
 
 def _kind_of_leaf(leaf: Leaf) -> str:
@@ -354,7 +361,7 @@ def _kind_of_leaf(leaf: Leaf) -> str:
             return "bool"
         case Position():
             return leaf.kind
-    if kinds_of(leaf.expression, leaf.leaves)[leaf.expression] != "float":
+    if kinds_of(leaf.leaves, leaf.expression)[leaf.expression] != "float":
         raise Inexact
     return "float"
 
