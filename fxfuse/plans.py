@@ -14,7 +14,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -37,12 +37,14 @@ from fxfuse.problem import (
     Declined,
     Draft,
     Plan,
+    Postponed,
     Problem,
     Refused,
     Run,
     TensorMeta,
     anchor_meta,
     in_order,
+    may_postpone,
     without_unread,
 )
 
@@ -480,17 +482,31 @@ class Drafts:
         labels = {
             draft: calls[0].problem.label for draft, calls in self._calls.items() if _is_measured(calls[0].problem)
         }
+        compiling: dict[Future[Any], Future[Draft]] = {draft: draft for draft in self._calls}
+        """The drafts, by what each of them waits for: itself, or more kernels."""
         with progress.steps("measure", len(labels)) as measured:
-            for draft in as_completed(self._calls):
-                plan = draft.result()()
-                with _lock:
-                    for call in self._calls[draft]:
-                        found = _plans.setdefault(call.region, {})
-                        _keep(call.region, found, call.key, call.problem, plan, call.strides)
-                if draft in labels:
-                    measured(labels[draft])
+            while compiling:
+                for ready in wait(compiling, return_when=FIRST_COMPLETED).done:
+                    draft = compiling.pop(ready)
+                    ready.result()
+                    try:
+                        with may_postpone():
+                            plan = draft.result()()
+                    except Postponed as postponed:
+                        compiling[self._pool.submit(postponed.compile)] = draft
+                        continue
+                    self._assign(draft, plan)
+                    if draft in labels:
+                        measured(labels[draft])
         for other in self._others:
             other.result()
+
+    def _assign(self, draft: Future[Draft], plan: Plan) -> None:
+        """Makes it the plan of all calls with the draft's problem."""
+        with _lock:
+            for call in self._calls[draft]:
+                found = _plans.setdefault(call.region, {})
+                _keep(call.region, found, call.key, call.problem, plan, call.strides)
 
     def close(self) -> None:
         """Drops compilations that have not begun. The others go on into the kernel cache; nothing waits for them."""

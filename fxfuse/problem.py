@@ -5,10 +5,12 @@ A `Plan` is what runs a problem (cpu/plan.py, cuda/plan.py make them). The check
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -190,7 +192,36 @@ def in_turn(first: Plan, second: Plan, run: Run) -> Plan:
 
 
 Draft: TypeAlias = Callable[[], Plan]
-"""A problem's compiled kernels. Calling the draft chooses between them, by measuring if need be, and gives the plan."""
+"""A problem's compiled kernels. Calling the draft chooses between them, by measuring if need be, and gives the plan.
+Within `may_postpone` it may raise Postponed."""
+
+
+class Postponed(BaseException):
+    """A draft needs more kernels: it should be called again after `compile()`. No error, so no handler of those."""
+
+    def __init__(self, compile: Callable[[], object]) -> None:
+        super().__init__()
+        self.compile = compile
+
+
+_may_postpone = threading.local()
+
+
+@contextlib.contextmanager
+def may_postpone() -> Iterator[None]:
+    """Inside, drafts that this thread calls raise Postponed before they wait for a compiler."""
+    _may_postpone.now = True
+    try:
+        yield
+    finally:
+        _may_postpone.now = False
+
+
+def postpone(compile: Callable[[], object]) -> None:
+    """Raises Postponed within `may_postpone`; elsewhere it compiles at once."""
+    if getattr(_may_postpone, "now", False):
+        raise Postponed(compile)
+    compile()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxfuse
 from fxfuse import ahead, build, plans
-from fxfuse.problem import Plan
+from fxfuse.problem import Plan, postpone
 
 pytestmark = pytest.mark.skipif(plans._guards is None, reason="this torch has no TensorGuards")
 
@@ -263,6 +263,40 @@ def test_compiling_begins_while_the_example_runs_and_measuring_when_it_has(draft
     assert measured == [("measured", "tanh(acc)", True), ("measured", "relu(acc)", True)]
     assert_as_eager(drafted.model, fast, x)
     assert drafted.events[3:] == measured
+
+
+@torch.no_grad()
+def test_others_are_measured_while_a_draft_that_needs_more_kernels_waits_for_them(drafted, monkeypatch):
+    first, more, whole = threading.Event(), threading.Event(), drafted.draft
+
+    def draft(problem, strict):
+        decide, done = whole(problem, strict), []
+        if problem.epilogue == "tanh(acc)":
+            assert first.wait(60)
+
+        def asking():
+            if problem.epilogue == "relu(acc)" and not done:
+                drafted.note("needs more", problem.epilogue)
+                first.set()
+                postpone(lambda: done.append(more.wait(60)))
+            plan = decide()
+            more.set()
+            return plan
+
+        return asking
+
+    monkeypatch.setattr(plans, "_draft", draft)
+    for event in drafted.may_compile.values():
+        event.set()
+    x, fast = randn(5, 8), fxfuse.optimize(drafted.model)
+    with plans.preparing():
+        fast(x)
+    decided = [event for event in drafted.events if event[0] != "compiling"]
+    assert [event[:2] for event in decided] == [
+        ("needs more", "relu(acc)"), ("measured", "tanh(acc)"), ("measured", "relu(acc)"),
+    ]  # fmt: skip
+    assert all(in_main_thread for *_, in_main_thread in decided)
+    assert_as_eager(drafted.model, fast, x)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from fxfuse import build, cache
 from fxfuse.cuda import exactness, tune
 from fxfuse.errors import BuildError, ToolchainError
-from fxfuse.problem import Plan, Problem, TensorMeta
+from fxfuse.problem import Plan, Postponed, Problem, TensorMeta, may_postpone
 
 CPU = torch.device("cpu")
 
@@ -133,6 +133,19 @@ def test_where_no_kernel_is_as_exact_the_next_are_tried_before_the_library_is_ta
     gpu.errors = {name: 0.9 if name in exact else 1.5 for name in names}
     assert gpu(problem(), gpu.candidates(*names, "library", library=("library",))) == chosen
     assert gpu.built == ["a", "b", "c", "library", "d"]
+
+
+def test_compiling_the_next_can_be_postponed(gpu):
+    gpu.times = {**dict.fromkeys("abcd", 1.0), "library": 3.0}
+    gpu.errors = {**dict.fromkeys("abc", 1.5), "d": 0.9}
+    draft = tune.draft(problem(), gpu.candidates(*"abcd", "library", library=("library",)))
+    with may_postpone(), pytest.raises(Postponed) as postponed:
+        draft()
+    assert gpu.built == ["a", "b", "c", "library"] and not gpu.measured
+    postponed.value.compile()
+    with may_postpone():
+        assert draft().kernel == "d"
+    assert gpu.built == ["a", "b", "c", "library", "d"] and len(gpu.measured) == 1
 
 
 def test_few_are_measured_and_the_library_always(gpu):

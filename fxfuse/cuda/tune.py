@@ -42,7 +42,7 @@ from fxfuse.errors import (
     UnsupportedError,
 )
 from fxfuse.locks import free_in_children
-from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta
+from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta, postpone
 
 logger = logging.getLogger("fxfuse")
 
@@ -137,8 +137,8 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
     stored = _recall(problem) if enabled() else None
     if stored is not None:
         if apart is not None and stored.identity == APART:
-            others = apart()
-            return lambda: dataclasses.replace(others(), measured=stored.measured)
+            two = apart()
+            return lambda: dataclasses.replace(two(), measured=stored.measured)
         chosen = _find(candidates, stored)
         if packaged.is_alone():
             return _at_hand(candidates, chosen, stored)
@@ -158,14 +158,16 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         return lambda: plan
     build.check_may_build(problem.label)  # here, and not in the threads that compile
     contestants = _contestants(candidates)
-    ready, error = _compile(contestants)
+    with ThreadPoolExecutor(1) as pool:
+        drafting = None if apart is None else pool.submit(apart)  # beside the candidates
+        ready, error = _compile(contestants)
     if error is not None and not ready:
         raise error
-    if apart is None:
-        rest = [candidate for candidate in candidates if candidate not in contestants]
+    if drafting is None:
+        rest = _Rest([candidate for candidate in candidates if candidate not in contestants])
         return lambda: _decide(problem, ready, rest)
-    other = apart()
-    return lambda: _decide_beside(problem, ready, other())
+    parts = drafting.result()
+    return lambda: _decide_beside(problem, ready, parts())
 
 
 def _at_hand(candidates: Sequence[Candidate], chosen: Candidate | None = None, stored: _Choice | None = None) -> Draft:
@@ -298,28 +300,44 @@ def _decide_beside(problem: Problem, ready: Sequence[tuple[Candidate, Run]], apa
     return dataclasses.replace(apart, measured=plan.measured) if plan.kernel == candidate.name else plan
 
 
-def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: Sequence[Candidate] = ()) -> Plan:
+class _Rest:
+    """Candidates that are compiled only if no other one is exact."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates[:MOST_CONTESTANTS]
+        self._compiled: list[tuple[Candidate, Run]] | None = None
+
+    def compiled(self) -> list[tuple[Candidate, Run]]:
+        """Those that compile. Within `may_postpone` this raises Postponed the first time."""
+        if self._compiled is None and self._candidates:
+            postpone(self._compile)
+        return self._compiled or []
+
+    def _compile(self) -> None:
+        self._compiled, _ = _compile(self._candidates)
+
+
+def _decide(problem: Problem, ready: Sequence[tuple[Candidate, Run]], rest: _Rest | None = None) -> Plan:
     """The plan of the fastest candidate that is as exact as eager. If no kernel is, the best of `rest` are tried, too.
 
     Args:
         ready: candidates that are compiled, in order of rank.
-        rest: candidates that are not.
     """
     with exactness.measuring:
         stored = _recall(problem)  # another region may have had the same problem
         known = {candidate.name: (candidate, run) for candidate, run in ready}
         if stored is not None and stored.name in known:
             return _plan(*known[stored.name], stored)
-        times = _measure(problem, ready)
+        errors = _errors(problem, ready)
+        if rest is not None and errors and min(errors.values()) > 1:
+            more = rest.compiled()
+            found = _errors(problem, more)
+            errors |= found
+            if min(found.values(), default=math.inf) <= 1:
+                known.update({candidate.name: (candidate, run) for candidate, run in more})
+        times = _measure(problem, list(known.values()))
         if not times:
             return _plan(*ready[0])
-        errors = _errors(problem, ready)
-        if errors and min(errors.values()) > 1 and rest:
-            more, _ = _compile(rest[:MOST_CONTESTANTS])
-            known.update({candidate.name: (candidate, run) for candidate, run in more})
-            errors |= _errors(problem, more)
-            if min((errors.get(candidate.name, math.inf) for candidate, _ in more), default=math.inf) <= 1:
-                times = _measure(problem, list(known.values())) or times
         exact = {name: time for name, time in times.items() if errors.get(name, 0.0) <= 1} or times
         best = min(exact.values())
         name = next(name for name, time in exact.items() if time <= best * (1 + NOISE))
