@@ -147,7 +147,10 @@ def load(source: Source) -> Launch:
     found = _at_hand(key, source)
     if found is None:
         [found] = _built([(key, source)])
-    _note(found, key, source)
+    packaged.note_kernel(key, source)
+    _source_of[found] = source
+    for sources in getattr(_thread, "noted", ()):
+        sources.append(source)
     return found
 
 
@@ -161,37 +164,23 @@ def _at_hand(key: str, source: Source) -> Launch | None:
     return found
 
 
-def _note(launch: Launch, key: str, source: Source) -> None:
-    packaged.note_kernel(key, source)
-    _source_of[launch] = source
-    for sources in getattr(_thread, "noted", ()):
-        sources.append(source)
-
-
 def load_each(sources: Sequence[Source]) -> list[Launch | MissingKernelError]:
     """Loads several kernels at once. For a kernel that a package does not have, the list holds its MissingKernelError.
 
     Raises what `load` raises otherwise.
     """
     call, standing = packaged.this_call(), gpu.standing_in()
-    keys = [_key(source) for source in sources]
+    begin(sources)
 
-    def at_hand(key: str, source: Source) -> Launch | MissingKernelError | None:
+    def loaded(source: Source) -> Launch | MissingKernelError:
         try:
             with packaged.only(*call), gpu.instead_of(standing):  # the state of the calling thread
-                return _at_hand(key, source)
+                return load(source)
         except MissingKernelError as error:
             return error
 
     with ThreadPoolExecutor(max(1, len(sources))) as pool:
-        found = list(pool.map(at_hand, keys, sources))
-    pairs = zip(keys, sources, found, strict=True)
-    built = iter(_built([(key, source) for key, source, launch in pairs if launch is None]))
-    launches = [next(built) if launch is None else launch for launch in found]
-    for launch, key, source in zip(launches, keys, sources, strict=True):
-        if not isinstance(launch, MissingKernelError):
-            _note(launch, key, source)
-    return launches
+        return list(pool.map(loaded, sources))
 
 
 def begin(sources: Sequence[Source]) -> None:

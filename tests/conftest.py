@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from helpers import end_of_builds
 
 from fxfuse import build, cache, ops, plans
 from fxfuse.cuda import exactness, gpu, plan, prepare, tune
@@ -62,6 +63,7 @@ def forget(monkeypatch):
         for table in ("_hung", "_worked"):
             monkeypatch.setattr(build, table, type(getattr(build, table))())
 
+    end_of_builds()
     forget_everything()
     yield forget_everything
     cache._temporary.cache_clear()

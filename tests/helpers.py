@@ -5,6 +5,7 @@ import io
 import itertools
 import pickle
 import re
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -281,3 +282,11 @@ def parsed_html(text):
 def check_html(text):
     """The names of the elements of a piece of HTML, every one of which is closed."""
     return parsed_html(text).tags
+
+
+def end_of_builds():
+    """Waits for builds that no call waits for, and for threads whose kernels other threads have compiled meanwhile."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("fxfuse: "):
+            thread.join(60)
+            assert not thread.is_alive()

@@ -14,8 +14,9 @@ from helpers import ON_GPU
 from torch import nn
 
 import fxfuse
-from fxfuse import ahead, plans
+from fxfuse import ahead, build, plans
 from fxfuse.problem import Problem
+from fxfuse.program import SOURCES
 from fxfuse.state import TorchRandomState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -93,6 +94,19 @@ def test_a_second_call_like_it_asks_for_nothing(drafted: Counter[tuple[Problem, 
         before = dict(drafted)
         fast(x)
     assert before == drafted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_its_program_will_need_is_begun_on_a_gpu(
+    device: str, drafted: Counter[tuple[Problem, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(build, "begin", begun.append)
+    fast, x = fxfuse.optimize(Attention().eval().to(device)), torch.randn(2, 7, 16, device=device)
+    for _ in range(3):
+        with torch.no_grad():
+            fast(x)
+        assert begun.count(SOURCES) == (device == "cuda")
 
 
 def test_nothing_runs_without_data_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

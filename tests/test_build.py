@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Net, linear, randn
+from helpers import Net, end_of_builds, linear, randn
 from torch import fx, nn
 
 import fxfuse
@@ -384,14 +384,6 @@ def units(monkeypatch, new_cache, forget):
     end_of_builds()
     monkeypatch.undo()
     build._renew()
-
-
-def end_of_builds():
-    """Waits for threads whose kernels others have compiled: they would take those of the next test."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("fxfuse: "):
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def loaded_at_once(sources):

@@ -365,7 +365,12 @@ class Programs:
             forget_indices()
 
     def _without_data(self, bound: Bound) -> None:
-        ahead.run_without_data(self._root, self._graph, self._binding.values(bound))
+        try:
+            ahead.run_without_data(self._root, self._graph, self._binding.values(bound))
+        finally:
+            device = device_of(bound.tensors)
+            if device is not None and device.type == "cuda":  # a CPU has enough to do with this call
+                build.begin(SOURCES)  # which the next call needs
 
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
         """Runs and records a call, and returns its result.
