@@ -11,7 +11,7 @@
 
 namespace fxfuse_binding {
 
-// Runs the kernel; 0 or an error code. `params` is 8-byte aligned.
+// Runs the kernel and returns 0 or an error code. `params` is 8-byte aligned.
 using Entry = int (*)(const void* params, const uint64_t* pointers, uint64_t context);
 // What an error code means.
 using Error = const char* (*)(int code);
@@ -50,7 +50,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// The module of a kernel, with its two functions by address for those that call it without Python (executor.h).
+// A kernel's module. `functions` has the addresses of both its functions, for calls without Python (executor.h).
 template <Entry kEntry, Error kError>
 PyObject* make_module() {
     static PyMethodDef methods[] = {
@@ -74,7 +74,7 @@ PyObject* make_module() {
 
 }  // namespace fxfuse_binding
 
-// The module `name` of kernel number `number` of a unit (build.py).
+// Defines the module `name` of kernel number `number` in a unit (build.py).
 #define FXFUSE_MODULE(name, number)                                                              \
     PyMODINIT_FUNC PyInit_##name() {                                                             \
         return fxfuse_binding::make_module<fxfuse_launch_##number, fxfuse_error_##number>();     \

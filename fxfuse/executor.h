@@ -1,4 +1,4 @@
-// Launches a list of kernels, each on addresses from one table: what a program (program/) does between torch's
+// Launches a list of kernels, each with addresses from one table. A program (program/) does this between torch's
 // operators. Arguments: the launches, their references, the table, the first launch and the one after the last.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fxfuse_executor {
 
-constexpr uint64_t kMaxPointers = 64;  // as binding.h has it
+constexpr uint64_t kMaxPointers = 64;  // as in binding.h
 
 struct Launch {
     int (*entry)(const void* params, const uint64_t* pointers, uint64_t context);

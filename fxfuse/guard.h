@@ -1,8 +1,8 @@
-// Compares tensors with what they were, and says where they lie: what a program (guard.py) asks at every call, of
-// hundreds of tensors. torch's own Python functions take five times as long.
+// Compares tensors with an earlier state, and reads their addresses. A program (guard.py) asks for this at every call,
+// for hundreds of tensors. torch's own Python functions take five times as long.
 //
-// Of torch's headers only that of a tensor's C++ object is included, which takes a second to compile. Where in Python's
-// object the pointer to it is, the caller has found out (`offset`).
+// Of torch's headers, only those of a tensor's C++ object are included: they take a second to compile. The caller has
+// found out at which `offset` a tensor's Python object has the pointer to its C++ object.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +21,7 @@ constexpr int kDiffers = 1, kNoPlainTensor = 2;
 
 enum Task : uint64_t { kCompare, kNote, kCompareTables, kMarkAlone, kReadVersions, kTellApart };
 
-// A sequence of words that is either written down or compared with what was.
+// A sequence of words that is either written down (`notes`) or compared with one written earlier.
 struct Words {
     uint64_t* at;
     bool notes;
@@ -48,7 +48,7 @@ inline uint64_t alignment(uint64_t address, uint64_t most) { return (address | m
 
 inline void describe(PyObject* object, uint64_t offset, uint64_t most, Words& words, uint64_t* address) {
     words.next(reinterpret_cast<uint64_t>(Py_TYPE(object)));
-    if (!words.alike) return;  // no tensor perhaps
+    if (!words.alike) return;  // perhaps not a tensor
     const auto* tensor = tensor_of(object, offset);
     const auto device = tensor->device();
     words.next(bits(tensor->key_set()));
@@ -57,14 +57,14 @@ inline void describe(PyObject* object, uint64_t offset, uint64_t most, Words& wo
                static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 16 |
                static_cast<uint64_t>(tensor->requires_grad()) << 24);
     words.next(tensor->dim());
-    if (!words.alike) return;  // of another type perhaps, without sizes
+    if (!words.alike) return;  // perhaps a tensor of another kind, without sizes
     for (const int64_t size : tensor->sizes()) words.next(size);
     for (const int64_t stride : tensor->strides()) words.next(stride);
     *address = reinterpret_cast<uint64_t>(static_cast<const c10::TensorImpl*>(tensor)->data());
     words.next(alignment(*address, most));
 }
 
-// Whether dictionaries hold these objects, in this order, and no others.
+// Whether the dictionaries' values are `members`, in this order, and no others.
 inline bool hold(PyObject* dictionaries, PyObject* members) {
     Py_ssize_t next = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dictionaries); ++i) {
@@ -78,7 +78,7 @@ inline bool hold(PyObject* dictionaries, PyObject* members) {
     return next == PyList_GET_SIZE(members);
 }
 
-// Marks the tensors of a list whose memory no tensor has but some of that list.
+// Marks the tensors of a list whose memory is used by tensors of the list only.
 inline void mark_alone(PyObject* list, uint64_t offset, uint8_t* marks) {
     std::unordered_map<const c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> owners;
     const Py_ssize_t count = PyList_GET_SIZE(list);
@@ -96,7 +96,7 @@ inline void mark_alone(PyObject* list, uint64_t offset, uint8_t* marks) {
     }
 }
 
-// Whether none of the first tensors of a list shares its memory with another one of the list.
+// Whether none of the first `first` tensors of a list shares its memory with another tensor of the list.
 inline bool are_apart(PyObject* list, uint64_t offset, Py_ssize_t first) {
     std::unordered_set<const c10::StorageImpl*> memory;
     memory.reserve(first);
@@ -107,7 +107,7 @@ inline bool are_apart(PyObject* list, uint64_t offset, Py_ssize_t first) {
     return true;
 }
 
-// How often each tensor of a list was changed in place; 0 for inference tensors, which do not count it.
+// How often each tensor of a list was changed in place. 0 for inference tensors, which do not count changes.
 inline void read_versions(PyObject* list, uint64_t offset, uint64_t* versions) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
         const c10::VariableVersion& counter = tensor_of(PyList_GET_ITEM(list, i), offset)->version_counter();
@@ -115,7 +115,8 @@ inline void read_versions(PyObject* list, uint64_t offset, uint64_t* versions) {
     }
 }
 
-// Whether tensors and tables are as they were, or notes how they are; and where the tensors lie.
+// Compares tensors and tables with their earlier state or, for kNote, notes the tensors' state. Writes the tensors'
+// addresses.
 inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* addresses) {
     Words words{reinterpret_cast<uint64_t*>(arguments[3]), arguments[0] == kNote};
     words.alike = hold(reinterpret_cast<PyObject*>(arguments[5]), reinterpret_cast<PyObject*>(arguments[6]));
@@ -131,13 +132,13 @@ inline bool compare(PyObject* list, const uint64_t* arguments, uint64_t* address
 
 }  // namespace fxfuse_guard
 
-// `context`: a list of tensors. arguments: a task, then what it takes. The caller holds all of them.
-//   kCompare, kNote: the offset, where addresses go, words, how much of the addresses' alignment matters, and two lists:
-//                    dictionaries, and what they must hold
+// `context`: a list of tensors. arguments: a task, then the task's arguments. The caller keeps all of them alive.
+//   kCompare, kNote: the offset, where addresses go, words, the largest alignment of addresses that matters, and two
+//                    lists: dictionaries, and the values that they must hold
 //   kCompareTables:  these two lists; no tensors
 //   kMarkAlone:      the offset, where marks go, a byte for each tensor
 //   kReadVersions:   the offset, where versions go
-//   kTellApart:      the offset, how many of the tensors are the first
+//   kTellApart:      the offset, and how many of the list's first tensors are asked about
 extern "C" int fxfuse_launch(const void*, const uint64_t* arguments, uint64_t context) {
     using namespace fxfuse_guard;
     const PyGILState_STATE lock = PyGILState_Ensure();  // nobody else changes tensors meanwhile

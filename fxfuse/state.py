@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxfuse.dispatch_mode import DispatchMode
 from fxfuse.errors import FxfuseError
 from fxfuse.locks import free_in_children
 
@@ -109,7 +109,7 @@ class Draws:
         return self._own.have_drawn()
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(DispatchMode):
     """Notes draws by torch's global generator on a CPU."""
 
     def __init__(self) -> None:
@@ -122,8 +122,7 @@ class _Noted(TorchDispatchMode):
         storages = [tensor.untyped_storage() for tensor in _tensors_in(tree) if tensor.layout is torch.strided]
         return any(storage._cdata == drawn._cdata for storage in storages for drawn in self._drawn)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         made = _tensors_in(result)

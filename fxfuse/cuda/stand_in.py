@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxfuse.dispatch_mode import DispatchMode
 
 DEVICE: Final = torch.device("cuda", 0)
 
@@ -67,13 +68,11 @@ class StandIn(torch.Tensor):
         return f"StandIn({list(self.shape)}, {self.dtype})"
 
 
-class _Constructors(TorchDispatchMode):
+class _Constructors(DispatchMode):
     """Replaces every tensor that is created on a GPU by a StandIn."""
 
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _computed(func, args, kwargs or {})
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return _computed(func, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxfuse.dispatch_mode import DispatchMode
 from fxfuse.patterns.anchors import noted
 from fxfuse.patterns.mutation import Mutations
 
@@ -50,15 +50,13 @@ class _Unknown(Exception):
     """The result of an operation depends on more than its arguments."""
 
 
-class _Functions(TorchDispatchMode):
+class _Functions(DispatchMode):
     """Refuses operators that write, draw random numbers, or return uninitialised memory."""
 
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
             raise _Unknown
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def made_of(made: fx.Node) -> list[fx.Node]:

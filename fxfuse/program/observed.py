@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse import events
+from fxfuse.dispatch_mode import DispatchMode
 
 _aten: Final = torch.ops.aten
 _ALLOCATING: Final = (
@@ -80,7 +80,7 @@ def _by_name(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**defaults, **{one.name: given for one, given in zip(arguments, args, strict=False)}, **kwargs}
 
 
-class Operators(TorchDispatchMode):
+class Operators(DispatchMode):
     """A dispatch mode that lists torch's operators as they run. It also notes whether a shape depends on values."""
 
     def __init__(self, seen: events.Events | None = None) -> None:
@@ -115,20 +115,18 @@ class Operators(TorchDispatchMode):
         """Whether any operator writes into an argument, which may be the result of an earlier one."""
         return any(operation.overwrites for operation in self.operations)
 
-    def __torch_dispatch__(
-        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             indexed = func is _aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
         changes_view = torch.Tag.inplace_view in func.tags
         before = (places(args[0]), args[0].stride()) if changes_view else None
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if before is None or places(args[0]) != before[0]:
             kept = result
             if _takes_options(func) and isinstance(result, torch.Tensor) and result.is_inference():
                 kept = result.detach()  # torch 2.3's torch.zeros fails if anything else holds its result
-            self.operations.append(Operation(func, args, kwargs or {}, kept, len(self.launches)))
+            self.operations.append(Operation(func, args, kwargs, kept, len(self.launches)))
         else:  # only strides of dimensions of size 1 have changed: torch's pooling to 1 x 1
             self.strides_before.setdefault(id(args[0]), before[1])
         return result

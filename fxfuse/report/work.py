@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fxfuse.dispatch_mode import DispatchMode
 from fxfuse.problem import Plan, Problem, TensorMeta
 
 
@@ -70,15 +71,15 @@ def _counted(problem: Problem) -> tuple[int, int, int, torch.Tensor] | None:
     return counter.flops, counter.moved, anchor, result
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(DispatchMode):
     """Counts what operators on meta tensors would compute and move."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.moved = self.first = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         aliases = [item.alias_info for item in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return result
@@ -88,7 +89,7 @@ class _Counter(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             # torch 2.3 calls the result `out`; each ignores the other's name
-            self.flops += formula(*args, **(kwargs or {}), out_val=result, out=result)
+            self.flops += formula(*args, **kwargs, out_val=result, out=result)
         else:
             self.flops += sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
         return result

@@ -1,8 +1,8 @@
-// out[i] = an expression of elements of other tensors, whose places are computed from i, and of what rows of such
-// expressions come to (sums, the greatest): what program/loops.py made of operators, on a CPU. The generated Body knows
-// expressions and places (cpu/loops.py); its functions of one element are inlined into loops that vectorise.
+// The CPU kernel of a program's loops (program/loops.py): out[i] = an expression of elements of other tensors, whose
+// places are computed from i, and of reductions (sums, maxima) over rows of such expressions. The generated Body
+// contains expressions and places (cpu/loops.py); its functions of one element are inlined into loops that vectorise.
 //
-// Lanes are what such a loop goes over: the elements of a row, or rows that lie side by side or are short.
+// Such a loop goes over lanes: the elements of a row, or rows that lie side by side or are short.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ namespace fxfuse {
 
 using Place = uint64_t;  // in memory, in elements
 
-// Divides by a number greater than 1, with a multiplication by 2^64 / by, rounded up: exact below 2^31. Greater numbers
-// are negative ones, outside of what a condition allows. Their quotients are great, too, so that they stay outside.
+// Divides by a number greater than 1: multiplies by 2^64 / by, rounded up, which is exact for numbers below 2^31. A
+// greater number is a negative index read as unsigned, which a condition rejects. Its quotient is large, too, so that
+// the condition rejects the quotient as well.
 struct Divisor {
     Place by, inverse;
 
@@ -23,7 +24,7 @@ struct Divisor {
     FXFUSE_INLINE Place divide(Place number) const {
         return static_cast<Place>(static_cast<unsigned __int128>(number) * inverse >> 64);
     }
-    // The last digit of `number` in this radix; the others are left.
+    // Takes the last digit of `number` in this radix; the other digits are left in `number`.
     FXFUSE_INLINE Place take(Place& number) const {
         const Place rest = divide(number), digit = number - rest * by;
         number = rest;
@@ -33,18 +34,18 @@ struct Divisor {
 
 template <class Body>
 struct LoopsArguments {
-    int64_t rows, length;  // lanes are numbered from 0 to `length`, once for each of `rows`
-    int64_t work;          // elements that are computed, those that are added up included
-    int64_t together;      // the most rows of one call of Body::run that holds values of rows
-    int64_t held;          // elements of what a thread holds of each of Body::kHeld values
+    int64_t rows, length;  // each of `rows` has the lanes 0 to `length` - 1
+    int64_t work;          // elements to compute, including those that are only added up
+    int64_t together;      // the most rows per call of Body::run, if it holds values of rows
+    int64_t held;          // elements of a thread's buffer for each of the Body::kHeld held values
     Place number[Body::kNumbers + 1];
     Divisor divisor[Body::kDivisors + 1];
     const void* memory[Body::kTensors + 1];
     typename Body::Output* out;
     void* other[Body::kOthers + 1];  // further results
 
-    // params: rows, length, work, together, held, numbers and divisors, each in 32 bits; pointers: results, then what
-    // is read.
+    // params: rows, length, work, together, held, numbers and divisors, each in 32 bits; pointers: results, then the
+    // tensors that are read.
     LoopsArguments(const void* params, const uint64_t* pointers) {
         const auto* values = static_cast<const int32_t*>(params);
         rows = *values++;
@@ -60,8 +61,8 @@ struct LoopsArguments {
     }
 };
 
-// An element as expressions have it: floats, integers of 64 bits, or of 32 where 16 would hold them, truth values;
-// float64 is only moved.
+// An element as expressions use it: a float; an integer of 64 bits, or of 32 if it has at most 16 in memory; a truth
+// value. float64 is only moved.
 FXFUSE_INLINE float as_number(float element) { return element; }
 FXFUSE_INLINE float as_number(Half element) { return detail::to_float(element); }
 FXFUSE_INLINE float as_number(BFloat16 element) { return detail::to_float(element); }
@@ -100,7 +101,7 @@ struct Greatest {
     }
 };
 
-// Eight lanes in a register: what is added up across them in memory waits for every store.
+// Eight lanes in a register. Adding lanes up in memory would wait for every store.
 using Lanes = float __attribute__((vector_size(32)));
 
 template <class Op, int64_t kLanes>
@@ -119,16 +120,16 @@ FXFUSE_INLINE float joined(const float (&lanes)[kLanes]) {
     return whole[0];
 }
 
-// The most rows of one call of Body::run: as many lanes, so that sums of several vectors do not wait for each other.
+// The most rows per call of Body::run where lanes are rows: sums of several vectors then do not wait for each other.
 constexpr int64_t kBeside = 64;
-// Rows of one call of Body::run whose elements are lanes. Each step is taken for all of them: while the sum of one row
-// is joined, the processor works at the next one.
+// The most rows per call of Body::run where lanes are the elements of a row. Each step is taken for all of these rows:
+// while the lanes of one row are joined, the processor works on the next row.
 constexpr int64_t kTogether = 8;
-// Elements of these rows, which are to stay in the first-level cache from one step to the next.
+// The most elements of these rows: they should stay in the first-level cache from one step to the next.
 constexpr int64_t kElementsTogether = 4096;
 
-// What a row comes to, element(i) being its elements. Lanes add up for themselves, so that the loop vectorises; pieces
-// of a long row are added up in double, so that no sum is longer than kPiece / kLanes numbers.
+// Reduces a row whose elements are element(i). Each lane has its own total, so that the loop vectorises. The totals of
+// a long row's pieces are added up in double, so that no float sum is longer than kPiece / kLanes numbers.
 template <class Op, class Element>
 FXFUSE_INLINE float come_to(int64_t length, Element element) {
     constexpr int64_t kLanes = 32, kPiece = 4096;
@@ -148,7 +149,7 @@ FXFUSE_INLINE float come_to(int64_t length, Element element) {
 #pragma omp simd
             for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = Op::of(lanes[lane], element(i + lane));
         }
-        if (i < end) {  // the last lanes of the row, of which some have been added up
+        if (i < end) {  // the row's last kLanes elements: `known` have been added up
             const int64_t known = kLanes - (end - i);
 #pragma omp simd
             for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -161,8 +162,8 @@ FXFUSE_INLINE float come_to(int64_t length, Element element) {
     return static_cast<float>(total);
 }
 
-// What `count` rows come to, each in a lane of its own. add(turn, totals) joins their elements `turn` to totals, which are
-// double for sums: one lane adds up all of a row, one number after the other.
+// Reduces `count` rows, each in a lane of its own. add(turn, totals) joins element `turn` of every row to totals.
+// Totals are double for sums, because one lane adds up a whole row, number by number.
 template <class Op, class Add>
 FXFUSE_INLINE void come_to_beside(int64_t length, int64_t count, float* __restrict__ totals, Add add) {
     typename Op::Total whole[kBeside];
@@ -178,7 +179,7 @@ FXFUSE_INLINE void for_each(int64_t begin, int64_t end, Element element) {
     for (int64_t i = begin; i < end; ++i) element(i);
 }
 
-// How many lanes that are rows one call of Body::run computes: fewer than kBeside where threads would have none.
+// Lanes per call of Body::run where lanes are rows: kBeside, or fewer where some threads would have none.
 FXFUSE_INLINE int64_t lanes_of_call(int64_t rows, int64_t length, int64_t threads) {
     constexpr int64_t kLeast = 16;  // a cache line of floats
     const int64_t each = rows < threads ? length * rows / threads : length;
@@ -186,8 +187,9 @@ FXFUSE_INLINE int64_t lanes_of_call(int64_t rows, int64_t length, int64_t thread
     return lanes < kLeast ? kLeast : detail::smaller(lanes, kBeside);
 }
 
-// A thread's part. Body::run(arguments, row, count, begin, end, held) computes lanes from `begin` to `end` for `count`
-// rows. Where lanes are rows themselves, `row` numbers what else there is, one at a time, and `lanes` are computed.
+// Runs a thread's part. Body::run(arguments, row, count, begin, end, held) computes lanes `begin` to `end` - 1 of
+// `count` rows from `row` on. Where lanes are rows, `row` numbers the remaining dimensions: one per call, with up to
+// `lanes` lanes.
 template <class Body>
 void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts, int64_t lanes) {
     const int64_t rows = arguments.rows, length = arguments.length;
@@ -204,7 +206,7 @@ void run_part(const LoopsArguments<Body>& arguments, int64_t part, int64_t parts
             Body::run(arguments, block / blocks, 1, begin, detail::smaller(begin + lanes, length), held);
         }
     } else {
-        // a part of all rows; or of each row, if rows may be taken apart and are fewer than threads
+        // a part of the rows; or a part of each row, if rows may be cut and are fewer than threads
         const bool is_of_rows = Body::kWholeRows || rows >= parts;
         const int64_t first = is_of_rows ? part * rows / parts : 0;
         const int64_t last = is_of_rows ? (part + 1) * rows / parts : rows;

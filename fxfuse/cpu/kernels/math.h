@@ -2,9 +2,9 @@
 //
 // Each function is branch-free straight-line code on one float: inside a `#pragma omp simd` loop the compiler turns it
 // into vector code, which a call into libm would prevent. No flag that weakens NaN or infinity is needed, only
-// -fno-math-errno and -fno-trapping-math; contraction of a * b + c by the compiler must be off (-ffp-contract=off),
-// here it is asked for by name where it is meant. (g++'s -ftree-pre should be off, too: it shares truth values between
-// branches, and a loop that keeps one across a branch is not vectorised.)
+// -fno-math-errno and -fno-trapping-math. The compiler must not contract a * b + c by itself (-ffp-contract=off): where
+// a fused multiply-add is meant, the code calls multiply_add. (g++'s -ftree-pre should be off, too: it shares truth
+// values between branches, and a loop that keeps one across a branch is not vectorised.)
 //
 // Results are as torch's: NaN and infinities in the same places, signed zeros and denormals kept. Errors against the
 // exact value, in units in the last place over all floats (pow: sampled), with fused multiply-add:
@@ -18,7 +18,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Inlined whatever its size: one call left in a loop and the loop is scalar.
+// Always inlined, whatever its size: one call left in a loop makes the loop scalar.
 #define FXFUSE_INLINE [[gnu::always_inline]] inline
 
 namespace fxfuse {
@@ -28,7 +28,7 @@ namespace fxfuse {
 FXFUSE_INLINE float infinity() { return __builtin_inff(); }
 FXFUSE_INLINE float not_a_number() { return __builtin_nanf(""); }
 
-// a / b for |b| from 2^-126 to 2^126; on the GPU that is faster than the general one.
+// a / b for |b| from 2^-126 to 2^126; on the GPU this is faster than general division.
 FXFUSE_INLINE float divide(float a, float b) { return a / b; }
 FXFUSE_INLINE float divide_by_constant(float a, float b) { return a / b; }
 
@@ -93,7 +93,7 @@ FXFUSE_INLINE float power_of_two(int32_t n) {
     return from_bits((static_cast<uint32_t>(n) + kExponentBias) << kMantissaBits);
 }
 
-// Adding it rounds a number below 2^22 to an integer and leaves that in the low bits.
+// Added to a number below 2^22, this rounds it to an integer, and the low bits of the sum are that integer.
 constexpr float kToInteger = 0x1.8p23f;
 FXFUSE_INLINE int32_t rounded_integer(float shifted) { return static_cast<int32_t>(bits(shifted) - bits(kToInteger)); }
 
@@ -142,7 +142,8 @@ FXFUSE_INLINE float join_log(int32_t exponent, float f) {
     return multiply_add(e, kLn2High, y);
 }
 
-// What a logarithm of argument x (shifted so that its pole is 0) is where `y` does not hold.
+// The logarithm `y` of argument x (shifted so that its pole is 0), corrected where it does not hold: if x is zero,
+// negative, infinity or NaN.
 FXFUSE_INLINE float log_limits(float y, float x) {
     y = x < infinity() ? y : x;  // infinity and NaN
     y = x < 0.0f ? not_a_number() : y;
@@ -155,15 +156,15 @@ struct QuarterTurns {
     float remainder;
 };
 
-// Payne and Hanek's reduction: of the product |x| * 2/pi, only those bits of 2/pi are used that contribute neither
-// whole turns nor less than the result's precision, so all floats up to the largest come out right.
+// Payne and Hanek's reduction. The product |x| * 2/pi leaves out the bits of 2/pi that contribute whole turns, and
+// those that contribute less than the result's precision. So all floats up to the largest come out right.
 FXFUSE_INLINE QuarterTurns reduce_angle(float x) {
     // 2/pi in words of 32 bits, with 32 zero bits in front
     constexpr uint32_t kTwoOverPi[] = {0,          0xa2f9836e, 0x4e441529, 0xfc2757d1,
                                        0xf534ddc0, 0xdb629599, 0x3c439041, 0xfe5163ab};
     const uint32_t u = bits(x) & ~kSignBit;
     const uint32_t mantissa = (u & 0x7fffffu) | 0x800000u;
-    // |x| = mantissa * 2^(biased - 150); bit p of the words, counted from 0, has then the weight mantissa * 2.
+    // |x| = mantissa * 2^(biased - 150); bit p of the words, counted from 0, then has the weight mantissa * 2.
     const uint32_t p = (u >> kMantissaBits) - 120;
     const uint32_t word = p >> 5, shift = p & 31;
     uint32_t w[4];  // four words from `word` on, by selection: a gather would be slower
@@ -210,8 +211,8 @@ FXFUSE_INLINE float abs(float x) { return detail::magnitude(x); }
 FXFUSE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FXFUSE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-// A condition that comes from outside of a loop. g++ makes no vectors of a choice by a truth value that several choices
-// share; of bits it always does.
+// A condition that comes from outside of a loop, as a mask of bits. g++ does not vectorise selections that share a
+// truth value; it always vectorises selections by bits.
 struct Mask {
     uint32_t bits;
     FXFUSE_INLINE explicit Mask(bool is_true) : bits(is_true ? ~0u : 0u) {}
@@ -223,9 +224,9 @@ FXFUSE_INLINE int32_t chosen(Mask mask, int32_t a, int32_t b) {
     return static_cast<int32_t>((static_cast<uint32_t>(a) & mask.bits) | (static_cast<uint32_t>(b) & ~mask.bits));
 }
 
-// NaN if either argument is: the first selection returns a if they do not compare, the second folds away if b is a
-// literal. (Conditions are kept apart here and below: a combined one gives the compiler boolean values to share between
-// branches, which its vectoriser gives up on.)
+// NaN if either argument is NaN. The first selection returns a if either is NaN; the second returns b if b is, and
+// folds away if b is a literal. (Conditions are not combined here and below: a combined one gives the compiler boolean
+// values to share between branches, and its vectoriser gives up on those.)
 FXFUSE_INLINE float minimum(float a, float b) {
     const float smaller = b < a ? b : a;
     return b != b ? b : smaller;
@@ -308,7 +309,7 @@ FXFUSE_INLINE float mish(float x) {
     return x * divide(n, n + 2.0f);
 }
 
-// For negative x, these lose the digits of 1 + erf and 1 + tanh that torch loses.
+// For negative x, 1 + erf and 1 + tanh lose the same digits here as in torch.
 FXFUSE_INLINE float gelu(float x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }
 FXFUSE_INLINE float gelu_tanh(float x) {
     return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * (x * x * x))));
@@ -359,7 +360,7 @@ FXFUSE_INLINE float pow(float x, float y) {
     log2 = a < infinity() ? log2 : static_cast<double>(a);
     log2 = a == 0.0f ? -__builtin_inf() : log2;
 
-    // An infinite exponent acts as the largest finite one does, but for 1^inf = 1.
+    // An infinite exponent is replaced by the largest finite one, which acts the same: inf * log2(1) would be NaN.
     double t = static_cast<double>(at_least(at_most(y, kLargest), -kLargest)) * log2;
     t = t > 129.0 ? 129.0 : t;  // overflows float
     t = t < -151.0 ? -151.0 : t;  // rounds to zero in float

@@ -1,17 +1,17 @@
-// One pass over an anchor's result, in place: each element becomes the epilogue's value of it and of the operands, or
-// of the operands alone if the result is a new tensor.
+// One pass over an anchor's result, in place: the epilogue of an element and of the operands replaces the element. If
+// the result is a new tensor, the epilogue reads the operands alone.
 //
 // The result is seen as three dimensions (batch, row, col), col contiguous in memory:
 //   linear, matmul      batch = leading dimensions, row = the last of them, col = output feature
 //   conv2d, NCHW        batch = image, row = channel, col = pixel
 //   conv2d, NHWC        batch = image, row = pixel,   col = channel
-// or anything that the host merges them into. Operands have a stride along each dimension; stride 0 broadcasts.
+// or any dimensions that the host merges these into. Operands have a stride along each dimension; stride 0 broadcasts.
 //
 // The pass works in blocks of at most kBlock elements: a piece of one row, or several whole rows where rows are short.
 // Per block, every operand that is not float and contiguous is first converted, broadcast or gathered into a small
-// float buffer (which stays as it is while blocks read the same elements: a bias is laid out once, a value per row
-// once a row). So there is one loop that computes, over contiguous floats, and it always vectorises; its code exists
-// once, whatever the layouts.
+// float buffer. The buffer is kept while blocks read the same elements: a bias is laid out once, a value per row once a
+// row. So one loop computes, over contiguous floats. It always vectorises, and its code exists once, whatever the
+// layouts.
 //
 // A generated source defines a functor and instantiates launch():
 //
@@ -40,7 +40,7 @@ namespace fxfuse {
 
 // ------------------------------------------------------------------------------------------- interface
 
-// What `params` points at; followed by one Strides per operand.
+// `params` points to this, followed by one Strides per operand.
 struct Problem {
     int64_t batch, row, col;              // sizes of the result
     int64_t batch_stride, row_stride;     // of the result, in elements
@@ -103,7 +103,8 @@ void store(T* __restrict__ to, const float* __restrict__ from, int64_t count) {
 }
 
 #ifdef __F16C__
-// The machine's own conversions, which the vectoriser does not find. By builtin: <immintrin.h> takes 0.7 s to compile.
+// The machine's own conversions, which the vectoriser does not find. They are called as builtins, because <immintrin.h>
+// takes 0.7 s to compile.
 using Floats = float __attribute__((vector_size(32)));
 using Halves = short __attribute__((vector_size(16)));
 constexpr int64_t kLanes = 8;
@@ -134,7 +135,7 @@ inline void store(Half* __restrict__ to, const float* __restrict__ from, int64_t
 
 // -------------------------------------------------------------------------------------------- operands
 
-// Whole rows [row, row + rows), or with rows == 1 the columns [col, col + cols) of one.
+// Whole rows [row, row + rows), or with rows == 1 the columns [col, col + cols) of one row.
 struct Block {
     int64_t batch, row, col, rows, cols;
 };
@@ -195,7 +196,7 @@ private:
 
     const T* data_;
     Strides strides_;
-    // what the buffer holds
+    // what buffer_ holds
     const T* source_ = nullptr;
     int64_t rows_ = 0, cols_ = 0;
     alignas(64) float buffer_[kBlock];
@@ -260,7 +261,7 @@ struct Blocks {
     }
 };
 
-// Blocks [first, last), on one thread.
+// Runs blocks [first, last) on one thread.
 template <class T, class Epilogue, class... Readers>
 void run(const Problem& problem, const Blocks& blocks, T* output, int64_t first, int64_t last, Readers&&... readers) {
     int64_t col_block = first % blocks.col_blocks;
@@ -270,7 +271,7 @@ void run(const Problem& problem, const Blocks& blocks, T* output, int64_t first,
         const int64_t row = row_block * blocks.rows, col = col_block * kBlock;
         const int64_t rows = smaller(blocks.rows, problem.row - row);
         const int64_t cols = smaller(kBlock, problem.col - col);
-        [[maybe_unused]] const Block block = {batch, row, col, rows, cols};  // without operands
+        [[maybe_unused]] const Block block = {batch, row, col, rows, cols};  // unused without operands
         T* start = output + batch * problem.batch_stride + row * problem.row_stride + col;
         compute_block<T, Epilogue>(start, rows * cols, readers.read(block)...);
         if (++col_block == blocks.col_blocks) {
@@ -298,7 +299,7 @@ void run_parallel(const Problem& problem, const uint64_t* pointers, const Stride
 
 }  // namespace detail
 
-// Runs the pass. pointers: the result, then one per operand. `threads`: at most so many, fewer if the result is small.
+// Runs the pass. pointers: the result, then one per operand. threads: the most threads; a small result takes fewer.
 template <class T, class Epilogue, class... Kinds>
 void launch(const void* params, const uint64_t* pointers, uint64_t threads) {
     const Problem& problem = *static_cast<const Problem*>(params);

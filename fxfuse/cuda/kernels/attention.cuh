@@ -1,13 +1,14 @@
 // out[b, h, l] = epilogue(sum over s of p[s] * v[s]), p the softmax over s of q[b, h, l] . k[s] * scale + mask[b, h, l, s]:
-// attention of few queries to many keys, as of one token to a cache. Reading keys and values is all the work, so that
-// each is read once, for all queries that share it, and thread blocks share a head's keys where there are few heads.
+// attention of few queries to many keys, such as one token to a cache. Reading keys and values is all the work. So each
+// is read once, for all queries that share it, and thread blocks share a head's keys if there are few heads.
 //
-// A warp takes a tile of keys at a time and needs no other: it keeps the greatest score so far, and sums that go with it
-// (online softmax: Milakov and Gimelshein 2018). Tiles that the mask hides from all queries are not read, but for a
-// warp's first; they go round, so that a cache that is filled to a part gives every warp work. What warps found is put
-// together at the end, of other blocks by way of their shared memory where they are a cluster, else of the workspace.
+// A warp takes one tile of keys at a time and does not wait for other warps: it keeps the greatest score so far, and
+// the sums relative to it (online softmax: Milakov and Gimelshein 2018). It skips tiles that the mask hides from all
+// queries, except its first. Warps take tiles in turns, so that a partly filled cache gives every warp work. At the end
+// the warps' results are combined: across blocks through their shared memory if they form a cluster, else through the
+// workspace.
 //
-// attention_dots.cuh and attention_mma.cuh have what a warp does.
+// attention_dots.cuh and attention_mma.cuh have the work of a warp.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +22,13 @@
 
 namespace fxfuse {
 
-// In elements. Channels lie side by side.
+// Strides in elements. Channels are contiguous.
 struct AttentionStrides {
     int64_t batch, head, row;
 };
 
-// Query head h reads key head h / group; rows are its queries, `queries` for each of the `group` heads.
+// Query head h reads key head h / group. A row is a query that reads a key head: row (h % group) * queries + query, of
+// group * queries rows.
 struct AttentionProblem {
     int64_t batch, key_heads, group, queries, keys, splits;
     AttentionStrides q, k, v, out, mask;
@@ -34,7 +36,7 @@ struct AttentionProblem {
     double scale;
 };
 
-// Where a block's keys, values and queries begin, and which query a row is.
+// Where the keys, values and queries of a block's key head begin, and which query a row is.
 template <class Element, class Mask>
 struct AttentionHead {
     const AttentionProblem& problem;
@@ -56,7 +58,7 @@ struct AttentionHead {
         const int queries = static_cast<int>(problem.queries);
         return {key_head * problem.group + row / queries, row % queries};
     }
-    // Rows beyond the last read what that reads.
+    // Rows beyond the last one read what the last one reads.
     __device__ __forceinline__ int existing(int row) const {
         return min(row, static_cast<int>(problem.group * problem.queries) - 1);
     }
@@ -70,16 +72,16 @@ struct AttentionHead {
     }
 };
 
-// Of a mask that is none.
+// The type of the mask where there is none.
 struct NoMask {};
 template <class Mask>
 constexpr bool kIsMask = true;
 template <>
 constexpr bool kIsMask<NoMask> = false;
 
-constexpr float kLog2E = 1.4426950408889634f;  // scores are powers of two
+constexpr float kLog2E = 1.4426950408889634f;  // scores are exponents of two: weights are exp2 of them
 
-// What is added for a key that nobody may look at, and the greatest score of none.
+// Minus infinity: what the mask adds for a hidden key, and the greatest score of no keys.
 __device__ __forceinline__ float nothing() { return __int_as_float(static_cast<int>(0xff800000u)); }
 
 __device__ __forceinline__ float added_for(float number) { return number * kLog2E; }
@@ -87,7 +89,7 @@ __device__ __forceinline__ float added_for(Float16 number) { return to_float(num
 __device__ __forceinline__ float added_for(BFloat16 number) { return to_float(number) * kLog2E; }
 __device__ __forceinline__ float added_for(bool seen) { return seen ? 0.0f : nothing(); }
 
-// What is added to the scores of a tile's keys.
+// What the mask adds to the scores of a tile's keys.
 template <int kCount>
 struct AddedScores {
     float value[kCount];
@@ -100,7 +102,7 @@ __device__ __forceinline__ bool sees_any(const AddedScores<kCount>& added) {
     return any;
 }
 
-// What is added for a key of a row of the mask.
+// What a row of the mask adds to the score of `key`. Keys beyond the last one are hidden.
 template <class Mask>
 __device__ __forceinline__ float read_mask(const Mask* row, const AttentionProblem& problem, int key) {
     if (key >= problem.keys) return nothing();
@@ -111,7 +113,7 @@ __device__ __forceinline__ float read_mask(const Mask* row, const AttentionProbl
     }
 }
 
-// How much what goes with the score `before` counts beside `most`; where there was none it is zero.
+// 2^(before - most): the weight of score `before` relative to the greatest score `most`. 0 if `before` is of no keys.
 __device__ __forceinline__ float shrunk(float before, float most) {
     return ptx::exp2(before - (most == nothing() ? 0.0f : most));
 }
@@ -125,11 +127,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     FXFUSE_DEVICE_PASS(Kernel::run(problem, q, k, v, mask, out, workspace, epilogue));
 }
 
-// How the blocks that share a head's keys put together what they found.
+// How the blocks that share a head's keys combine their results.
 enum class Meeting {
     kNone,       // there is one block
-    kCluster,    // by each other's shared memory, from sm_90 on
-    kWorkspace,  // the last one reads what all have written
+    kCluster,    // through each other's shared memory, from sm_90 on
+    kWorkspace,  // the last block to arrive reads what all have written
 };
 
 // Warp: what a warp does with its tiles.
@@ -145,7 +147,7 @@ struct Attention {
     static constexpr bool kShared = kMeeting == Meeting::kWorkspace;
     static constexpr int kTensors = 4 + kMasked + kShared;  // q, k, v, the mask, out, the workspace
     static constexpr int kWarp = 32, kThreads = kWarps * kWarp;
-    static constexpr int kBlocks = kWarps >= Warp::kResident ? 1 : Warp::kResident / kWarps;  // that have registers
+    static constexpr int kBlocks = kWarps >= Warp::kResident ? 1 : Warp::kResident / kWarps;  // that registers allow
     static constexpr int kRows = Warp::kRows, kPairs = Warp::kWidth / 2;
     static constexpr int kMost = kMeeting == Meeting::kNone ? 1 : kMeeting == Meeting::kCluster ? 16 : 64;  // blocks
     static constexpr int64_t kPart = kRows * (kPairs + 1);  // float2 of the workspace that a block writes
@@ -163,7 +165,7 @@ struct Attention {
         auto added = rows.read_mask_at(problem, begin);
         for (int first = begin; first < keys; first += step) {
             const auto after = rows.read_mask_at(problem, first + step);
-            // The first tile's keys are asked for before its mask is there.
+            // The loads of the first tile's keys do not wait for its mask.
             if (first == begin || __any_sync(~0u, sees_any(added))) rows.attend(head, first, added);
             added = after;
         }
@@ -183,7 +185,7 @@ struct Attention {
             store(head, out, epilogue, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), static_cast<int>(gridDim.x),
                   [&](int other, int row) { return ptx::load_of_block(&own_states[row], other); },
                   [&](int other, int row, int pair) { return ptx::load_of_block(&own[row][pair], other); });
-            ptx::cluster_barrier();  // others may still read what lies here
+            ptx::cluster_barrier();  // other blocks may still read this block's memory
         } else if constexpr (kShared) {
             const int splits = static_cast<int>(gridDim.x);
             const int64_t tile = head.batch * problem.key_heads + head.key_head;
@@ -236,12 +238,12 @@ struct Attention {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Two channels of a row's sum, of what `count` have found, and the row's state: the greatest score, and what all
-    // scores come to beside it.
+    // Combines the results of `count` warps or blocks. Returns two channels of a row's sum, and sets the row's state: x
+    // is the greatest score, y the sum of all weights relative to it.
     template <class States, class Sums>
     static __device__ __forceinline__ float2 put_together(int count, int row, int pair, States states, Sums sums,
                                                           float2& state) {
-        constexpr int kTogether = 16;  // reads that are under way
+        constexpr int kTogether = 16;  // reads in flight
         state = make_float2(nothing(), 0.0f);
         for (int other = 0; other < count; ++other) state.x = fmaxf(state.x, states(other, row).x);
         float2 found = make_float2(0.0f, 0.0f);
@@ -256,7 +258,7 @@ private:
         return found;
     }
 
-    // Results of all rows; one of `blocks` that share the work.
+    // Stores the results of all rows. `block` is one of the `blocks` blocks that share this work.
     template <class States, class Sums>
     static __device__ __forceinline__ void store(const AttentionHead<Element, Mask>& head, Output* out,
                                                  const Epilogue& epilogue, int block, int blocks, int count,
@@ -269,7 +271,7 @@ private:
             const auto at = head.place(row);
             float2 state;
             const float2 found = put_together(count, row, pair, states, sums, state);
-            const float scale = state.y == 0.0f ? 0.0f : 1.0f / state.y;  // who may look at nothing finds nothing
+            const float scale = state.y == 0.0f ? 0.0f : 1.0f / state.y;  // zeros for a query that sees no keys
             float value[2] = {found.x * scale, found.y * scale};
             epilogue.apply(value, Position{head.batch, at.head * problem.queries + at.query, 2 * pair}, 2);
             Output* to = out + head.batch * problem.out.batch + at.head * problem.out.head + at.query * problem.out.row;

@@ -1,4 +1,4 @@
-// What a warp of attention does in float32: kLanes threads share a key, and multiply without tensor cores.
+// A warp's part of attention in float32, without tensor cores: kLanes threads share a key.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace fxfuse {
 
-// kWidth: channels, a multiple of 16 bytes, as are distances between rows and the addresses of q, k and v. kRows: at least
-// group * queries. kMaskRows: kRows, or 1 if the mask is the same for all rows. kKeys: of a tile, for each of the groups
-// of threads that share a key.
+// kWidth: channels, a multiple of 16 bytes, as are the row strides and the addresses of q, k and v. kRows: at least
+// group * queries. kMaskRows: kRows, or 1 if the mask is the same for all rows. kKeys: keys of a tile for each group of
+// kLanes threads.
 template <class Element_, class Mask_, int kWidth_, int kRows_, int kMaskRows, int kKeys>
 struct DotAttention {
     using Element = Element_;
     using Mask = Mask_;
 
     static constexpr int kWidth = kWidth_, kRows = kRows_;
-    static constexpr int kResident = kRows <= 2 ? 16 : kRows <= 4 ? 12 : 8;  // warps of a multiprocessor
+    static constexpr int kResident = kRows <= 2 ? 16 : kRows <= 4 ? 12 : 8;  // warps per multiprocessor
     static constexpr int kWarp = 32, kVector = 16 / static_cast<int>(sizeof(Element));
     static constexpr int lanes_for(int vectors) { return vectors <= 1 ? 1 : 2 * lanes_for((vectors + 1) / 2); }
     static constexpr int kLanes = lanes_for(kWidth / kVector);
@@ -58,7 +58,7 @@ struct DotAttention {
         return added;
     }
 
-    // Adds up a tile's values, weighed beside the greatest score so far.
+    // Adds a tile's values to the sums, with weights relative to the greatest score so far.
     __device__ __forceinline__ void attend(const Head& head, int first, const Added& added) {
         const AttentionProblem& problem = head.problem;
         Vector of_key[kKeys], of_value[kKeys];
@@ -122,7 +122,7 @@ struct DotAttention {
         }
     }
 
-    // What all of the warp has found.
+    // Adds up the sums of the warp's groups, and writes the warp's result.
     __device__ __forceinline__ void finish(float2 (&states)[kRows], float2 (&sums)[kRows][kWidth / 2]) {
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
@@ -144,10 +144,10 @@ private:
     const bool exists;  // else the thread has no channels
     const Mask* of_mask[kMaskRows];
     float query[kRows][kVector];
-    float2 state[kRows];  // the greatest score, and the sum of what the group's keys come to beside it
+    float2 state[kRows];  // the greatest score, and the sum of the weights of the group's keys relative to it
     float sum[kRows][kVector] = {};
 
-    // Zeros if it is not there.
+    // Loads a vector; zeros unless `is_there`.
     static __device__ __forceinline__ void load(Vector& to, const Element* from, bool is_there) {
         to.clear();
         if (is_there) to.template load_whole<16, true>(from);

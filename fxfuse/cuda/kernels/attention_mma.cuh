@@ -1,10 +1,12 @@
-// What a warp of attention does in 16 bits: tensor cores multiply beside the reading, which is all the work, for up to 8
-// queries in the time of one.
+// One warp's part of attention in 16 bits. Reading is all the work; tensor cores multiply beside it, up to 8 queries in
+// the time of one.
 //
-// Scores are queries times keys, for which queries are the left operand, half of whose rows are empty: so a thread has
-// two neighbouring keys of a query, which is what it needs as right operand of the second product, whose left one are the
-// values, turned over. Fragments are 16 bytes as they lie in memory: which channels are
-// multiplied together is all the same as long as q and k agree, and which channel is which row of the result, too.
+//   scores [query][key] = q [query][channel] * k [channel][key]        8 rows of q are queries, 8 are empty
+//   sums [channel][query] = v [channel][key] * weights [key][query]    v is transposed in registers
+//
+// Of the scores (D of mma.cuh) a thread has two neighbouring keys of one query: just what it needs of the weights (B).
+// Fragments are 16 bytes as they lie in memory. It does not matter which channels are multiplied together, as long as q
+// and k agree, nor which channel is which row of the result.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +18,8 @@
 
 namespace fxfuse {
 
-// kWidth: channels, a multiple of 8, as are distances between rows of q, k and v, whose addresses are multiples of 16
-// bytes. kRows: at least group * queries.
+// kWidth: channels, a multiple of 8. So are the distances between rows of q, k and v; their addresses are multiples of
+// 16 bytes. kRows: at least group * queries.
 template <class Mma, class Mask_, int kWidth_, int kRows_>
 struct MmaAttention {
     using Element = typename Mma::Element;
@@ -27,12 +29,12 @@ struct MmaAttention {
     static constexpr int kResident = kWidth <= 64 ? 16 : kWidth <= 128 ? 12 : 8;  // warps of a multiprocessor
     static constexpr int kWarp = 32, kVector = 8;
     static constexpr int kHalves = kWidth <= 128 ? 2 : 1, kTile = 8 * kHalves;  // keys
-    static constexpr int kOfKeys = (kWidth + 31) / 32;    // reads of a key: four threads have it
-    static constexpr int kOfValues = (kWidth + 63) / 64;  // of a value: eight threads have it
+    static constexpr int kOfKeys = (kWidth + 31) / 32;    // reads of a key, which four threads share
+    static constexpr int kOfValues = (kWidth + 63) / 64;  // of a value, which eight threads share
     using Head = AttentionHead<Element, Mask>;
     static_assert(kWidth % kVector == 0 && kRows <= kMmaN);
 
-    using Added = AddedScores<2 * kHalves>;  // of keys 2 * part and the next, and of 8 behind them
+    using Added = AddedScores<2 * kHalves>;  // of keys 2 * part and the next, and of those 8 further on
 
     __device__ __forceinline__ explicit MmaAttention(const Head& head)
         : group(static_cast<int>(threadIdx.x) % kWarp / 4),
@@ -51,7 +53,7 @@ struct MmaAttention {
         return added;
     }
 
-    // Adds up a tile's values, weighed beside the greatest score so far.
+    // Adds a tile's values to the sums, weighted relative to the greatest score so far.
     __device__ __forceinline__ void attend(const Head& head, int first, const Added& added) {
         const AttentionProblem& problem = head.problem;
         uint4 of_key[kHalves][kOfKeys], of_value[2 * kHalves][kOfValues];
@@ -69,7 +71,7 @@ struct MmaAttention {
 #pragma unroll
             for (int j = 0; j < kOfValues; ++j) of_value[i][j] = load(row, channel_of_value(j), key < problem.keys);
         }
-        // Of the group's query, and of a row that is empty; in two chains, since products wait for each other.
+        // [0], [1]: of the group's query; [2], [3]: of an empty row. In two chains, since products wait for each other.
         float score[kHalves][4] = {}, other[kHalves][4] = {};
 #pragma unroll
         for (int j = 0; j < kOfKeys; ++j) {
@@ -119,7 +121,7 @@ struct MmaAttention {
         for (int j = 0; j < kOfValues; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                uint32_t turned[2 * kHalves];  // two keys of a channel, of the next one, and of 8 keys behind them
+                uint32_t turned[2 * kHalves];  // two keys of a channel, and of the next; the same 8 keys further on
 #pragma unroll
                 for (int half = 0; half < kHalves; ++half) {
                     const uint32_t first = word_of(of_value[2 * half][j], i);
@@ -136,7 +138,7 @@ struct MmaAttention {
         }
     }
 
-    // What all of the warp has found.
+    // Writes what the whole warp has found.
     __device__ __forceinline__ void finish(float2 (&states)[kRows], float2 (&sums)[kRows][kWidth / 2]) {
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
@@ -161,7 +163,7 @@ private:
     const float scale;
     const Mask* of_mask;  // of the group's query
     uint4 query[kOfKeys];
-    float most = nothing(), total = 0.0f;  // the greatest score of the group's query; what the thread's keys come to
+    float most = nothing(), total = 0.0f;  // the greatest score of the group's query; the sum of the thread's weights
     float sum[kOfValues][4][4] = {};  // channels 2 * i and the next of the group's, of queries 2 * part and the next
 
     __device__ __forceinline__ int key_of(int i) const { return 2 * part + i % 2 + i / 2 * 8; }

@@ -1,6 +1,6 @@
 // Convolution as an implicit GEMM: out[k, pixel] = sum over (c, r, s) of w[k, (c, r, s)] * im2col(x)[(c, r, s), pixel].
-// The filters are the M operand, the output pixels (of all images, flattened) the N operand, in every layout; what
-// differs is the order of the reduction and how the pixels' tile lies in shared memory:
+// In every layout the filters are the M operand, and the output pixels (of all images, flattened) the N operand.
+// Layouts differ in the order of the reduction and in how the pixel tile lies in shared memory:
 //
 //   x NCHW   reduction (c, r, s), s fastest, as in a contiguous filter; tile [reduction][pixel], copied along pixels
 //   x NHWC   reduction (r, s, c), c fastest, as in a channels_last filter; tile [pixel][reduction], along channels
@@ -24,13 +24,13 @@ namespace fxfuse {
 
 enum class Layout { kNchw, kNhwc };
 
-// Filters lie in memory in the order of the reduction, or are gathered element by element.
+// Whether filters lie in memory in the order of the reduction, or are gathered element by element.
 enum class Filters { kContiguous, kStrided };
 
 // kXAccess, kWAccess: bytes per copy that the alignment of x and of contiguous filters allows (2, 4, 8 or 16).
-// In NCHW more than one element needs a pointwise convolution: only then are a reduction row's pixels contiguous.
-// kPointwise: filters of one element, without padding: x in NCHW is read without a look at bounds.
-// kBlocks: thread blocks for which a multiprocessor must have registers.
+// In NCHW a copy of several elements needs a pointwise convolution: only then are a reduction row's pixels contiguous.
+// kPointwise: 1x1 filters without padding. x in NCHW is then read without tests of image bounds.
+// kBlocks: thread blocks per multiprocessor that the register allocation must leave room for.
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Layout kInput_,
           Layout kOutput_, int kXAccess_, Filters kFilters_, int kWAccess_, bool kPointwise_ = false, int kBlocks_ = 1>
 struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums> {
@@ -41,19 +41,19 @@ struct Conv2dConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kW
     static constexpr int kBlocks = kBlocks_;
     static_assert(kStages >= 3 || kXAccess >= 4, "copies through registers arrive one tile later");
 
-    // For blocks that find their sums not finite, see GemmConfig.
+    // Blocks whose sums are not finite compute them again with Guarded, see GemmConfig.
     static constexpr bool kGuarded = Mma_::kGuarded;
     struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kStepwise> {
         static constexpr int kUnroll = 1;
     };
 };
 
-// What a block needs to find its tile and its pixels: divisions were a tenth of a short sum's instructions.
+// Divisors with which a block finds its tile and its pixels: divisions were a tenth of a short sum's instructions.
 struct Conv2dDivisors {
     FastDivisor splits, filter_tiles, groups;
     FastDivisor image_pixels, out_width;  // of the output
     unsigned filters;                     // of a group
-    bool counted_in_31_bits;              // all pixels of all images
+    bool counted_in_31_bits;              // whether 31 bits can number all images' pixels
 
 #ifndef __CUDACC_RTC__
     Conv2dDivisors(const Conv2dProblem& problem, int tile_filters, int tile_pixels)
@@ -76,7 +76,7 @@ template <class Config>
 using PixelTile = OperandTile<typename Config::Element, Config::kInput == Layout::kNchw ? Major::kMN : Major::kK,
                               Config::kTileN>;
 
-// In 32 bits: 64-bit divisions take long.
+// The division is in 32 bits, because 64-bit divisions take long.
 __device__ __forceinline__ int channels_of_group(const Conv2dProblem& problem) {
     return static_cast<int>(static_cast<unsigned>(problem.channels) / static_cast<unsigned>(problem.groups));
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ int reduction_length(const Conv2dProblem& problem) {
     return channels_of_group(problem) * static_cast<int>(problem.kernel_height * problem.kernel_width);
 }
 
-// The order in which a layout counts the reduction.
+// The order of the reduction in a layout, as the radices of its digits.
 template <Layout kLayout>
 struct Reduction {
     int fast_radix, middle_radix, slow_radix;
@@ -114,7 +114,7 @@ struct Reduction {
     }
 };
 
-// Fills the pixels' tile. A thread keeps its pixels and walks along the reduction.
+// Fills the pixel tile. A thread keeps its pixels and walks along the reduction.
 template <class Config, bool kPointwise = Config::kPointwise>
 class PixelCopy {
     using T = typename Config::Element;
@@ -125,7 +125,7 @@ class PixelCopy {
     static constexpr int kNeighbours = kNchw && kThroughRegisters ? 2 : 1;
     static constexpr int kPiece = Config::kXAccess / static_cast<int>(sizeof(T));  // elements per copy
     static constexpr int kUnit = kPiece * kNeighbours;  // elements of a thread that are contiguous in the tile
-    // Lanes along the rows of the tile: a warp's width of pixels, or 8 lanes of channels (128 bytes if 16 each).
+    // Lanes along a row of the tile: up to 32 along pixels, or up to 8 along channels (128 bytes at 16 bytes each).
     static constexpr int kLanesAtMost = kNchw ? 32 : 8;
     static constexpr int kUnitsPerRow = Tile::kCols / kUnit;
     static constexpr int kLanes = kUnitsPerRow < kLanesAtMost ? kUnitsPerRow : kLanesAtMost;
@@ -139,18 +139,18 @@ class PixelCopy {
     static constexpr int kReductionStep = kNchw ? kRowsPerPass : kLanes * kUnit;
     static constexpr int kOutside = -(1 << 30);  // an input row that no filter row brings back inside
 
-    const T* source_[kPixels];        // of filter element (0, 0, 0)
-    int y_[kPixels], x_[kPixels];     // of filter element (0, 0) in the input
+    const T* source_[kPixels];        // what filter element (0, 0, 0) multiplies
+    int y_[kPixels], x_[kPixels];     // input row and column of filter element (0, 0)
     Reduction<Config::kInput> reduction_;
     ReductionDigits digits_, step_;
-    int channel_stride_, row_stride_, col_stride_;  // of one filter element, in elements of x
+    int channel_stride_, row_stride_, col_stride_;  // from one filter element to the next, in x
     int height_, width_, dilation_h_, dilation_w_;
     uint16_t held_[kThroughRegisters ? kReductions * kPixels : 1];
     uint32_t held_for_ = 0;
 
 public:
-    // The tile's first pixel is number `pixel` of image `image`; `pixels` follow in this and later images. `first`: of
-    // the reduction.
+    // The tile has `pixels` pixels, from number `pixel` of image `image` on, in this and later images. `first`: the
+    // first index of the reduction.
     __device__ __forceinline__ PixelCopy(const T* x, const Conv2dProblem& problem, const Conv2dDivisors& divisors,
                                          int group, int64_t image, int pixel, int64_t pixels, int first)
         : reduction_(problem) {
@@ -179,8 +179,8 @@ public:
         col_stride_ = static_cast<int>(problem.x_col) * dilation_w_;
     }
 
-    // Starts to fill the tile at `shared` and goes on to the next one. What goes through registers is
-    // fetched now and written by the next call, when it has arrived.
+    // Starts to fill the tile at `shared`, then moves on to the next tile. Elements that go through registers are
+    // loaded now. The next call writes them to shared memory, when they have arrived.
     __device__ __forceinline__ void start(uint32_t shared) {
         if constexpr (kThroughRegisters) {
             if (held_for_ != 0) write_held();
@@ -234,8 +234,8 @@ private:
     }
 };
 
-// The same of a pointwise convolution in NCHW. Pixels beyond the last are copies of the first: nobody stores what
-// comes of them.
+// PixelCopy for a pointwise convolution in NCHW. Pixels beyond the last are copies of the tile's first pixel, since
+// their results are never stored.
 template <class Config>
 class PixelCopy<Config, true> {
     using T = typename Config::Element;
@@ -272,7 +272,7 @@ public:
             if constexpr (kPiece > 1) {
                 source_[i] += in_image;
             } else {
-                const unsigned out_x = divisors.out_width.take(in_image);  // and the row is left
+                const unsigned out_x = divisors.out_width.take(in_image);  // leaves the row
                 source_[i] += in_image * problem.stride_h * problem.x_row + out_x * problem.stride_w * problem.x_col;
             }
         }
@@ -301,17 +301,17 @@ public:
     }
 };
 
-// Fills the filters' tile from rows in the order of the reduction.
+// Fills the filter tile from filters that lie in the order of the reduction.
 template <class Config, Filters = Config::kFilters>
 struct FilterCopy : TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess> {
     using Base = TileCopy<FilterTile<Config>, Config::kThreads, Config::kWAccess>;
-    // `w` points to the tile's first filter; `filters` exist from there. `first`: of the reduction.
+    // `w` points to the tile's first filter; `filters` exist from there. `first`: the first index of the reduction.
     __device__ __forceinline__ FilterCopy(const typename Config::Element* w, const Conv2dProblem& problem, int filters,
                                           int first)
         : Base(w + first, problem.w_filter, filters, reduction_length(problem) - first, threadIdx.x) {}
 };
 
-// The same from filters in any other order.
+// FilterCopy from filters in any other order.
 template <class Config>
 class FilterCopy<Config, Filters::kStrided> {
     using T = typename Config::Element;
@@ -369,9 +369,13 @@ public:
     }
 };
 
-// B fragments of 4-byte pixels that lie next to each other along pixels. ldmatrix cannot transpose these, and reading
-// them one by one takes twice the instructions: so column c of the first fragment of a pair is pixel 2 * c, that of the
-// second pixel 2 * c + 1.
+// Reads pairs of B fragments from a tile of 4-byte elements whose rows run along pixels. ldmatrix cannot transpose
+// 4-byte elements, and reading them one by one takes twice the instructions. So a lane reads two neighbouring pixels at
+// once, one for either fragment of the pair:
+//
+//   pixel      0  1  2  3  ...  14  15
+//   fragment   0  1  0  1  ...   0   1
+//   column     0  0  1  1  ...   7   7
 template <class Tile>
 class PixelPairs {
     static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
@@ -390,7 +394,7 @@ public:
     }
 };
 
-// Whether pixels are read so.
+// Whether PixelPairs reads the pixels.
 template <class Config>
 constexpr bool kPaired = Config::kInput == Layout::kNchw && sizeof(typename Config::Element) == 4;
 
@@ -448,7 +452,7 @@ struct StagedTile {
 
 }  // namespace detail
 
-// A number of blocks always: told nothing, the compiler spills rather than pass 128 registers.
+// The launch bounds always have a number of blocks: without it, the compiler spills rather than pass 128 registers.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlocks)
     conv2d_kernel(const __grid_constant__ Conv2dProblem problem, const __grid_constant__ Conv2dDivisors divisors,
@@ -458,7 +462,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
     FXFUSE_DEVICE_PASS(Kernel::run(problem, divisors, x, w, out, workspace, epilogue));
 }
 
-// kSplits: whether several thread blocks share a tile's sums, each taking `split_tiles` tiles of the reduction.
+// kSplits: whether several thread blocks share an output tile's sums. Each takes `split_tiles` tiles of the reduction.
 template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Conv2d {
     using Config = Config_;
@@ -492,7 +496,7 @@ struct Conv2d {
         Sum sum;
         multiply<Config>(sum, problem, divisors, x, w, shared);
         if constexpr (Config::kGuarded) {
-            // A barrier too: everyone has read the last tile.
+            // This is a barrier, too: all threads have read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
                 multiply<typename Config::Guarded>(sum, problem, divisors, x, w, shared);
             }
@@ -538,10 +542,10 @@ private:
         int split;  // which of the blocks that share the tile
     };
 
-    // Blocks that share a tile start together. Then filters run fastest, so that blocks which share pixels run together
-    // and find them in L2.
+    // Blocks that share a tile have consecutive numbers, so that they start together. Next, filter tiles run fastest:
+    // blocks that share pixels run together and find them in L2.
     static __device__ __forceinline__ Origin origin(const Problem& problem, const Conv2dDivisors& divisors) {
-        unsigned block = blockIdx.x;  // and then what is left of its number
+        unsigned block = blockIdx.x;  // each take() leaves the rest of the number here
         const int split = kSplits ? static_cast<int>(divisors.splits.take(block)) : 0;
         const int filter = static_cast<int>(divisors.filter_tiles.take(block)) * kTileM;
         const int group = static_cast<int>(divisors.groups.take(block));
@@ -563,7 +567,7 @@ private:
     // tile * kTileN / image_pixels, without a 64-bit division.
     static __device__ __forceinline__ int64_t image_of(uint32_t tile, uint32_t image_pixels) {
         if (image_pixels < UINT32_MAX / kTileN) {
-            const uint32_t whole = tile / image_pixels;  // kTileN images each
+            const uint32_t whole = tile / image_pixels;  // groups of kTileN images
             return static_cast<int64_t>(whole) * kTileN + (tile - whole * image_pixels) * kTileN / image_pixels;
         }
         int64_t image = 0;
@@ -579,7 +583,7 @@ private:
         const Origin at = origin(problem, divisors);
         int first = 0, steps = (detail::reduction_length(problem) + Config::kTileK - 1) / Config::kTileK;
         if constexpr (kSplits) {
-            // What is copied beyond the share nobody multiplies.
+            // Tiles that are copied beyond the share are not multiplied.
             const int share = static_cast<int>(problem.split_tiles), before = at.split * share;
             first = before * Config::kTileK;
             steps = min(share, steps - before);
@@ -631,7 +635,7 @@ private:
     }
 };
 
-// Conv2d whose tiles are shared by Problem::splits thread blocks each.
+// Conv2d in which Problem::splits thread blocks share each output tile.
 template <class Config, class Output, class Epilogue>
 using SplitConv2d = Conv2d<Config, Output, Epilogue, true>;
 

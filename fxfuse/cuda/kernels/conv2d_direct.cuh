@@ -1,15 +1,15 @@
 // Direct 3x3 convolution, stride 1, NCHW: float32 operands rounded to the nearest TF32 or split in two (3xTF32), or
 // 16-bit operands.
 //
-// A block computes kFilterTile channels of a tile of output pixels. 8 input channels at a time, or 16 of 16 bits, the
-// patch of x under the tile is copied to shared memory once and serves all nine taps: an implicit GEMM fetches every
-// pixel nine times. Filters are the M operand, pixels the N operand, the channels the K of one instruction. In shared
-// memory a pixel has 8 words: the channels, or pairs of 16-bit channels, 2i and 2i + 1. Every row of pixels that a warp
-// reads stays in registers for all columns of the filter and feeds up to three output rows. Blocks are persistent: the
-// copies of the next tile's first channels are under way while a tile is stored.
+// A block computes kFilterTile output channels of a tile of output pixels. It copies the patch of x under the tile to
+// shared memory, 8 input channels at a time (16 if they have 16 bits). Every pixel is copied once and serves all nine
+// taps; an implicit GEMM fetches it nine times. Filters are the M operand, pixels the N operand, the channels the K of
+// one instruction. In shared memory a pixel has 8 words: one channel each, or the 16-bit channels 2i and 2i + 1. A warp
+// keeps every row of pixels that it reads in registers for all columns of the filter; the row feeds up to three output
+// rows. Blocks are persistent: while a tile is stored, the next tile's first channels are being copied.
 //
-// Shared memory's bandwidth is what runs short: filters are packed in the order of fragments beforehand (16 bytes per
-// lane and read), and x is rounded on the way to the tensor core, not in shared memory.
+// Shared memory bandwidth is the limit. So filters are packed in fragment order beforehand (16 bytes per lane and
+// read), and x is rounded on its way to the tensor core, not in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ struct Conv2dDirect {
     using Store = detail::DirectStore<Config, Output, Epilogue>;
     using Sum = typename Store::Sum;
 
-    // `filters`: the problem's if they are to be resident, else packed ones.
+    // `filters`: the problem's own if kResident, else the packed ones.
     static __device__ __forceinline__ void run(const Problem& problem, const Conv2dTiles& tiles, const Element* x,
                                                const void* filters, Output* out, const Epilogue& epilogue) {
         extern __shared__ __align__(1024) unsigned char memory[];
@@ -81,7 +81,7 @@ struct Conv2dDirect {
             Operands operands;
             for (int chunk = 0; chunk < stream.chunks(); ++chunk) {
                 stream.complete(Config::kReadsAhead ? next_stage(use) : use);
-                __syncthreads();  // everyone's copies are complete, and everyone has read the stage before
+                __syncthreads();  // all threads' copies are complete, and all have read the previous stage
                 if constexpr (Mma::kProducts > 1) {
                     multiply_split(sum, stream, shared, use, chunk, skews);
                 } else {
@@ -135,8 +135,8 @@ struct Conv2dDirect {
 #endif  // __CUDACC_RTC__
 
 private:
-    // The copies that one thread makes, tile after tile and kChannels after kChannels, kStages - 1 ahead of use. Planes
-    // to be interleaved are copied one further ahead, behind which words and filters follow.
+    // One thread's copies: tile after tile, kChannels channels at a time, kStages - 1 stages ahead of their use. Planes
+    // to be interleaved (kPairs) are copied one stage further ahead; their words and filters follow a stage later.
     class Stream {
         static constexpr int kFilterUnits =
             kResident ? 0 : (Config::kFilterBytes / 16 + kThreads - 1) / kThreads;
@@ -148,8 +148,8 @@ private:
         uint32_t shared_, fill_;       // the stages, and the offset of the one being filled
         PatchCopy patch_;
         PatchWords words_;
-        const unsigned char* patch_filters_;  // that belong to the patch
-        const unsigned char* filters_;        // to be copied
+        const unsigned char* patch_filters_;  // this thread's part of those that belong to the patch
+        const unsigned char* filters_;        // the part to be copied next; with kPairs a stage behind
         unsigned index_;  // of the tile
         int channels_, chunk_;
 
@@ -194,14 +194,14 @@ private:
             if (Config::kReadsAhead) complete<1>(0);
         }
 
-        // Waits for this thread's copies to `stage`, behind which kPending stages have been filled since.
+        // Waits for this thread's copies to `stage`. kPending stages have been filled after it.
         template <int kPending = Config::kPendingStages>
         __device__ __forceinline__ void complete(uint32_t stage) const {
             ptx::cp_async_wait<kPending>();
             patch_.template clear_before<kPending>(shared_ + stage);
         }
 
-        // The unit-th of the kUnits copies of a stage.
+        // Makes the unit-th of a stage's kUnits copies.
         __device__ __forceinline__ void copy(int unit) const {
             if (unit < PatchCopy::kUnits) {
                 patch_.copy(shared_ + (kPairs ? next_stage(fill_) - Config::kPlaneBytes : fill_), unit);
@@ -215,18 +215,18 @@ private:
             }
         }
 
-        // The unit-th of the PatchWords::kUnits parts of a stage's words. Everyone's copies have arrived.
+        // Interleaves the unit-th of PatchWords::kUnits parts of a stage's words. All threads' copies have arrived.
         __device__ __forceinline__ void interleave(int unit) const {
             words_.interleave(shared_ + fill_ - Config::kPlaneBytes, shared_ + fill_, unit);
         }
 
-        // The slot-th of kSlots parts of all that is to be done for the stages ahead. Copies come first, if they are
-        // waited for at the next barrier.
+        // Does the slot-th of kSlots parts of the work for the stages ahead. If the next barrier waits for copies, they
+        // come first.
         template <int kSlots>
         __device__ __forceinline__ void work(int slot) const {
             constexpr int kCopySlots = Config::kPendingStages == 0 ? kSlots / 2 : kSlots;
-            // Where reads of shared memory have come before, ptxas puts three idle instructions before a copy, but not
-            // before those that follow it directly.
+            // ptxas puts three idle instructions between reads of shared memory and a copy, but none before copies that
+            // directly follow another copy. So copies go out in groups.
             constexpr int kGroup = 6, kGroups = (kUnits + kGroup - 1) / kGroup;
 #pragma unroll
             for (int unit = 0; unit < kUnits; ++unit) {
@@ -240,7 +240,7 @@ private:
             }
         }
 
-        // After the last copy of a stage.
+        // Goes on to the next stage, after the last copy of this one.
         __device__ __forceinline__ void advance() {
             fill_ = next_stage(fill_);
             patch_.advance();
@@ -257,7 +257,8 @@ private:
         }
 
     private:
-        // After the last tile the same one once more: its patch is not read, and nobody multiplies its filters.
+        // Aims at tile index_. After the block's last tile, it aims at its first once more: then no patch is read, and
+        // nobody multiplies the filters.
         __device__ __forceinline__ void aim() {
             const bool exists = index_ < tiles_.count;
             const Tile tile(problem_, tiles_, exists ? index_ : blockIdx.x);
@@ -277,8 +278,8 @@ private:
         return Config::kStages * Config::kStageBytes - Config::kPlaneBytes;
     }
 
-    // How far into its row of the patch each row of a warp's pixels starts, 2 bits each, unless it is known beforehand.
-    // It is the same for channels that are 4 apart, so for all that a lane reads.
+    // The skews of a warp's rows of pixels: how far into its row of the patch each starts, 2 bits each. 0 if skews are
+    // known at compile time. Channels that are 4 apart have the same skew; a lane reads only such ones.
     struct Skews {
         static_assert(2 * kInputRows <= 32);
 
@@ -301,19 +302,19 @@ private:
         }
     };
 
-    // A row of a warp's pixels in registers. A lane's columns of kWindow instructions are adjacent pixels: with the two
-    // after them, they are what it needs for all columns of the filter, in one or two reads.
+    // A row of a warp's pixels in registers. A lane's columns of kWindow instructions are adjacent pixels. With the two
+    // pixels after them, they serve all columns of the filter, and take few reads.
     struct Pixels {
         static constexpr int kLength = kWindow + kKernel - 1, kSkew = Config::kWordSkew;
 
         typename Mma::B window[kMmasN / kWindow][kLength];
 
-        // Of instruction n, for the filter's column s.
+        // The operand of instruction n for the filter's column s.
         __device__ __forceinline__ const typename Mma::B& operand(int n, int s) const {
             return window[n / kWindow][n % kWindow + s];
         }
 
-        // `first`: the pixel of column 0 in the patch; if rows are aligned, the aligned one before it.
+        // `first`: the pixel of column 0 in the patch; if rows are aligned, the pixel kSkew before it.
         __device__ __forceinline__ void load(const uint32_t* first) {
 #pragma unroll
             for (int i = 0; i < kMmasN / kWindow; ++i) {
@@ -328,8 +329,9 @@ private:
         }
 
     private:
-        // The addition changes nothing but the sign of zero. Without it, ptxas leaves in place what a wide read has
-        // brought, rounded or not, and moves it to the pair of registers that an instruction takes at each of its uses.
+        // Detaches `bits` from the registers that a wide read has filled. The addition changes nothing but the sign of
+        // zero. Without it, ptxas leaves the word in place, rounded or not, and at each use moves it to the pair of
+        // registers that the instruction takes.
         static __device__ __forceinline__ uint32_t apart(uint32_t bits) {
             if constexpr (Config::kPairs) return Mma::add(bits, 0);
 #if __CUDA_ARCH__ >= 900
@@ -352,7 +354,7 @@ private:
             }
         }
 
-        // Those from `begin` to `end` of the kWindow pixels from `piece` on, at a multiple of kWindow words.
+        // Reads pixels `begin` to `end` (excluded) of the kWindow pixels from `piece` on, a multiple of kWindow words.
         static __device__ __forceinline__ void read_piece(uint32_t (&raw)[kLength], const uint32_t* first, int piece,
                                                           int begin, int end) {
             if (end - begin == 1) {
@@ -370,7 +372,7 @@ private:
         }
     };
 
-    // What the next products take.
+    // The operands of the next products.
     struct Operands {
         typename Mma::A a[kMmasM];
         Pixels rows[kInputRows];
@@ -381,9 +383,9 @@ private:
         return {{raw.x, raw.y, raw.z, raw.w}};
     }
 
-    // Multiplies the stage at `use` where each product is the sum of several (3xTF32). Operands take twice the registers:
-    // they are read when they are needed, one row of the filter after the other, and other warps hide the latency. Tensor
-    // cores truncate what they add to, so that each tap has accumulators of its own.
+    // Multiplies the stage at `use` where each product is the sum of several (3xTF32). Operands take twice the
+    // registers, so they are read only when they are needed, one row of the filter after the other; other warps hide
+    // the latency. Tensor cores truncate the accumulators that they add to, so each tap has its own.
     static __device__ __forceinline__ void multiply_split(Sum& sum, Stream& stream, const unsigned char* shared,
                                                           uint32_t use, int chunk, uint32_t skews) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -423,7 +425,7 @@ private:
         stream.advance();
     }
 
-    // One product of all pixels before the next: those of one pixel depend on each other.
+    // Issues one product for all pixels before the next product: those of one pixel depend on each other.
     template <int kProduct>
     static __device__ __forceinline__ void add_products(float (&tap)[kMmasN][4], const typename Mma::A& a,
                                                         const Pixels& row, int s) {
@@ -434,14 +436,13 @@ private:
         }
     }
 
-    // Multiplies the stage at `use`. Operands are read as soon as the registers are free that they go to, and what else
-    // there is to do with the stages is spread over the multiplications: together after the barrier, it would keep the
-    // tensor cores waiting.
+    // Multiplies the stage at `use`. Operands are read as soon as their registers are free. The other work on the
+    // stages is spread over the multiplications: all at once after the barrier, it would keep tensor cores waiting.
     static __device__ __forceinline__ void multiply(Sum& sum, Operands& operands, Stream& stream,
                                                     const unsigned char* shared, uint32_t use, int chunk,
                                                     uint32_t skews) {
         constexpr int kSlots = Config::kTaps * kMmasM;
-        // Rows of the next stage for which there are registers in the end.
+        // Rows of the next stage that have registers at the end of this one.
         constexpr int kRowsAhead = kWindow == 4 ? kKernel - 1 : 0;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const Warp warp(threadIdx.x);
@@ -457,7 +458,7 @@ private:
                                                    : shared + stage + Config::kPatchBytes;
             return reinterpret_cast<const uint4*>(first) + w_offset;
         };
-        const bool ahead = Config::kReadsAhead && chunk > 0;  // whether the stage before has begun this one
+        const bool ahead = Config::kReadsAhead && chunk > 0;  // the previous stage has read this one's first operands
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
             if (!ahead) operands.a[m] = load_filters(filters(use), 0, m);
@@ -472,7 +473,7 @@ private:
             const int r = tap / kKernel, s = tap % kKernel;
             if (r < kKernel - 1) {
                 if (s == 1) operands.rows[r + kWarpRows].load(pixels(use, r + kWarpRows));
-            } else if (Config::kReadsAhead && s < kRowsAhead) {  // after the last chunk in vain
+            } else if (Config::kReadsAhead && s < kRowsAhead) {  // unused after the last chunk
                 operands.rows[s].load(pixels(next_stage(use), s));
             }
 #pragma unroll

@@ -1,9 +1,9 @@
-// How the results of a direct convolution (conv2d_direct.cuh) leave: from accumulators through shared memory, as long
-// runs of aligned 16 bytes, since rows of NCHW may start at any element.
+// The store of a direct convolution (conv2d_direct.cuh). Rows of NCHW may start at any element. Accumulators therefore
+// go through shared memory, and leave as long runs of aligned 16 bytes.
 //
-// Where the epilogue reads operands along columns, or results are as large as accumulators, accumulators are staged and
-// the epilogue is applied to runs (Span, store_runs). Else it is applied to accumulators, and results are staged
-// (ResultSlice).
+// Where the epilogue reads operands along columns, or outputs are as large as accumulators, accumulators are staged,
+// and the epilogue is applied to runs (Span, store_runs). Otherwise the epilogue is applied to accumulators, and its
+// results are staged (ResultSlice).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct DirectStore {
     using Tile = DirectTile<Config>;
     using Sum = float[Config::kWarpRows][Config::kMmasM][Config::kMmasN][4];  // D fragments, see mma.cuh
 
-    // Called by all threads of a block, when everyone has read the stage at `shared`, which is overwritten.
+    // Called by all threads of a block, after all of them have read the stage at `shared`, which is overwritten.
     static __device__ __forceinline__ void store(const Problem& problem, const Tile& tile, const Sum& sum,
                                                  unsigned char* shared, Output* out, const Epilogue& epilogue) {
         const Spans spans(problem, tile, out);
@@ -30,7 +30,7 @@ struct DirectStore {
             Output* staged = reinterpret_cast<Output*>(shared);
             for (int number = 0; number < ResultSlice::kSlices; ++number) {
                 const ResultSlice slice{spans, number};
-                if (number > 0) __syncthreads();  // everyone has read the slice before
+                if (number > 0) __syncthreads();  // all threads have read the previous slice
                 stage_results(problem, tile, sum, slice, staged, epilogue);
                 __syncthreads();
                 if (spans.whole_rows) {
@@ -43,13 +43,13 @@ struct DirectStore {
         }
         const bool in_pairs = (spans.place | spans.width) % 2 == 0;
         out += spans.first;
-        // One loop, so that there is one copy of the epilogue: with four, instructions would not stay cached.
+        // Not unrolled, so that there is one copy of the epilogue: four would not stay in the instruction cache.
 #pragma unroll 1
         for (int slice = 0; slice < Config::kSlices; ++slice) {
             float* staged = reinterpret_cast<float*>(shared + slice % Config::kSliceBuffers * Config::kSliceBytes);
-            if (Config::kSliceBuffers == 1 && slice > 0) __syncthreads();  // everyone has read the slice before
+            if (Config::kSliceBuffers == 1 && slice > 0) __syncthreads();  // all threads have read the previous slice
 #pragma unroll
-            for (int known = 0; known < Config::kSlices; ++known) {  // registers cannot be indexed
+            for (int known = 0; known < Config::kSlices; ++known) {  // a constant: registers cannot be indexed
                 if (slice != known) continue;
                 if (in_pairs) {
                     stage<2>(sum, known, spans, staged);
@@ -71,12 +71,12 @@ private:
     static constexpr int kMmasM = Config::kMmasM, kMmasN = Config::kMmasN;
     static constexpr int kWarpRows = Config::kWarpRows, kThreads = Config::kThreads;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));  // outputs per store
-    // Whether results are staged instead of accumulators: where they are half as large and an accumulator's filter is
-    // all that the epilogue must know of its place.
+    // Whether results are staged instead of accumulators: where they are half as large, and the epilogue does not
+    // depend on an accumulator's column.
     static constexpr bool kStagesResults = sizeof(Output) == 2 && !Epilogue::kVariesAlongCols;
 
-    // How a tile of outputs lies in memory: as spans of consecutive ones, each whole rows of one image and filter, or,
-    // if the tile is narrower than the image, one row.
+    // How a tile of outputs lies in memory: as spans of consecutive outputs. If the tile is at least as wide as the
+    // image, a span is all of the tile's rows of one image and filter; if it is narrower, one such row.
     struct Spans {
         static constexpr int kOfWarp = 8 * Config::kHalvesPerSlice;  // filters of a slice that a warp has computed
         static constexpr int kFilters = Config::kWarpsM * kOfWarp;   // of a slice
@@ -85,12 +85,12 @@ private:
 
         bool whole_rows;
         int rows, length, pitch;  // pitch: between staged rows
-        int width;                // outputs of a row
-        uint32_t plane;           // of a channel
-        int64_t image;            // of an image
+        int width;                // outputs in a row of an image
+        uint32_t plane;           // outputs in a channel
+        int64_t image;            // outputs in an image
         int64_t first;            // the tile's first output
-        uint32_t place;           // its address in units of Output, modulo 2^32
-        int filters, images;      // that exist, from there
+        uint32_t place;           // address of output `first`, in units of Output, modulo 2^32
+        int filters, images;      // that exist from the tile's first on
 
         __device__ __forceinline__ Spans(const Problem& problem, const Tile& tile, const Output* out)
             : width(static_cast<int>(problem.out_width)),
@@ -106,10 +106,10 @@ private:
             images = static_cast<int>(min(problem.images - tile.image, static_cast<int64_t>(Config::kImages)));
         }
 
-        // Whether a span may have no 16 bytes that are aligned.
+        // Whether spans may be too short to contain 16 aligned bytes.
         __device__ __forceinline__ bool short_ones() const { return length < 2 * kVector - 1; }
 
-        // Which of the tile's filters is the index-th of a slice, and in which image.
+        // The tile's filter, and its image, for number `index` of a slice.
         static __device__ __forceinline__ int filter(int slice, int index) {
             if constexpr (Config::kImages > 1) index %= kFilters;
             const int warp = Config::kWarpsM == 1 ? 0 : index / kOfWarp;
@@ -120,16 +120,21 @@ private:
         }
     };
 
-    // One span of a slice: the outputs of an image, a filter and, unless it has whole rows, a row. Its number in the
-    // slice is `index` + `more`; with `more` it is still a filter of the same warp and image.
+    // One span of a slice: the outputs of one image, one filter and, unless spans have whole rows, one row. Its number
+    // in the slice is `index` + `more`; numbers `index` and `index` + `more` are filters of the same warp and image.
+    //
+    //   a span of 23 float16 outputs that starts 3 outputs behind a multiple of 16 bytes:
+    //
+    //     outputs   0-4     5-12         13-20        21-22
+    //               head    a run of 16 bytes each    tail
     struct Span {
         int row, image, filter;  // in the tile
         bool exists;
         int64_t offset;  // from the first output of the tile
         int head;        // outputs before the first that is aligned to 16 bytes
-        int staged;      // where its first output is staged: aligned to 16 bytes as its place in memory is
+        int staged;      // where its first output is staged: runs aligned in memory are so here, too
 
-        // What depends on `more` and on `index` is added up apart: the one is the same for all spans of a thread.
+        // Terms of `more` and of `index` are summed separately: the former are the same for all spans of a thread.
         __device__ __forceinline__ Span(const Spans& spans, int slice, int index, int more, int row)
             : row(row), image(Spans::image_of(index)) {
             const int first = Spans::filter(slice, index), before = spans.whole_rows ? 0 : row * spans.width;
@@ -148,7 +153,7 @@ private:
             return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(number)) * plane);
         }
 
-        // Of its first output; if the span does not exist, of one that does.
+        // The position of the span's first output; if the span does not exist, of one that does.
         __device__ __forceinline__ Position position(const Tile& tile, const Spans& spans) const {
             return {tile.image + (exists ? image : 0), tile.channel + (exists ? filter : 0),
                     (tile.row + row) * spans.width + tile.col};
@@ -185,7 +190,7 @@ private:
         }
     }
 
-    // How results are staged: as many filters at a time as fit. A lane's pairs of 4 words x 8 filters fall on 32 banks.
+    // A slice of staged results: as many filters as fit. A lane's pairs of 4 words x 8 filters fall on 32 banks.
     struct ResultSlice {
         static constexpr int kCols = Config::kTileCols + kVector, kUnpaddedPitch = Config::kTileRows * kCols;
         static constexpr int kPitch = kUnpaddedPitch + (24 - kUnpaddedPitch % 16) % 16;  // of a filter's results
@@ -194,7 +199,7 @@ private:
             return Config::kFilterTile / slices * kFilterBytes <= Config::kUsedBytes;
         }
         static constexpr int kSlices = fits(1) ? 1 : fits(2) ? 2 : 4;
-        static constexpr int kHalves = 2 * kMmasM / kSlices;  // of a warp's fragments, 8 filters each
+        static constexpr int kHalves = 2 * kMmasM / kSlices;  // of a warp's fragments in a slice, 8 filters each
         static constexpr int kFilters = Config::kWarpsM * kHalves * 8;
         static_assert(!kStagesResults || (fits(kSlices) && kMmasM % kSlices == 0));
 
@@ -205,25 +210,25 @@ private:
         __device__ __forceinline__ int filter(int index) const {
             return index / (kHalves * 8) * (kMmasM * kMmaM) + slice * (kHalves * 8) + index % (kHalves * 8);
         }
-        // Of the first output of a span, from the tile's first output; Integer may be as narrow as what is asked of it.
+        // A span's first output, counted from the tile's first. Integer may be as narrow as the caller needs.
         template <class Integer>
         __device__ __forceinline__ Integer offset(const Problem& problem, int index, int image, int row) const {
             const Integer filters = image * static_cast<Integer>(problem.out_channels) + filter(index);
             const Integer start = filters * static_cast<Integer>(spans.plane);
             return spans.whole_rows ? start : start + row * static_cast<Integer>(spans.width);
         }
-        // Outputs from the last one that is aligned to 16 bytes to the span's first.
+        // How many outputs the span's first output lies behind a multiple of 16 bytes.
         __device__ __forceinline__ int misaligned(const Problem& problem, int index, int image, int row) const {
             return static_cast<int>((spans.place + offset<uint32_t>(problem, index, image, row)) % kVector);
         }
-        // Where a row of a span is staged: aligned to 16 bytes as the span's place in memory is.
+        // Where a row of a span is staged: the span starts as far behind a multiple of 16 bytes as in memory.
         __device__ __forceinline__ int staged(const Problem& problem, int index, int image, int row) const {
             return (image * kFilters + index) * kPitch + row * (spans.whole_rows ? spans.width : kCols) +
                    misaligned(problem, index, image, row);
         }
     };
 
-    // The accumulators of a warp's half-th 8 filters. Registers cannot be indexed, so each half has its own code.
+    // Copies the accumulators of a warp's `half`-th 8 filters. Registers cannot be indexed: each half has its own code.
     template <int kHalf, int kValues>
     static __device__ __forceinline__ void take_half(float (&value)[kValues], const Sum& sum, int half) {
         if constexpr (kHalf < 2 * kMmasM) {
@@ -283,8 +288,8 @@ private:
         }
     }
 
-    // Copies a slice's spans to memory, kLanes lanes to a span: what is aligned in pieces of 16 bytes, then the up to
-    // kVector - 1 outputs at either end.
+    // Copies a slice's spans to memory, kLanes lanes to a span: first the aligned part in pieces of 16 bytes, then up
+    // to kVector - 1 outputs at either end.
     template <int kLanes>
     static __device__ __forceinline__ void store_results(const Problem& problem, const Tile& tile,
                                                          const ResultSlice& slice, const Output* staged, Output* out) {
@@ -337,17 +342,18 @@ private:
         }
     }
 
-    // The part of a slice's spans that fills whole, aligned 16 bytes: a run of 16 bytes per lane and pass.
+    // Stores the part of a slice's spans that fills whole, aligned 16 bytes: such a run per lane and pass.
     static __device__ __forceinline__ void store_runs(const Tile& tile, const Spans& spans, int slice, int row,
                                                       const float* staged, Output* out, const Epilogue& epilogue) {
-        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        // Where planes of the output are multiples of 16 bytes, runs start at multiples of kVector columns. Where they
+        // are not, each read of an operand tests its alignment.
         constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kWhole : Runs::kAnywhere;
         constexpr int kLongestRuns = (Spans::kLongest + kVector - 1) / kVector;
         constexpr int kLanes = kLongestRuns > 16 ? 32 : kLongestRuns > 8 ? 16 : 8;
         constexpr int kPass = kLanes * kVector, kMostPasses = (Spans::kLongest + kPass - 1) / kPass;
         constexpr int kAtOnce = kThreads / kLanes;
         static_assert(Spans::kOfWarp % kAtOnce == 0 && Spans::kCount % kAtOnce == 0);
-        // Runs and what operands hold take registers, of which a multiprocessor has 65536.
+        // Runs and their operands take registers, of which a multiprocessor has 65536.
         constexpr int kRegisters = 65536 / (kThreads * Config::kBlocksPerSm);
         constexpr int kRunsTogether = (kRegisters > 128 ? 4 : 2) / (Epilogue::kElementBytes > 0 ? 2 : 1);
         constexpr int kPasses = kMostPasses < kRunsTogether ? kMostPasses : kRunsTogether;
@@ -364,7 +370,7 @@ private:
                 alignas(16) float value[kSpans][kPasses][kVector];
                 typename Epilogue::template Values<kVector, Position> operands[kSpans][kPasses];
                 Output* destination[kSpans];
-                int end[kSpans];  // of the part of the span that is stored, from the lane's first run of the passes
+                int end[kSpans];  // of the span's stored part, counted from the lane's first run of these passes
 #pragma unroll
                 for (int i = 0; i < kSpans; ++i) {
                     const Span span(spans, slice, index + i * kAtOnce, group, row);
@@ -372,8 +378,8 @@ private:
                     const int first = begin + lane * kVector, whole = (spans.length - span.head) & -kVector;
                     destination[i] = out + span.offset + span.head + first;
                     end[i] = span.exists ? whole - first : 0;
-                    // Lanes beyond the last run do it as well and do not store it: runs are then worked on side by
-                    // side, without a branch between them.
+                    // Lanes beyond the last run compute that run as well, but do not store it. So no branch separates
+                    // the runs, and they are computed side by side.
 #pragma unroll
                     for (int pass = 0; pass < kPasses; ++pass) {
                         const int col = span.head + min(first + pass * kPass, whole - kVector);
@@ -408,7 +414,7 @@ private:
         }
     }
 
-    // What is left of them: up to kVector - 1 outputs at either end, or all of short spans.
+    // Stores the rest of a slice's spans: up to kVector - 1 outputs at either end, or all outputs of short spans.
     static __device__ __forceinline__ void store_ends(const Tile& tile, const Spans& spans, int slice, int row,
                                                       const float* staged, Output* out, const Epilogue& epilogue) {
         const bool aligned =

@@ -1,12 +1,12 @@
-// Convolution of few pixels, NCHW: a batch of one, on small maps. Such a layer takes about as long as its weight needs to
-// arrive and one thing after another to happen, so that everything is asked for at once and no block waits for another:
+// Convolution of few pixels, NCHW: a batch of one, on small maps. Such a layer takes about as long as its weight takes
+// to arrive, plus the latencies of dependent steps. So a block asks for everything at once, and none waits for another:
 //
 //   - a block computes up to kPixels pixels of an image for kFilters filters, so few that all multiprocessors have one
-//   - its warps share the channels, each takes kChunk of them at a time by itself, and they add up what they have last
+//   - its warps share the channels: each takes kChunk of them at a time by itself; their sums are added up at the end
 //   - a lane's weights of a chunk, kGroup channels with all taps, are in registers a chunk ahead; x goes to shared memory
 //
-// Of a product's K, lane % 4 picks a group of channels: K's order within a chunk is free, as long as both operands have
-// the same. conv2d_few_pixels_input.cuh is what the warps see of x.
+// Along a product's K, lane % 4 picks a group of channels. The order of K within a chunk is free, as long as both
+// operands have the same order. conv2d_few_pixels_input.cuh copies x and reads it.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads)
     FXFUSE_DEVICE_PASS(Kernel::run(problem, tiling, x, w, out, epilogue));
 }
 
-// One group of convolutions; filters contiguous in the order (channel, row, column), at multiples of 16 bytes; a multiple of
-// kGroup channels. Input says what it asks of x.
+// Requires groups == 1, a multiple of kGroup channels, and filters contiguous in the order (channel, row, column), at
+// multiples of 16 bytes. Input says what it requires of x.
 template <class Config_, class Output_, class Epilogue_>
 struct Conv2dFewPixels {
     using Config = Config_;
@@ -50,7 +50,7 @@ struct Conv2dFewPixels {
     static constexpr int kGroup = Config::kGroup, kPiece = Config::kPiece;
     static constexpr int kMmasM = kPixels / kMmaM, kMmasN = kFilters / kMmaN;
     static constexpr int kSize = static_cast<int>(sizeof(Element));
-    static constexpr int kSteps = kGroup * kSize / 8;  // products of a chunk and tap: a register of two has 4 bytes
+    static constexpr int kSteps = kGroup * kSize / 8;  // products per chunk and tap: each takes two 4-byte registers
     // A warp's part of the sums in shared memory: [filter][pixel], padded so that fragments touch every bank once.
     static constexpr int kPitch = kPixels + 4, kPartBytes = kFilters * kPitch * static_cast<int>(sizeof(float));
     static constexpr int kResults = kFilters * kPixels, kOwnResults = (kResults + kThreads - 1) / kThreads;
@@ -87,7 +87,7 @@ struct Conv2dFewPixels {
             if (stage < own_chunks) input.start(stage);
             ptx::cp_async_commit();
         }
-        // What a thread's results take of operands is read before it waits for anything.
+        // The thread reads the operands of its results before it waits for anything.
         typename Epilogue::template Values<1, Position> operands[kOwnResults];
 #pragma unroll
         for (int i = 0; i < kOwnResults; ++i) {
@@ -151,18 +151,19 @@ struct Conv2dFewPixels {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Shared memory of a warp: its stages and where its lanes exchange weights, and then its part of the sums.
+    // Bytes of shared memory per warp: its stages and the lanes' exchange of weights; later, in their place, its part
+    // of the sums.
     static __host__ __device__ __forceinline__ int own_bytes(const Tiling& tiling) {
         const int stages = kStages * tiling.stage_bytes + kExchangeBytes;
         return stages > kPartBytes ? stages : kPartBytes;
     }
 
-    // What a lane multiplies with in a chunk: of filter lane / 4 of every eight, its group of channels with all taps.
+    // A lane's weights of a chunk: its group of channels with all taps, of filter lane / 4 of every eight.
     struct Weights {
         static constexpr int kVectors = kGroup * kTaps / kPiece;
         uint4 vector[kMmasN][kVectors];
 
-        // Register `index` of the group's: of that channel, or of two.
+        // Register `index` of the group: channel `index` or, in 16 bits, channels 2 * index and 2 * index + 1.
         __device__ __forceinline__ uint32_t word(int n, int tap, int index) const {
             if constexpr (kSize == 4) return unit(n, index * kTaps + tap);
             const int first = 2 * index * kTaps + tap, second = first + kTaps;
@@ -177,15 +178,20 @@ private:
         }
     };
 
-    // Where they come from. With several taps, lanes next to each other read pieces next to each other, whoever needs them,
-    // and exchange them in shared memory: a lane's own lie together, so that lanes would read five times the lines of L1.
+    // Loads weights. With several taps, neighbouring lanes read neighbouring pieces of 16 bytes, whichever lane needs
+    // them, and exchange them in shared memory. A lane's own pieces lie side by side: by reading these, lanes would
+    // read five times the lines of L1. For 3x3 filters in float32, of the pieces of a filter's chunk:
+    //
+    //   piece      0 1 2 3 4 5 6 7 8   9 10 11 12 ...  35
+    //   read by    0 1 2 3 0 1 2 3 0   1  2  3  0 ...   3     lane % 4
+    //   used by    0 0 0 0 0 0 0 0 0   1  1  1  1 ...   3     lane % 4
     class Filters {
         const Element* next_;
-        uint32_t later_[kMmasN];  // filters, in elements
+        uint32_t later_[kMmasN];  // to the lane's n-th filter, in elements
         int left_;                // elements of a filter from next_ to the last of the warp's channels
 
     public:
-        // Of `channels` channels from `first_channel` on.
+        // For `channels` channels from `first_channel` on.
         __device__ __forceinline__ Filters(const Element* w, const Conv2dProblem& problem, int first_filter, int filters,
                                            int first_channel, int channels, int lane) {
             const int filter = min(lane / 4, filters - 1), begin = first_channel * kTaps + piece(lane, 0) * kPiece;
@@ -197,7 +203,7 @@ private:
             }
         }
 
-        // This lane's pieces of the next chunk; zeros where it does not exist.
+        // Loads this lane's pieces of the next chunk; zeros for channels that do not exist.
         __device__ __forceinline__ void load(Weights& weights) {
 #pragma unroll
             for (int n = 0; n < kMmasN; ++n) {
@@ -213,7 +219,7 @@ private:
             left_ -= Config::kChunk * kTaps;
         }
 
-        // From the pieces that lanes have read to those that they multiply with.
+        // Exchanges the pieces that lanes have read for those that they multiply with.
         static __device__ __forceinline__ Weights exchanged(const Weights& read, uint4* shared, int lane) {
             if (!kExchanges) return read;
             constexpr int kRow = 4 * Weights::kVectors;  // pieces; rows start at bank 0 and 16 in turns

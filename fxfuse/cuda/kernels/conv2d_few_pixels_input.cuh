@@ -1,4 +1,4 @@
-// How conv2d_few_pixels.cuh divides a convolution, and how its warps bring x to shared memory and read it there.
+// How conv2d_few_pixels.cuh divides a convolution, and how its warps copy x to shared memory and read it from there.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace fxfuse {
 
-// kRows, kCols: of a filter. kStages: chunks of x that a warp has under way or in use. kPlane: with several taps, elements
-// for what a tile sees of a channel, so many that groups of channels are 8 banks apart; 0 with one.
+// kRows, kCols: a filter's size. kStages: chunks of x that a warp has in flight or in use. kPlane: with several taps,
+// the elements that a stage has for the part of a channel which a tile sees, chosen so that groups of channels are 8
+// banks apart. 0 with one tap.
 template <class Mma_, int kRows_, int kCols_, int kFilters_, int kPixels_, int kWarps_, int kStages_, int kPlane_>
 struct Conv2dFewPixelsConfig {
     using Mma = Mma_;
@@ -21,9 +22,10 @@ struct Conv2dFewPixelsConfig {
     static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
     static constexpr int kStages = kStages_, kPlane = kPlane_;
     static constexpr int kPieceBytes = 16, kPiece = kPieceBytes / static_cast<int>(sizeof(Element));
-    // Channels of a lane's group, as many as its registers have room for with all taps; groups and channels of a chunk.
+    // kGroup: channels of a lane's group, as many as its registers hold with all taps. kGroups, kChunk: groups and
+    // channels of a chunk.
     static constexpr int kGroup = kTaps == 1 ? 8 : kPiece, kGroups = 4, kChunk = kGroup * kGroups;
-    // Chunks whose weights are under way: with one tap there is room for as many as of x, and the code for each is short.
+    // Chunks whose weights are in flight. With one tap, registers hold as many as x has stages, with little code each.
     static constexpr int kDepth = kTaps == 1 ? kStages : 1;
     static_assert(kFilters % kMmaN == 0 && kPixels % kMmaM == 0);
     static_assert(kTaps == 1 ? kPlane == 0 : kGroup * kPlane % 32 == 8);
@@ -34,19 +36,19 @@ struct Conv2dFewPixelsProblem {
     Conv2dProblem conv;
     int64_t tile_pixels;
     int64_t whole_planes;
-    int64_t run;    // elements that a copy takes from where it starts: of a plane, or of a group's planes
-    int64_t group;  // from one group of channels to the next in shared memory, in elements: 8 banks more than a multiple of 32
+    int64_t run;    // elements of a copy: of a plane, or (whole_planes) of all planes of a group
+    int64_t group;  // elements between groups of channels in shared memory: 8 banks more than a multiple of 32
 };
 
-// The same for the device.
+// Conv2dFewPixelsProblem as the device needs it.
 struct Conv2dFewPixelsTiling {
-    FastDivisor tiles, images, out_width, width;  // width: of what a tile sees with several taps
+    FastDivisor tiles, images, out_width, width;  // width: columns of x that a tile sees (several taps)
     int tile_pixels;
     bool whole_planes;
     int run;
     int lanes;  // that share a run
     int group;
-    int stage_bytes;  // of a warp
+    int stage_bytes;  // bytes of one stage of a warp
 
 #ifndef __CUDACC_RTC__
     template <class Config>
@@ -70,12 +72,12 @@ struct Conv2dFewPixelsTiling {
 #endif  // __CUDACC_RTC__
 };
 
-// A warp's view of x. Its words are what fragments have: of slot s, which is pixel lane / 4 + 8 * s, and of this lane's
-// group of channels, a channel of 4 bytes or two of 2. Slots without a pixel have the last one: nobody stores what comes of
-// it.
+// A warp's view of x. A word is one register of a fragment: for slot s, which is pixel lane / 4 + 8 * s, one channel of
+// 4 bytes, or two of 2 bytes, of the lane's group (lane % 4). Slots beyond the last pixel repeat it: nobody stores
+// their results.
 //
-// With one tap: planes are contiguous, and start at multiples of 16 bytes, or follow one another and have a multiple of 16
-// bytes in a group. They are copied as they are, as far as they are needed, or whole where they start anywhere.
+// With one tap, planes are contiguous. If they start at multiples of 16 bytes, the part that the tile needs is copied.
+// Else planes must follow one another, and those of a group have a multiple of 16 bytes: they are copied whole.
 template <class Config, bool kSeveralTaps = (Config::kTaps > 1)>
 class FewPixelsInput {
     using Element = typename Config::Element;
@@ -84,14 +86,14 @@ class FewPixelsInput {
     static constexpr int kSlots = Config::kPixels / 8;
 
     const Tiling& tiling_;
-    const Element* next_;  // of the chunk's first channel, where copies start
-    int channel_stride_, channels_left_, plane_left_;  // from there
+    const Element* next_;  // where copies start in the chunk's first channel
+    int channel_stride_, channels_left_, plane_left_;  // left: from next_ on
     unsigned char* stages_;
-    int lane_, pitch_;  // pitch: of a channel in a stage
-    int at_[kSlots];    // of a pixel in a stage, in elements, for this lane's group
+    int lane_, pitch_;  // pitch: between channels in a stage
+    int at_[kSlots];    // offset of a slot's pixel in a stage, in elements, for this lane's group
 
 public:
-    // Of an image, from `channel` on; stages in shared memory begin at `stages`.
+    // The view of the image at `x`, from `channel` on. The warp's stages in shared memory begin at `stages`.
     __device__ __forceinline__ FewPixelsInput(const Element* x, const Conv2dProblem& problem, const Tiling& tiling,
                                               int first_pixel, int pixels, int channel, unsigned char* stages, int lane)
         : tiling_(tiling),
@@ -116,10 +118,10 @@ public:
         }
     }
 
-    // Starts to copy the next chunk to a stage: zeros for channels that do not exist.
+    // Starts to copy the next chunk to a stage. Channels that do not exist become zeros.
     __device__ __forceinline__ void start(int stage) {
         const uint32_t shared = ptx::shared_address(stages_ + stage * tiling_.stage_bytes);
-        const int channels = tiling_.whole_planes ? Config::kGroup : 1;  // of a run
+        const int channels = tiling_.whole_planes ? Config::kGroup : 1;  // that a run covers
         const int length = tiling_.whole_planes ? tiling_.run : min(tiling_.run, plane_left_);
         const int first = lane_ / tiling_.lanes, step = 32 / tiling_.lanes;
 #pragma unroll 1
@@ -148,8 +150,9 @@ public:
     }
 };
 
-// With several taps: x with any strides, of 4 bytes an element. What a tile sees of a channel, zeros outside the image
-// included, is copied element by element as rows of `width` in kPlane of them, so that every tap is an offset.
+// With several taps, x has any strides, and elements of 4 bytes. The part of a channel that a tile sees, with zeros
+// outside the image, is copied element by element into kPlane elements, as rows of `width`. So tap (r, s) of a pixel is
+// at the offset r * width + s from the start of its window.
 template <class Config>
 class FewPixelsInput<Config, true> {
     using Element = typename Config::Element;
@@ -158,13 +161,13 @@ class FewPixelsInput<Config, true> {
     static_assert(sizeof(Element) == 4);
 
     const Tiling& tiling_;
-    const Element* next_;  // of the chunk's first channel
+    const Element* next_;  // the chunk's first channel
     int channel_stride_, channels_left_;
     int row_stride_, col_stride_, height_, width_;
-    int top_, left_, rows_;  // of what the tile sees, in the image
+    int top_, left_, rows_;  // of the part of the image that the tile sees
     float* stages_;
     int lane_;
-    int at_[kSlots];  // of a pixel's window in a stage, for this lane's group
+    int at_[kSlots];  // where the window of a slot's pixel starts in a stage, for this lane's group
 
 public:
     __device__ __forceinline__ FewPixelsInput(const Element* x, const Conv2dProblem& problem, const Tiling& tiling,

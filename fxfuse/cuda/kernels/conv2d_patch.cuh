@@ -1,14 +1,14 @@
 // The input pixels under a tile of a direct convolution, on their way from x to shared memory.
 //
-// A patch is [word][image][row][kPatchCols columns], as many words of 32 bits as an instruction has in K: the channels
-// of a float, pairs of channels of 16 bits. Rows of x may start at any element: a row is copied from the multiple of
-// 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early, so that everything is copied
-// 16 bytes at a time. Pixels outside the image are zero. (With rows at any element, padding is at most 1 column: all
-// pieces but the first then begin inside the image.)
+// A patch is [word][image][row][kPatchCols columns]. It has as many 32-bit words as an instruction has in K: a word is
+// a float channel, or a pair of 16-bit channels. Rows of x may start at any element. So a row is copied from the
+// multiple of 16 bytes at or before the leftmost pixel that the tile needs, `skew` pixels early: all copies then take
+// 16 bytes. Pixels outside the image are zero. (With rows at any element, padding is at most 1 column: all pieces but
+// the first then begin inside the image.)
 //
-// Floats are copied to where they are read; where the first piece of a row has pixels of the row before, they become
-// zero when it has arrived. Channels of 16 bits, which lie in planes of x, are copied as they are, [channel][image]
-// [row][column], and interleaved into words a stage later, when everyone's copies have arrived (PatchWords).
+// Floats are copied to where they are read. If the first piece of a row includes pixels of the row before, those become
+// zero after the piece has arrived. 16-bit channels, which are planes of x, are copied as they are, [channel][image]
+// [row][column]. They are interleaved into words a stage later, when all threads' copies have arrived (PatchWords).
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct PatchRow {
     int left;              // leftmost column that the tile needs, often negative
     bool inside;           // whether the row exists
 
-    // `channel` of the patch's, `image` of the tile's and row `y` of the patch.
+    // `channel` and row `y` count in the patch, `image` in the tile.
     __device__ __forceinline__ PatchRow(const Conv2dProblem& problem, const Element* x, const PatchPosition& at,
                                         int channel, int image, int y) {
         const int row = at.row - static_cast<int>(problem.pad_h) + y;
@@ -42,19 +42,19 @@ struct PatchRow {
         inside = 0 <= row && row < static_cast<int>(problem.height) && at.image + image < problem.images;
     }
 
-    // Where the leftmost pixel stands among those that would be copied with it, modulo 2^32.
+    // Address of the leftmost pixel in elements, modulo 2^32; modulo kPiece it is the skew.
     __device__ __forceinline__ uint32_t place() const {
         return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(start) / kSize) + static_cast<uint32_t>(left);
     }
     __device__ __forceinline__ int skew() const { return static_cast<int>(place() % kPiece); }
-    // The same for all rows, if they start at multiples of 16 bytes.
+    // The skew of all rows, if they start at multiples of 16 bytes.
     static __device__ __forceinline__ uint32_t aligned_skew(const Conv2dProblem& problem, const PatchPosition& at) {
         return static_cast<uint32_t>(at.col - static_cast<int>(problem.pad_w)) % kPiece;
     }
 };
 
-// The copies of one thread. The body of each row is copied kLanes threads to a row; its first and last piece, by
-// whatever threads come next.
+// The copies of one thread. kLanes threads copy the body of a row. The first and last pieces of all rows, the edges,
+// are dealt to the threads one by one.
 template <class Config>
 class PatchCopy {
     using Element = typename Config::Element;
@@ -70,9 +70,9 @@ class PatchCopy {
     static constexpr int kEdges = Config::kChannels * kRows * 2;
     static constexpr int kEdgeUnits = (kEdges + Config::kThreads - 1) / Config::kThreads;
 
-    static constexpr int kNothing = -64;  // bytes that exist, in a row that does not
+    static constexpr int kNothing = -64;  // `valid` in a row that does not exist: no skew makes it positive
 
-    // A piece of 16 bytes: where it stands in the image, how many bytes of it exist, how many elements are of no use.
+    // A piece of 16 bytes: its place in x, how many of its bytes exist, how many of its elements are before the row.
     struct Piece {
         int offset;  // from `origin_`, in elements
         int valid, before;
@@ -90,7 +90,7 @@ public:
 
     __device__ __forceinline__ PatchCopy(const Conv2dProblem& problem, const Element* x) : problem_(problem), x_(x) {}
 
-    // At the first channels of a tile.
+    // Starts at the first channels of a tile.
     __device__ __forceinline__ void aim(const PatchPosition& at, int channels) {
         origin_ = x_ + at.image * problem_.x_image + at.first_channel * problem_.x_channel;
         channels_left_ = channels;
@@ -99,7 +99,7 @@ public:
         for (int i = 0; i < kEdgeUnits; ++i) edge_[i] = piece(at, edge_channel(i), edge_row(i), edge_piece(i));
     }
 
-    // To the next channels.
+    // Moves on to the next channels.
     __device__ __forceinline__ void advance() {
         origin_ += Config::kChannels * problem_.x_channel;
         channels_left_ -= Config::kChannels;
@@ -110,7 +110,7 @@ public:
         }
     }
 
-    // To the patch at `patch`, or to the planes that will become it.
+    // Copies the unit-th unit to the patch at `patch`, or to the planes that become the patch later.
     __device__ __forceinline__ void copy(uint32_t patch, int unit) const {
         if (!exists(unit)) return;
         if (unit < kBodyUnits) {
@@ -118,7 +118,7 @@ public:
             const Element* source = origin_ + body_.offset + channel * problem_.x_channel;
             int valid = body_.valid;
             if constexpr (!Config::kAlignedRows) {
-                // `offset` is where the piece would start if its channel's rows had no skew, `valid` up to the end.
+                // `offset` is where the piece would start without skew; `valid` counts from there to the row's end.
                 const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(source) / kSize % kPiece);
                 source -= skew;
                 valid = min(max(valid + skew * kSize, 0), 16);
@@ -131,8 +131,8 @@ public:
         }
     }
 
-    // Puts zeros before the rows whose edges this thread has copied to `patch`, behind which kSince stages have been
-    // filled since; the copies must have arrived.
+    // Zeroes the elements before those rows whose edges this thread has copied to `patch`. The copies must have
+    // arrived; kSince stages have been filled since.
     template <int kSince>
     __device__ __forceinline__ void clear_before(uint32_t patch) const {
         if constexpr (!Config::kAlignedRows && !Config::kPairs) {
@@ -191,30 +191,30 @@ private:
     }
 };
 
-// What one thread interleaves: planes of 16-bit channels become words of two channels, the even one in the lower half.
-// Columns stay where they are if all rows start at multiples of 16 bytes; else the skew of each row is removed.
+// One thread's interleaving: planes of 16-bit channels become words of two channels, the even channel in the lower
+// half. Columns stay where they are if all rows start at multiples of 16 bytes; else the skew of each row is removed.
 template <class Config>
 class PatchWords {
     using Row = PatchRow<typename Config::Element>;
     static constexpr int kGroup = 4;  // pixels of two channels: 16 bytes of words
     static constexpr int kUsedCols = Config::kAlignedRows ? Config::kPatchCols : Config::kTileCols + kGroup;
     static constexpr int kRowGroups = kUsedCols / kGroup;
-    static constexpr int kGroups = Config::kImages * Config::kPatchRows * kRowGroups;  // of two channels
+    static constexpr int kGroups = Config::kImages * Config::kPatchRows * kRowGroups;  // of a pair of channels
     static constexpr int kPairs = Config::kChannels / 2;
-    // All threads work on one pair of channels as often as there is work for all; then on what is left of all pairs.
+    // All threads work on one pair of channels while there is work for all; then on the groups left of all pairs.
     static constexpr int kPasses = kGroups / Config::kThreads, kLeft = kGroups % Config::kThreads;
     static constexpr int kLeftUnits = (kLeft * kPairs + Config::kThreads - 1) / Config::kThreads;
 
     const Conv2dProblem& problem_;
-    uint32_t place_, copied_place_;  // of the first row (see PatchRow), of the stage to interleave and of the one copied
-    int left_, copied_left_;         // their leftmost columns
+    uint32_t place_, copied_place_;  // PatchRow::place() of row 0: in the stage to interleave, in the one copied
+    int left_, copied_left_;         // leftmost columns of both
 
 public:
     static constexpr int kUnits = Config::kPairs ? kPasses * kPairs + kLeftUnits : 0;
 
     __device__ __forceinline__ explicit PatchWords(const Conv2dProblem& problem) : problem_(problem) {}
 
-    // As PatchCopy's, which is a stage ahead.
+    // aim() and advance() are as PatchCopy's, which is a stage ahead.
     __device__ __forceinline__ void aim(const PatchPosition& at, const typename Config::Element* x) {
         if constexpr (!Config::kAlignedRows) {
             const Row row(problem_, x, at, 0, 0, 0);
@@ -245,7 +245,7 @@ public:
         }
         const int row = group / kRowGroups, col = group % kRowGroups * kGroup;
         const uint2 even = pixels(planes, 2 * pair, row, col), odd = pixels(planes, 2 * pair + 1, row, col);
-        constexpr uint32_t kLower = 0x5410, kUpper = 0x7632;  // halves of both
+        constexpr uint32_t kLower = 0x5410, kUpper = 0x7632;  // halves of `even` and `odd`
         ptx::store_shared_16(
             words + static_cast<uint32_t>(pair * Config::kChannelPitch + row * Config::kPatchCols + col) * 4,
             make_uint4(__byte_perm(even.x, odd.x, kLower), __byte_perm(even.x, odd.x, kUpper),
@@ -253,7 +253,7 @@ public:
     }
 
 private:
-    // Four pixels of a channel, from a multiple of 4 columns on.
+    // Four pixels of a channel, from `col` on, a multiple of 4.
     __device__ __forceinline__ uint2 pixels(uint32_t planes, int channel, int row, int col) const {
         const int offset = channel * Config::kPlanePitch + row * Config::kPatchCols + col;
         if constexpr (Config::kAlignedRows) return ptx::load_shared_8(planes + static_cast<uint32_t>(offset) * 2);

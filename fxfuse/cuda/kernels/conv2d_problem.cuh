@@ -55,7 +55,7 @@ struct ReductionDigits {
     }
 };
 
-// Consecutive outputs: accumulators in shared memory and where they belong.
+// Consecutive outputs: their accumulators in shared memory, and where they belong in the output.
 template <class Output>
 struct OutputSpan {
     const float* staged;
@@ -83,16 +83,16 @@ __device__ __forceinline__ bool all_aligned(const Output* out, Steps... steps) {
 // `locate(i)` gives span i; `aligned` says that all of them start at multiples of 16 bytes. Called by all kThreads
 // threads, after the barrier that completes the staging.
 //
-// As many runs as fill whole warps are done first, by a warp per span, which walks along it; then the rest of every
-// span, by as few lanes as it takes: a span of 33 runs would leave a warp's second round to one lane. Lanes work on
-// kTogether spans at once, so that the latencies of one hide those of the others.
+// The runs of a span that fill whole warps come first: a warp per span walks along them. Then comes the rest of every
+// span, with as few lanes per span as it takes: a span of 33 runs would leave a warp's second round to one lane. Lanes
+// work on kTogether spans at once, so that the latencies of one hide those of the others.
 template <int kThreads, class Output, class Epilogue, class Locate>
 __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned, const Epilogue& epilogue,
                                             Locate locate) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
     constexpr int kTogether = 16 / kVector;
     constexpr int kWarp = 32;
-    // Where rows of the output are aligned, so are columns of whole runs; where they are not, operands may be.
+    // If rows of the output are aligned, so are the columns of whole runs. If not, operands may still be aligned.
     constexpr Runs kRuns = Epilogue::kColumns % kVector == 0 ? Runs::kAligned : Runs::kAnywhere;
     const int thread = static_cast<int>(threadIdx.x);
     const int runs = (longest + (aligned ? 0 : kVector - 1) + kVector - 1) / kVector;  // of the worst span
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
         const int step = kThreads / lanes;
         for (int first = thread / lanes; first < spans; first += step * kTogether) {
             OutputSpan<Output> span[kTogether];
-            int cut[kTogether], end[kTogether];  // of this lane's run, and of this part of the span
+            int cut[kTogether], end[kTogether];  // where this lane's run begins, and where this part of the span ends
             bool more = false;
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
@@ -121,8 +121,8 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
                 more = false;
                 alignas(16) float value[kTogether][kVector];
                 int count[kTogether];
-                // Read first, so that nothing waits for them; but branches on the alignment take registers, for which
-                // a multiprocessor would hold one thread block less.
+                // Operands of aligned runs are read first, so that nothing waits for them. For others this would need
+                // branches on the alignment; they take registers, and a multiprocessor would hold one block less.
                 typename Epilogue::template Values<kVector, Position> operands[kTogether];
                 const auto load = [&](int i) {
                     const Position& at = span[i].at;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
                 for (int i = 0; i < kTogether; ++i) {
                     const int begin = min(max(cut[i], 0), end[i]);
                     const float* staged = span[i].staged + begin;
-                    if (reinterpret_cast<uintptr_t>(staged) % 16 == 0) {  // past `count` they are read but not used
+                    if (reinterpret_cast<uintptr_t>(staged) % 16 == 0) {  // floats past `count` are read but not used
 #pragma unroll
                         for (int j = 0; j < kVector; j += 4) {
                             *reinterpret_cast<float4*>(value[i] + j) = *reinterpret_cast<const float4*>(staged + j);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_spans(int spans, int longest, bool aligned
 }
 
 // The elements that one store of `store_rows` writes: as many as 16 bytes hold, or as the output's rows are aligned to.
-// Of less than 4 bytes each it would take more instructions than `store_spans`, and is 0.
+// 0 if they have less than 4 bytes: such stores would take more instructions than `store_spans`.
 template <class Output, class Epilogue>
 constexpr int row_vector() {
     constexpr int kBytes = static_cast<int>(sizeof(Output)), kAligned = Epilogue::kColumns * kBytes;
@@ -176,9 +176,9 @@ constexpr int row_vector() {
 template <class Output, class Epilogue>
 constexpr int kRowVector = row_vector<Output, Epilogue>();
 
-// Applies the epilogue to a tile of rows of kCols columns, kPitch floats apart in shared memory, and stores it. A thread
-// has the same run of kRowVector columns in several rows, so that it looks only once where they belong: `store_spans`
-// takes twice the instructions. `locate(col)` gives the RowStart of that column in the first row; rows are `row_stride`
+// Applies the epilogue to a tile of rows of kCols columns, kPitch floats apart in shared memory, and stores it. A
+// thread has the same run of kRowVector columns in several rows, so that it locates them only once: `store_spans` takes
+// twice the instructions. `locate(col)` gives the RowStart of that column in the first row; rows are `row_stride`
 // elements apart. Called by all kThreads threads, after the barrier that completes the staging.
 template <int kThreads, int kCols, int kPitch, class Output, class Epilogue, class Locate>
 __device__ __forceinline__ void store_rows(const float* staged, int rows, int64_t row_stride, const Epilogue& epilogue,
@@ -196,7 +196,7 @@ __device__ __forceinline__ void store_rows(const float* staged, int rows, int64_
         alignas(16) float value[kTogether][kVector];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-            // Rows beyond the last read what it does, so that no branch separates them from the others.
+            // Rows beyond the last read the last one's values, so that no branch separates them from the others.
             const int nearest = min(row + i * kStep, rows - 1);
             operands[i] = epilogue.template load<Runs::kWhole, kVector>(
                 Position{first.at.batch, first.at.row + nearest, first.at.col}, kVector);

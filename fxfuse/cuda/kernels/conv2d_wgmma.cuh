@@ -2,19 +2,20 @@
 // groups, and any filter that fits; float32 operands rounded to the nearest TF32 or split in two (3xTF32), or 16-bit
 // operands.
 //
-// A block computes kFilterTile filters of a tile of output pixels. A few channels at a time, the patch of x under the
-// tile is brought to shared memory once and serves all taps of the filter: there a pixel's channels are rows of 16
-// bytes, [16 bytes of channels][position], so that the products of a tap read 128 consecutive positions, however the
-// tap is shifted: a shift is an offset of the matrix descriptor. Filters are the M operand, pixels the N operand. Numbers
-// that are split have planes for each part, so that 3xTF32 is three products of every tap instead of one.
+// A block computes kFilterTile filters of a tile of output pixels. The patch of x under the tile comes to shared memory
+// once, a few channels at a time, and serves all taps of the filter. It lies there as [16 bytes of channels][position].
+// So a tap's products read 128 consecutive positions, and the tap's shift is an offset of the matrix descriptor.
+// Filters are the M operand, pixels the N operand. Split numbers have planes for each part (hi, lo), so that 3xTF32 is
+// three products of every tap instead of one.
 //
-// Positions run along rows of the patch, which are longer than the output's by what the filter overhangs. What is
-// computed for the overhang is not stored. With strides, the pixels that a tap reads stand apart: pixels are dealt to
-// planes by their row and column modulo the stride, in which they are neighbours.
+// Positions run along the rows of the patch, which are longer than output rows by the filter's overhang. Results for
+// the overhang are computed, but not stored. With a stride, the pixels that a tap reads are not adjacent in x. So
+// pixels go to planes by their row and column modulo the stride, and are adjacent there: with stride 2, even columns in
+// one plane and odd columns in another.
 //
-// Some warpgroups, producers, fetch pixels into registers, round and turn them and write them; the copy engine brings
-// filters, packed beforehand. Others, consumers, start products, which run by themselves, and store the results
-// (conv2d_wgmma_store.cuh).
+// Producer warpgroups fetch pixels into registers, round or split those of float32, and write them to shared memory
+// with a pixel's channels side by side; the copy engine brings filters that were packed beforehand. Consumer warpgroups
+// start products, which run asynchronously, and store the results (conv2d_wgmma_store.cuh).
 #pragma once
 
 #include <cstdint>
@@ -96,7 +97,7 @@ private:
         if (threadIdx.x == 0) {
 #pragma unroll 1
             for (int stage = 0; stage < cut.stages; ++stage) {
-                ptx::barrier_init(ring.full(stage), 4 + 1);  // warps of a producer, and the copy engine's
+                ptx::barrier_init(ring.full(stage), 4 + 1);  // 4 warps of a producer, 1 for the copy engine
                 ptx::barrier_init(ring.empty(stage), 4 * Config::kConsumers);
             }
             ptx::barrier_init_fence();
@@ -112,7 +113,7 @@ private:
 
     // ------------------------------------------------------------------------------------------ producers
 
-    // Producers take turns with stages.
+    // Fills stages; producers take turns.
     static __device__ __forceinline__ void produce(const WgmmaCut& cut, const Element* x, const unsigned char* filters,
                                                    uint32_t shared) {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -142,7 +143,7 @@ private:
                     __syncwarp();
                     if (thread % 32 == 0) ptx::barrier_arrive(ring.full(ring.stage));
                 } else if (cut.stages < Config::kProducers) {
-                    // Who fills the only stage in turns must see each of its phases: of two, parities are the same.
+                    // With fewer stages than producers, each must see every phase: a wait knows only its parity.
                     ptx::barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
                 }
                 source += static_cast<int64_t>(cut.steps * Config::kStepChannels) * cut.x_channel;
@@ -155,8 +156,8 @@ private:
 
     static constexpr uint32_t kOutside = ~0u;
 
-    // Notes for each of this thread's positions where its pixel is in an image of x, in elements, or kOutside. Nobody
-    // else reads them.
+    // Writes to `sources`, for each of this thread's positions, where its pixel is in an image of x, in elements, or
+    // kOutside. No other thread reads these.
     static __device__ __forceinline__ void locate(const WgmmaCut& cut, const Tile& tile, uint32_t sources, int thread) {
         const int top = tile.row * cut.stride_h - cut.pad_h, left = tile.col * cut.stride_w - cut.pad_w;
 #pragma unroll 1
@@ -173,8 +174,8 @@ private:
         }
     }
 
-    // Brings the patch of the channels from `channel` on to `patch`, after `wait`. There are few warps to hide
-    // latencies: what they do for an element is one address, one load and one rounding.
+    // Copies a stage's channels, the first of which is `channel`, to `patch`; calls `wait` before the first write. Few
+    // warps hide latencies, so an element takes only one address, one load and one rounding.
     template <class Wait>
     static __device__ __forceinline__ void fetch(const WgmmaCut& cut, const Element* source, int channel,
                                                  uint32_t sources, uint32_t patch, int thread, Wait wait) {
@@ -182,9 +183,9 @@ private:
         bool waits = true;
 #pragma unroll 1
         for (int step = 0; step < cut.steps; ++step) {
-            const int exist = cut.channels - channel;  // channels, from here on
+            const int exist = cut.channels - channel;  // channels from here on
             const bool all = exist >= Config::kStepChannels;
-            // A thread for which there is no position waits, too, before it says that all is done.
+            // A thread without a position waits, too, before it arrives at the full barrier.
             int position = thread;
 #pragma unroll 1
             do {
@@ -270,12 +271,13 @@ private:
         }
     }
 
-    // Starts the products of a stage: in a row where the filter is known, since a loop around them would wait for every
-    // descriptor.
+    // Starts the products of a stage. For a filter size known at compile time they are unrolled: a loop would wait for
+    // every descriptor.
     static __device__ __forceinline__ void multiply(const WgmmaCut& cut, Sum& sum, uint32_t patch, uint32_t filters,
                                                     uint32_t shared, int first_segment, bool adds) {
         constexpr uint32_t kHalf = Config::kFilterTile * Config::kPiece, kTap = Config::kStepPieces * kHalf / 16;
-        // Of the first lane: what is the same for a warp goes to registers of which descriptors are made.
+        // Shuffled from lane 0, so that the compiler knows the value to be the same in the warp: then it goes to
+        // uniform registers, of which descriptors are made.
         ptx::Matrix a(__shfl_sync(~0u, filters, 0), kHalf);
         ptx::Matrix b[Config::kGroupSegments];
 #pragma unroll
@@ -311,14 +313,14 @@ private:
         ptx::wgmma_commit();
     }
 
-    // All products of a tile whose channels are one step, of split numbers. Tensor cores truncate when they accumulate. So
-    // the small products, lo times hi and hi times lo, come first, where sums lose nothing of them; and of the taps' large
-    // ones each sum takes the first half. The rest have a sum of their own, which is added in float32: of half a segment at
-    // a time, for which there are registers.
+    // All products of split numbers for a tile whose channels are one step. Tensor cores truncate when they accumulate.
+    // So the small products, lo times hi and hi times lo, come first, while sums lose nothing of them. The same sums
+    // then take the large products of the first half of the taps. The other taps have a sum of their own, which is
+    // added in float32: for half a segment at a time, because there are no registers for more.
     static __device__ __forceinline__ void multiply_split(const WgmmaCut& cut, Sum& sum, uint32_t patch,
                                                           uint32_t filters, int first_segment) {
         constexpr int kTaps = Config::kKernel * Config::kKernel, kFirst = (kTaps + 1) / 2;
-        constexpr int kRest = Config::kSegment / 4;  // of a segment's sums per thread, half
+        constexpr int kRest = Config::kSegment / 4;  // half of a thread's sums of a segment
         static_assert(kTaps > 1, "a filter that is known");
         constexpr uint32_t kHalf = Config::kFilterTile * Config::kPiece, kTap = Config::kStepPieces * kHalf / 16;
         const uint32_t to_lo = Config::kStepPieces * cut.plane_bytes / 16;

@@ -1,4 +1,4 @@
-// What the parts of Hopper's convolution (conv2d_wgmma.cuh) share: how a problem is cut up, and how shared memory is.
+// What the parts of Hopper's convolution (conv2d_wgmma.cuh) share: how a problem and shared memory are divided.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,16 @@ struct Conv2dWgmmaProblem {
     Conv2dProblem conv;
     int64_t segment_rows, row_segments;  // output rows in a segment of 128 positions, or segments in an output row
     int64_t patch_rows, patch_pitch;     // of a plane of the patch
-    int64_t steps;                       // 32 bytes of channels each, in a stage
+    int64_t steps;                       // in a stage, each of 32 bytes of channels
     int64_t stages;
 };
 
 // Half of a block's warpgroups are consumers, half producers. A consumer computes 64 filters x 2 segments of pixels;
-// kGroupsM x kGroupsN of them work in step on a tile. If that is one, a multiprocessor holds two blocks: while one
-// stores, the other multiplies; if two, they share what they read.
-// kKernel: rows and columns of the filter, if it has stride and dilation 1, or 0 for any.
-// kTogether: positions of which a producer's thread fetches a step at once.
-// kStagedSegments: of results, 32 bits each, that there is room for on their way out.
+// kGroupsM x kGroupsN consumers work in step on a tile. With one consumer per block, a multiprocessor holds two blocks:
+// while one stores, the other multiplies. Two consumers share what they read.
+// kKernel: rows and columns of a filter with stride and dilation 1, or 0 for any filter.
+// kTogether: positions whose channels of a step a producer's thread fetches at once.
+// kStagedSegments: segments of results, 32 bits each, that fit where a warp stages them.
 template <class Mma_, int kGroupsM_, int kGroupsN_, int kKernel_, int kTogether_, int kStagedSegments_>
 struct Conv2dWgmmaConfig {
     using Mma = Mma_;
@@ -44,29 +44,29 @@ struct Conv2dWgmmaConfig {
 
     // A multiprocessor has 65536 registers, and a warpgroup takes or gives multiples of 8 for each thread.
     static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
-    // It has 228 KB of shared memory, of which each block takes one for itself.
+    // A multiprocessor has 228 KB of shared memory. Each block takes one KB of it for itself.
     static constexpr int kLargestShared = (228 / kBlocksPerSm - 1) * 1024;
 
     static constexpr int kPiece = 16;  // bytes of channels that stand together
     static constexpr int kPieceChannels = kPiece / static_cast<int>(sizeof(Element));
     static constexpr int kStepPieces = 2, kStepChannels = kStepPieces * kPieceChannels;
-    static constexpr int kPartPieces = kParts * kStepPieces;  // of a step: those of all parts
+    static constexpr int kPartPieces = kParts * kStepPieces;  // pieces of a step, of all parts
 
     // Shared memory: [barriers][offsets of taps][stages of patch and filters][results to be stored][for each producer,
     // where positions are in x].
     static constexpr int kMostStages = 8, kMostTaps = 64;
     static constexpr int kTapOffset = 256, kHeaderBytes = kTapOffset + kMostTaps * 4;
-    // Warps store 8 filters at a time, of both their segments if there is room. A row starts up to 7 late, as its place
-    // in memory does; with 8 more than a multiple of 64, the pairs that a warp, or half of one, writes at once fall on 32
-    // banks.
+    // Warps store 8 filters at a time, of both their segments if there is room. A staged row is misaligned as its place
+    // in memory is, by up to 7 elements. The pitch is 8 more than a multiple of 64: so the pairs that a warp, or half
+    // of one, writes at once fall on 32 banks.
     static constexpr int kSliceFilters = 8;
     static constexpr int kWarpStagedBytes = kSliceFilters * (kStagedSegments * kSegment + 8) * 4;
     static constexpr int kStagedBytes = kConsumers * 4 * kWarpStagedBytes;
 };
 
-// All that the kernel must know, in the types that it uses: constants that take no registers.
+// All that the kernel must know, in the types that it uses. These are constants, which take no registers.
 struct WgmmaCut {
-    // Tiles of each; filters run fastest, so that blocks which share a patch run together and find it in L2.
+    // Tiles along each. Filters run fastest, so that blocks which share a patch run together and find it in L2.
     FastDivisor filter_tiles, groups, col_tiles, row_tiles;
     unsigned tiles;
     int tile_rows, tile_cols, group_filters;
@@ -172,7 +172,7 @@ struct WgmmaTile {
     }
 };
 
-// Where the index-th segment of a tile begins there.
+// Where the index-th segment of a tile begins in the tile.
 struct WgmmaSegment {
     int row, col;
 
@@ -185,7 +185,7 @@ struct WgmmaSegment {
     __device__ __forceinline__ uint32_t position(const WgmmaCut& cut) const { return row * cut.pitch + col; }
 };
 
-// The barriers of stages, and which stage is next. `full`: it may be multiplied; `empty`: it may be filled.
+// The barriers of stages, and which stage is next. `full`: the stage may be multiplied; `empty`: it may be filled.
 template <class Config>
 struct WgmmaRing {
     uint32_t barriers;

@@ -1,5 +1,6 @@
-// Filters as the M operand of Hopper's convolution (conv2d_wgmma.cuh): [group and filter tile][step][part][tap][16 bytes of
-// channels][filter], float rounded to TF32 or split in two parts of TF32. Filters and channels that do not exist are zero.
+// Filters as the M operand of Hopper's convolution (conv2d_wgmma.cuh), packed as
+//   [group and filter tile][step][part][tap][16 bytes of channels][filter]
+// Floats are rounded to TF32 or split in two parts of TF32. Filters and channels that do not exist are zero.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct WgmmaFilters {
     using Element = typename Config::Element;
     static constexpr int kChannels = Config::kPieceChannels;
 
-    // The index-th 16 bytes of all.
+    // The index-th 16 bytes of all packed filters.
     static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const Element* w, int64_t steps,
                                                   unsigned filter_tiles, int64_t index) {
         const auto take = [&](int64_t radix) {
@@ -43,7 +44,7 @@ struct WgmmaFilters {
         return operand(value, part);
     }
 
-    // 16 bytes as the tensor cores take them: of the numbers' parts the first, hi, or the second, lo.
+    // 16 bytes as the tensor cores take them. If numbers are split, `part` 0 is hi and 1 is lo.
     static __device__ __forceinline__ uint4 operand(const float (&value)[4], int part) {
         return make_uint4(tf32(value[0], part), tf32(value[1], part), tf32(value[2], part), tf32(value[3], part));
     }
@@ -54,7 +55,7 @@ struct WgmmaFilters {
     }
 
 #ifndef __CUDACC_RTC__
-    // Packs all filters. `steps`: of all channels.
+    // Packs all filters. `steps`: the steps of all channels.
     static cudaError_t launch(const Conv2dProblem& problem, int64_t steps, const Element* w, uint4* packed,
                               cudaStream_t stream);
 #endif

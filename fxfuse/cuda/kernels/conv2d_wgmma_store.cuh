@@ -1,5 +1,5 @@
-// How the results of Hopper's convolution (conv2d_wgmma.cuh) leave: each warp stores its 16 filters of its segments by
-// itself, 8 filters at a time, through shared memory, since rows of NCHW may start at any element.
+// The store of Hopper's convolution (conv2d_wgmma.cuh). Each warp stores its 16 filters of its segments by itself, 8
+// filters at a time. They go through shared memory, because rows of NCHW may start at any element.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +20,28 @@ struct If<false, Then, Else> {
     using Type = Else;
 };
 
-// It is made before the sums are complete, so that operands are there by then.
+// One warp's store of a tile. It is made before the sums are complete, so that operands have arrived by then.
 template <class Config, class Output, class Epilogue>
 class WgmmaStore {
     using Tile = WgmmaTile<Config>;
     static constexpr int kFilters = Config::kSliceFilters, kSlices = 2 * Config::kGroupSegments;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
-    // Of half the filters in a segment, a slice, a part at a time: its values have registers beside all sums.
+    // Half the filters of a segment are a slice. It is stored a part at a time: beside all sums, only a part's values
+    // have registers. Lane 4g + t has 8 values of a part: filter g's positions 2t, 2t + 1, 2t + 8, 2t + 9, …, 2t + 25.
+    //
+    //   position           0        32       64       96     127
+    //   filters 0 to 7     | part 0 | part 1 | part 2 | part 3 |    a slice
+    //   filters 8 to 15    | part 0 | part 1 | part 2 | part 3 |    a slice
     static constexpr int kParts = 4, kPart = Config::kSegment / kParts, kValues = kPart / 4;
-    // Whether results are staged, or sums: where operands vary along columns, they are read along columns.
+    // Whether results are staged, or sums. Where operands vary along columns, sums are: so operands are read along
+    // columns.
     static constexpr bool kStagesResults = !Epilogue::kVariesAlongCols;
     using Staged = typename If<kStagesResults, Output, float>::Type;
     using Values = typename Epilogue::template Values<kValues, Position>;
-    static constexpr int kStagedVector = kStagesResults ? kVector : 4;  // elements that are aligned as in memory
+    static constexpr int kStagedVector = kStagesResults ? kVector : 4;  // a staged row starts as in memory, modulo it
     static constexpr bool kSamePlace = Epilogue::kColumns % kVector == 0;  // whether planes are multiples of 16 bytes
-    // Whether both segments' results are staged together, since they follow one another in memory: it is written in
-    // sectors of 32 bytes, and of one that is written in part the rest is read first.
+    // Whether both segments' results are staged together where they are adjacent in memory. Memory is written in
+    // sectors of 32 bytes; if a sector is written only in part, its rest is read first.
     static constexpr int kBoth = Config::kGroupSegments * Config::kSegment;
     static constexpr bool kStagesBoth = kStagesResults && Config::kStagedSegments == Config::kGroupSegments;
     static constexpr int kPitch = (kStagesBoth ? kBoth : Config::kSegment) + 8;
@@ -43,16 +49,16 @@ class WgmmaStore {
 
     const WgmmaCut& cut_;
     int row_, col_, image_;
-    int channel_, filters_;  // the first, and how many there are
+    int channel_, filters_;  // the warp's first, and how many there are from it on
     Values operands_[2];     // of the lane's filter in either half, if results are staged
 
-    // Part of 8 filters' planes: rows of the output or a part of one.
+    // A segment's part of 8 filters' planes: rows of the output, or a part of one row.
     struct Span {
         int rows, cols, pixel;
         Output* to;
 
         __device__ __forceinline__ int length() const { return rows * cols; }
-        // Elements from the last multiple of `unit` of them in memory to the span in the index-th filter's plane.
+        // The misalignment of the span in the index-th filter's plane: its address in elements, modulo `unit`.
         __device__ __forceinline__ int late(const WgmmaCut& cut, int index, int unit) const {
             const uint32_t planes = kSamePlace ? 0 : index * static_cast<uint32_t>(cut.plane);
             const uint32_t place = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Output));
@@ -77,7 +83,7 @@ public:
         }
     }
 
-    // `memory`: the warp's own. `first_segment`: of the tile's.
+    // Stores all the warp's results. `memory`: the warp's own. `first_segment`: the warp's first, among the tile's.
     __device__ __forceinline__ void all(const Sum& sum, int first_segment, float* memory, Output* out,
                                         const Epilogue& epilogue) const {
         Staged* staged = reinterpret_cast<Staged*>(memory);
@@ -94,7 +100,7 @@ public:
     }
 
 private:
-    // Where neighbours can be stored two at a time. In a row: without moves, and with the registers of what is stored.
+    // Stores neighbours two at a time. It is unrolled: without moves, and with the registers of sums already stored.
     __device__ __forceinline__ void store_pairs(Span first, Span second, int lane, const Sum& sum, Staged* staged,
                                                 const Epilogue& epilogue) const {
 #pragma unroll
@@ -106,8 +112,9 @@ private:
                 if (segment > 0) row = kStagesBoth ? row + first.length() : staged_row(span, lane, staged) + lane % 4 * 2;
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
-                    // At first because everyone has read what was here, or staged what is overwritten; then because the
-                    // parts' values do not all have registers.
+                    // Before part 0: all lanes have read the previous slice, or staged what segment 1 overwrites (the
+                    // end of segment 0). Before the others: so that the compiler does not compute several parts at
+                    // once, for which there are no registers.
                     __syncwarp();
                     float value[kValues];
 #pragma unroll
@@ -131,7 +138,7 @@ private:
         }
     }
 
-    // Any widths, several rows of the output in a segment, and operands along columns.
+    // Stores all other cases: any width, several output rows in a segment, operands along columns.
     __device__ __forceinline__ void store(int first_segment, int lane, const Sum& sum, Staged* staged, Output* out,
                                           const Epilogue& epilogue) const {
 #pragma unroll 1
@@ -146,7 +153,7 @@ private:
                     if (half == 1) operands = operands_[1];
                 }
                 Staged* row = staged_row(span, lane, staged);
-                __syncwarp();  // everyone has read the slice before
+                __syncwarp();  // all lanes have read the previous slice
 #pragma unroll 1
                 for (int part = 0; part < kParts; ++part) {
                     float value[kValues];
@@ -165,14 +172,14 @@ private:
         }
     }
 
-    // Of the first of the warp's filters.
+    // A segment's span in the plane of the warp's first filter.
     __device__ __forceinline__ Span span_of(int segment, Output* out) const {
         const WgmmaSegment at(cut_, segment);
         const int row = row_ + at.row, col = col_ + at.col;
         Span span;
-        // A row may have fewer segments than a tile.
+        // Segments below the tile's last row are empty: a row may have fewer segments than a tile.
         span.rows = at.row < cut_.tile_rows ? max(min(cut_.segment_rows, cut_.out_height - row), 0) : 0;
-        span.cols = max(min(Config::kSegment, cut_.out_width - col), 0);  // narrower than a segment if that has many rows
+        span.cols = max(min(Config::kSegment, cut_.out_width - col), 0);  // less than a segment that has several rows
         span.pixel = row * cut_.out_width + col;
         span.to = out + ((image_ * static_cast<int64_t>(cut_.out_channels) + channel_) * cut_.plane + span.pixel);
         return span;
@@ -183,7 +190,7 @@ private:
         return staged + lane / 4 * kPitch + span.late(cut_, lane / 4, kStagedVector);
     }
 
-    // A part of a slice's sums. Registers cannot be indexed, so each part has its own code.
+    // Takes the index-th part of all slices' sums. Registers cannot be indexed, so each part has its own code.
     template <int kIndex = 0>
     static __device__ __forceinline__ void take(float (&value)[kValues], const Sum& sum, int index) {
         if constexpr (kIndex < kSlices * kParts) {
@@ -196,10 +203,10 @@ private:
         }
     }
 
-    // Stages a lane's pairs of values, 8 positions apart from `first` on, in its filter's row.
+    // Stages a lane's values in its filter's row: pairs at positions `first`, `first` + 8, …
     __device__ __forceinline__ void put(const Span& span, const float (&value)[kValues], int first, Staged* row) const {
-        if (cut_.segment_rows > 1) {  // only what exists may be staged
-            const int multiplier = 65536 / cut_.pitch + 1;  // divides what is less than 128
+        if (cut_.segment_rows > 1) {  // only positions that exist may be staged
+            const int multiplier = 65536 / cut_.pitch + 1;  // divides numbers below 128
             const auto put_inside = [&](int position, auto put_at) {
                 const int y = position * multiplier >> 16, x = position - y * cut_.pitch;
                 if (x < span.cols && y < span.rows) put_at(row + y * span.cols + x);
@@ -232,26 +239,26 @@ private:
         *reinterpret_cast<uint32_t*>(to) = pack_two<Half>(first, second);
     }
 
-    // Copies `length` <= kRun results of each filter to memory: what is aligned in pieces of 16 bytes, a lane each, then
-    // up to 15 bytes at either end.
+    // Copies `length` <= kRun results of each filter to memory: first the aligned pieces of 16 bytes, one per lane,
+    // then up to 15 bytes at either end.
     template <int kRun, bool kPairs>
     __device__ __forceinline__ void send_results(const Span& span, int length, int half, const Output* staged,
                                                  int lane) const {
         constexpr int kPieces = kRun / kVector, kLanes = kPieces < 32 ? kPieces : 32, kPasses = kPieces / kLanes;
         constexpr int kAtOnce = 32 / kLanes, kTimes = kFilters / kAtOnce * kPasses;
-        constexpr int kTogether = 2, kSize = static_cast<int>(sizeof(Output));  // pieces that have registers
+        constexpr int kTogether = 2, kSize = static_cast<int>(sizeof(Output));  // kTogether: pieces in registers
         const auto late = [&](int row) { return span.late(cut_, row, kVector); };
         const auto head = [&](int row) { return -late(row) & (kVector - 1); };
         const int filters = filters_ - half * kFilters;
         const int first = lane / kLanes, nth = lane % kLanes * kVector + (kSamePlace ? head(0) : 0);
-        // As a number: of pointers, compilers would compute each anew.
+        // An integer: if these were pointers, compilers would compute each anew.
         uint64_t to = reinterpret_cast<uint64_t>(span.to + first * cut_.plane + nth);
         const uint64_t step = kAtOnce * cut_.plane * kSize;
         const uint32_t from = ptx::shared_address(staged + first * kPitch + nth) + (kSamePlace ? late(0) * kSize : 0);
 #pragma unroll
         for (int time = 0; time < kTimes; time += kTogether) {
             uint4 piece[kTogether];
-            int more[kTogether];  // where planes start at other places
+            int more[kTogether];  // head(), where it differs between planes
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 const int row = (time + i) / kPasses * kAtOnce, col = (time + i) % kPasses * kLanes * kVector;
@@ -285,11 +292,12 @@ private:
         }
     }
 
-    // Applies the epilogue to runs of sums and stores them, as above.
+    // Applies the epilogue to runs of staged sums and stores the results: aligned pieces, then both ends, as above.
     __device__ __forceinline__ void send_sums(const Span& span, int half, const float* staged, int lane,
                                               const Epilogue& epilogue) const {
         constexpr int kLanes = Config::kSegment / kVector, kAtOnce = 32 / kLanes;
-        // Where planes of the output are multiples of 16 bytes, so are columns of runs; where not, operands may be.
+        // Where planes of the output are multiples of 16 bytes, runs start at such columns, too. Elsewhere an operand
+        // may still be aligned: its load looks at the address.
         constexpr Runs kRuns = kSamePlace ? Runs::kWhole : Runs::kAnywhere;
         const int length = span.length(), channel = channel_ + half * kFilters;
         const int filters = min(kFilters, filters_ - half * kFilters);

@@ -1,9 +1,9 @@
 // Depthwise convolution of any kind: every output channel has one input channel (groups = channels, any multiplier),
-// filters of any size, any stride, dilation and padding, x with any strides. depthwise_tile.cuh and depthwise_nhwc.cuh
-// have the common ones.
+// filters of any size, any stride, dilation and padding, x with any strides. The common kinds have kernels of their
+// own: depthwise_tile.cuh and depthwise_nhwc.cuh.
 //
-// A thread computes a run of outputs adjacent in memory, 4 bytes, so that a warp writes 128 bytes at once. What
-// neighbouring threads share of x they find in L1.
+// A thread computes a run of outputs adjacent in memory, 4 bytes, so that a warp writes 128 bytes at once. Neighbouring
+// threads find the elements of x that they share in L1.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     FXFUSE_DEVICE_PASS(Kernel::run(problem, x, w, out, epilogue));
 }
 
-// kNhwc: whether out is NHWC, else NCHW. Runs are along the channels or along the columns.
+// kNhwc: whether out is NHWC, with runs along the channels; else it is NCHW, with runs along the columns.
 template <class Element_, bool kNhwc, class Output_, class Epilogue_>
 struct Depthwise {
     using Element = Element_;
@@ -75,7 +75,8 @@ struct Depthwise {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Outputs in mixed radix, runs of them running fastest: (column, row, channel) or (channel, column, row).
+    // A thread's index counts outputs in mixed radix, fastest first: NCHW (run of columns, row, channel, image), NHWC
+    // (run of channels, column, row, image).
     static __host__ __device__ int64_t fast_extent(const Problem& problem) {
         return kNhwc ? problem.out_channels : problem.out_width;
     }

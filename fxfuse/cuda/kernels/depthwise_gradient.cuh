@@ -2,18 +2,19 @@
 //
 //   out[c, r, s] = epilogue(sum over n, p, q of dy[n, p, q, c] * x[n, p * stride + r - pad_h, q * stride + s - pad_w, c])
 //
-// Every output is a sum over all images, so that threads have channels and share the images. A thread walks along kRows
-// rows of dy, of one channel, with all sums of that channel and the window of x that dy's elements meet in registers: a
-// column of the window is read once for every step, the others move on in a ring.
+// Every output is a sum over all images. So a thread has one channel, and threads share the images. A thread walks
+// along kRows rows of dy. In registers it has all sums of its channel, and the window of x that is multiplied by dy's
+// elements. Each step reads kStride new columns of the window; the others stay where they are, in a ring.
 //
 //            kStride new columns                  q = 0: columns 0 1 2      ring of kKernel = 3, kStride = 1:
 //                 v                               q = 1: columns 1 2 3      column 3 lies where 0 was
 //   x   . . [ . . . ] . .   kWindow rows
 //   dy        [ . ]         kRows rows
 //
-// Neighbouring threads have neighbouring channels. A block's warps have one tile of kWarp channels and take row after row
-// in turns, so that what rows of dy share of x comes from the cache; of large filters a warp has some rows only, a part,
-// and another one the others. Sums of blocks meet in the workspace (split_k.cuh).
+// Neighbouring threads have neighbouring channels. A block's warps share one tile of kWarp channels and take strips of
+// kRows rows in turns, so that rows of x which several rows of dy need come from the cache. Large filters are divided
+// into parts of kHeight rows: a warp has one part, and other warps have the others. Blocks add up their sums through
+// the workspace (split_k.cuh).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@
 
 namespace fxfuse {
 
-// In elements. `splits`: blocks that share a tile of channels.
+// Sizes, and strides in elements. `splits`: blocks that share a tile of channels.
 struct DepthwiseGradientProblem {
     int64_t images, channels, height, width, out_height, out_width, pad_h, pad_w;
     int64_t x_image, x_row, x_col, dy_image, dy_row, dy_col;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     FXFUSE_DEVICE_PASS(Kernel::run(problem, dy, x, out, workspace, epilogue));
 }
 
-// kRows: rows of dy that a thread takes at a time. kHeight: rows of the filter that it has.
+// kRows: rows of dy that a thread takes at a time. kHeight: rows of the filter that a thread has.
 template <class Element_, class Output_, class Epilogue_, int kKernel, int kStride, int kRows, int kHeight>
 struct DepthwiseGradient {
     using Element = Element_;
@@ -75,7 +76,7 @@ struct DepthwiseGradient {
             add_strip(sum, problem, x + image * problem.x_image + channel,
                       dy + image * problem.dy_image + top * problem.dy_row + channel, top, part * kHeight);
         }
-        // Half of the warps' sums go to the other half, again and again.
+        // Tree: half of the warps hand their sums to the other half, until kParts warps are left.
 #pragma unroll
         for (int half = kWarps / 2; half >= kParts; half /= 2) {
             if (warp >= half && warp < 2 * half) {
@@ -104,7 +105,7 @@ struct DepthwiseGradient {
         const bool last = thread == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
         if (!__syncthreads_or(last)) return;
         __threadfence();
-        constexpr int kTogether = 8;  // reads that are under way
+        constexpr int kTogether = 8;  // reads in flight
         for (int index = thread; index < kPart; index += kThreads) {
             float all = 0.0f;
 #pragma unroll kTogether
@@ -125,7 +126,7 @@ struct DepthwiseGradient {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Of those that a thread has.
+    // Calls function(r, s) for each tap that a thread has.
     template <class Function>
     static __device__ __forceinline__ void for_each_tap(Function function) {
 #pragma unroll
@@ -143,8 +144,8 @@ private:
         out[channel * kTaps + tap] = from_float<Output>(one[0]);
     }
 
-    // Adds what kRows rows of dy, from `top` on, come to, for rows of the filter from `skipped` on. x and dy: where the
-    // image and the first of these rows begin.
+    // Adds the products of kRows rows of dy, from `top` on, to the sums of the filter's rows from `skipped` on. x is
+    // where the image begins, dy where the first of these rows begins.
     static __device__ __forceinline__ void add_strip(float (&sum)[kHeight][kKernel], const Problem& problem,
                                                      const Element* x, const Element* dy, int top, int skipped) {
         const int height = static_cast<int>(problem.height), width = static_cast<int>(problem.width);
@@ -177,7 +178,7 @@ private:
             read_column(col, column);
             put(col, column);
         }
-        // What a step takes is read while the one before it is multiplied.
+        // A step's values are read while the previous step multiplies.
         float next[kStride][kWindow], next_dy[kRows];
         const auto read = [&](int q) {
 #pragma unroll
@@ -190,7 +191,7 @@ private:
 #pragma unroll
             for (int step = 0; step < kKernel; ++step) {
                 const int q = begin + step;
-                if (q >= cols) break;  // no product with what is no element of dy: x may be infinite
+                if (q >= cols) break;  // beyond dy there is no product, not even with zero: x may be infinite
                 float of_dy[kRows];
 #pragma unroll
                 for (int i = 0; i < kStride; ++i) put((step * kStride + kKernel - kStride + i) % kKernel, next[i]);

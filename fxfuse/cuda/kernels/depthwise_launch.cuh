@@ -1,4 +1,4 @@
-// The kernel of depthwise convolutions that are cut into tiles on the host (depthwise_tile.cuh, and those that
+// The kernel of depthwise convolutions that the host cuts into tiles (depthwise_tile.cuh, and those that
 // depthwise_ring.cuh launches), and its launch.
 #pragma once
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::Config::kBlo
 }
 
 #ifndef __CUDACC_RTC__
-// By blocks of so many threads, one for each of tiles.count, which have tiles.bytes of shared memory.
+// Launches tiles.count blocks of `threads` threads, each with tiles.bytes bytes of shared memory.
 template <class Kernel>
 cudaError_t launch_depthwise_tiles(const Conv2dProblem& problem, const typename Kernel::Tiles& tiles, int threads,
                                    const uint64_t* pointers, const typename Kernel::Epilogue& epilogue,

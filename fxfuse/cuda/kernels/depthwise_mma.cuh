@@ -2,17 +2,30 @@
 // size is known at compile time.
 //
 // On ordinary cores the number of instructions is the limit: one for each tap of each output, one for each element that
-// must become a float. Here a filter's row is a band matrix: with pixels side by side as K and outputs side by side as
-// N, B[k, n] is tap k - n. Two channels, which lie in one register, share a product: K is 8 pixels of both, N 4 outputs
-// of both, and what would mix them is zero. Rows of A are runs of 4 outputs. So A's fragments are x as it lies in
-// shared memory, and a thread has neighbouring channels of D's pixels. 7x7 takes half a product more, 4 pixels.
+// must become a float. Here a filter row is a band matrix B: K is neighbouring pixels, N is neighbouring outputs, and
+// B[k, n] is tap k - n. Two channels lie in one register and share a product: K is 8 pixels of both, N is 4 outputs of
+// both, and entries that would mix the channels are zero. A row of A belongs to a run of 4 outputs:
 //
-// An infinity or NaN times those zeros would be NaN in other outputs. So what may have met one is computed again,
-// without tensor cores.
+//   A[run, 2p + c]     pixel p of x under the run, channel c        B[2p + c, 2v + c] for a filter row w0 w1 w2:
+//   B[2p + c, 2v + c]  tap p - v of channel c
+//   D[run, 2v + c]     output v of the run, channel c                        v = 0   1   2   3
+//                                                                   p = 0       w0   .   .   .
+//                                                                       1       w1  w0   .   .
+//                                                                       2       w2  w1  w0   .
+//                                                                       3        .  w2  w1  w0
+//                                                                       4        .   .  w2  w1
+//                                                                       5        .   .   .  w2
+//                                                                    6, 7        .   .   .   .
 //
-// Otherwise as in depthwise_nhwc.cuh: a block walks down its columns, rows of x come through a ring in shared memory,
-// and a sum moves on to its next row of the filter by being the addend of that row's first product. Results leave by
-// way of shared memory, too, because a warp has only a part of what memory takes of each pixel at once.
+// So x in shared memory already has the order of A's fragments, and a thread has neighbouring channels of D's pixels. A
+// 7x7 filter takes half a product (4 pixels) more.
+//
+// An infinity or NaN in x, times those zeros, makes other outputs NaN. So a thread with an infinity or NaN among its
+// sums computes all its outputs again, without tensor cores.
+//
+// The rest is as in depthwise_nhwc.cuh: a block walks down its columns, rows of x come through a ring in shared memory,
+// and a sum moves on to the next filter row as the addend of that row's first product. Results leave through shared
+// memory, too, because a warp has only some of the channels that memory takes of a pixel at once.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +45,9 @@ struct DepthwiseMmaConfig {
     using Element = typename Mma::Element;
     static constexpr int kKernel = kKernel_;
     static constexpr int kStages = 4;                    // rows of x in the ring
-    static constexpr int kPairs = kKernel == 7 ? 2 : 4;  // of channels that a warp has
+    static constexpr int kPairs = kKernel == 7 ? 2 : 4;  // of channels, in a warp
     static constexpr int kThreads = 128;
-    // So many fit a multiprocessor: what filter, sums and a row take of registers allows no more without spills.
+    // Per multiprocessor: the registers for filter, sums and a row of x allow no more without spills.
     static constexpr int kBlocks = kKernel == 3 ? 4 : 3;
     static_assert(kKernel % 2 == 1 && sizeof(Element) == 2);
 };
@@ -54,27 +67,27 @@ struct DepthwiseMma {
     static constexpr int kElement = static_cast<int>(sizeof(Element)), kOutput = static_cast<int>(sizeof(Output));
     static constexpr int kPiece = 16;                      // bytes of a copy
     static constexpr int kGroup = 2 * kPairs;              // channels of a warp
-    static constexpr int kChunk = kThreads / 32 * kGroup;  // of a tile
-    static constexpr int kRun = 4;                         // columns of outputs side by side, a row of A
+    static constexpr int kChunk = kThreads / 32 * kGroup;  // channels of a tile
+    static constexpr int kRun = 4;                         // neighbouring output columns: a row of A
     static constexpr int kRuns = kMmaM, kPixels = kRuns * kRun;  // of a tile's row, at most
-    static constexpr int kQuads = (kRun - 1 + kKernel + 3) / 4;  // of pixels of x that a run takes
-    // A pixel of x in shared memory, in pieces.
+    static constexpr int kQuads = (kRun - 1 + kKernel + 3) / 4;  // of pixels of x that a run reads
+    // Pieces of a pixel of x in shared memory.
     static constexpr int kInPieces = kChunk * kElement / kPiece;
-    // Copies of a thread for a row, at most: what a tile of images takes that have two runs each.
+    // Most copies that a thread makes for a row: in a tile of kRuns / 2 images with two runs each.
     static constexpr int kCopies = kRuns / 2 * (kRun + kQuads * 4) * kInPieces / kThreads;
-    // Results in shared memory: a pixel, the next one, in other banks, and a row.
+    // Results in shared memory: bytes of a pixel, bytes from it to the next (in other banks), bytes of a row.
     static constexpr int kPixelBytes = kChunk * kOutput, kPixelPitch = kPixelBytes + kPiece;
     static constexpr int kRowBytes = kPixels * kPixelPitch;
     static constexpr int kPixelPieces = kPixelBytes / kPiece, kPixelStep = kThreads / kPixelPieces;
     static constexpr int kCarried = kPixels * kPixelBytes / (kPiece * kThreads);  // pieces that a thread stores
     static_assert(kCopies > 0 && kCarried > 0 && kThreads / kInPieces % 8 == 0);
 
-    // A tile is kChunk channels of a rectangle of outputs, of several images where a row has few runs.
+    // A tile is kChunk channels of a rectangle of outputs, in several images if an output row has few runs.
     struct Tiles {
         FastDivisor chunks, tiles_x, bands, part_runs, part_cols;
         int parts, rows;              // of a tile: images, rows
-        int row_bytes;                // of the ring
-        int x_at, results_at, bytes;  // in shared memory, behind the filters: the ring, and two rows of results
+        int row_bytes;                // of a row of the ring
+        int x_at, results_at, bytes;  // in shared memory, after the filters: the ring, two rows of results, the end
         int64_t count;
 
         Tiles(const Problem& problem, int multiprocessors) {
@@ -120,8 +133,8 @@ struct DepthwiseMma {
         const int thread = static_cast<int>(threadIdx.x);
         const int height = static_cast<int>(problem.height), out_height = static_cast<int>(problem.out_height);
 
-        // A step reads a row of x, begins an output row and completes another. Steps whose rows are above the image are
-        // left out, and those whose rows are below it only complete.
+        // A step reads a row of x, begins one output row and completes another. Steps whose row of x is above the image
+        // are left out; steps whose row of x is below it only complete.
         const int above = corner.top - static_cast<int>(problem.pad_h);
         const int steps = min(tiles.rows, out_height - corner.top) + kKernel - 1;
         const int begin = max(-above, 0), end = min(steps, height - above);
@@ -147,11 +160,11 @@ struct DepthwiseMma {
         uint32_t filter[kKernel][kPairs][kQuads];
         read_filter(filter, reinterpret_cast<const Element*>(shared), thread);
 
-        float sum[kKernel][kPairs][4] = {};  // of the output row that the step begins, the one above it, …
+        float sum[kKernel][kPairs][4] = {};  // of the output row that the step begins, of the one above, …
         const Source source(tiles, shared + tiles.x_at, thread);
         const int64_t out_row_bytes = problem.out_width * problem.channels * kOutput;
         uint32_t ring_row = 0;
-        int row = corner.top + begin - (kKernel - 1);  // which the step completes
+        int row = corner.top + begin - (kKernel - 1);  // the output row that the step completes
         const auto complete = [&] {
             if (row >= corner.top) results.complete(problem, epilogue, columns, sum[kKernel - 1], row);
             ++row;
@@ -176,7 +189,7 @@ struct DepthwiseMma {
         }
         __syncthreads();
         results.store(out_row_bytes);
-        __syncthreads();  // all others have stored what is stored again
+        __syncthreads();  // other threads' stores come before those of compute_again()
         if (results.poison != results.poison) compute_again(problem, tiles, x, w, out, epilogue);
     }
 
@@ -218,7 +231,7 @@ private:
         }
     };
 
-    // What a thread has of a warp's results, with g = lane / 4 and t = lane % 4: all channels, of pixel t in runs g and
+    // A thread's share of a warp's results, with g = lane / 4 and t = lane % 4: all channels of pixel t in runs g and
     // g + 8.
     static __device__ __forceinline__ int channel_of(int thread) { return thread / 32 * kGroup; }
     static __device__ __forceinline__ int run_of(int thread, int half) { return half * 8 + thread % 32 / 4; }
@@ -226,13 +239,13 @@ private:
         return run_of(thread, half) * kRun + thread % 4;
     }
 
-    // What a thread copies of every row: pieces of a pixel's channels, the same of all rows.
+    // A thread's copies of every row: pieces of pixels' channels, at the same places in all rows.
     struct Copier {
-        const unsigned char* from;  // the tile's first pixel, of the next row
-        uint32_t offset[kCopies];   // bytes from it
-        uint32_t to;                // the first piece
+        const unsigned char* from;  // the tile's first pixel in the next row
+        uint32_t offset[kCopies];   // bytes from there
+        uint32_t to;                // the first piece, in the ring's first row
         bool mine[kCopies], exists[kCopies];
-        uint32_t row;               // of the ring
+        uint32_t row;               // of the ring, in bytes from its first
 
         __device__ __forceinline__ Copier(const Problem& problem, const Tiles& tiles, unsigned char* ring,
                                           const Element* x, const Corner& corner, int top)
@@ -257,11 +270,11 @@ private:
             to = ptx::shared_address(ring) + place(static_cast<int>(threadIdx.x) / kInPieces, piece);
         }
 
-        // The next row, with zeros for what is outside the image.
+        // Copies the next row. Columns, channels and images that do not exist become zeros.
         __device__ __forceinline__ void copy_row(const Problem& problem, const Tiles& tiles) {
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
-                const uint32_t piece = to + row + i * (kThreads * kPiece);  // as place() has it
+                const uint32_t piece = to + row + i * (kThreads * kPiece);  // as place() computes it
                 if (mine[i]) ptx::cp_async_16(piece, from + offset[i], exists[i] ? kPiece : 0);
             }
             from += problem.x_row * kElement;
@@ -269,29 +282,34 @@ private:
         }
     };
 
-    // From one row of the ring to the next, in bytes from the first.
+    // The row of the ring after `row`, both in bytes from the first.
     static __device__ __forceinline__ uint32_t next_row(const Tiles& tiles, uint32_t row) {
         const uint32_t row_bytes = tiles.row_bytes;
         return row == (kStages - 1) * row_bytes ? 0 : row + row_bytes;
     }
 
-    // Where a piece of a pixel is in a row of the ring, in bytes: the pieces of a pixel are side by side, and the same
-    // piece of 8 neighbouring pixels is in different banks.
+    // Where a piece of a pixel is in a row of the ring, in bytes. The pieces of a pixel are side by side, and the same
+    // piece of 8 neighbouring pixels is in different banks. With kInPieces = 4, 128 bytes hold the pieces
+    //
+    //   of pixels 0, 1    0 1 2 3   0 1 2 3
+    //             2, 3    1 0 3 2   1 0 3 2
+    //             4, 5    2 3 0 1   2 3 0 1
+    //             6, 7    3 2 1 0   3 2 1 0
     static __device__ __forceinline__ uint32_t place(int pixel, int piece) {
         return (pixel * kInPieces + (piece ^ pixel * kInPieces / 8 % kInPieces)) * kPiece;
     }
 
-    // Where a thread finds its part of A: a warp's channels of pixels t, t + 4, … of its two runs, with t = lane % 4.
+    // Where a thread reads its part of A: the warp's channels of pixels t, t + 4, … of two runs, with t = lane % 4.
     struct Source {
         const unsigned char* quad[2][2];  // of run g and of run g + 8: the first quad of pixels and the second
-        uint32_t zero;                    // which the assembler does not know
+        uint32_t zero;                    // 0, but ptxas does not know
 
         __device__ __forceinline__ Source(const Tiles& tiles, const unsigned char* ring, int thread) {
             const int bytes = channel_of(thread) * kElement;
             zero = ptx::read_zero();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // Runs that do not exist read another.
+                // For a run that does not exist, the last one is read.
                 uint32_t part = min(run_of(thread, i / 2), tiles.parts * tiles.runs() - 1);
                 const int run = static_cast<int>(tiles.part_runs.take(part));
                 const int col = run * kRun + i % 2 * 4 + thread % 4;
@@ -300,7 +318,8 @@ private:
             }
         }
 
-        // The channels of a pixel of quad `index`, two in a register. Every other quad lies at a fixed distance.
+        // Loads the channels of the thread's pixel in quad `index`, two per register. From a quad to the next but one
+        // the distance is fixed.
         __device__ __forceinline__ void load(uint32_t (&pairs)[kPairs], int half, int index, uint32_t row) const {
             const unsigned char* from = quad[half][index % 2] + row + index / 2 * (8 * kInPieces * kPiece);
             using Whole = Word<kPairs * 4>;
@@ -308,15 +327,15 @@ private:
         }
     };
 
-    // A thread's part of the output: what it completes, and what it carries from shared memory.
+    // A thread's part of the output: the sums that it completes, and the pieces that it stores from shared memory.
     struct Results {
         int channel;
         Pixel pixel[2];
         unsigned char *to, *from;  // in the first of two rows: where it writes, and the first piece that it reads
         int row;                   // bytes from the first row to the one that is written next
         bool exists[kCarried];
-        unsigned char* destination;  // the tile's first pixel, of the next row
-        uint32_t offset[kCarried];   // bytes from it
+        unsigned char* destination;  // the tile's first pixel in the next row
+        uint32_t offset[kCarried];   // bytes from there
         float poison;                // NaN once a sum was infinite or NaN
 
         __device__ __forceinline__ Results(const Problem& problem, const Tiles& tiles, unsigned char* rows, Output* out,
@@ -341,7 +360,7 @@ private:
             }
         }
 
-        // Finishes a row and writes it to shared memory.
+        // Applies the epilogue to a row of sums and writes the results to shared memory.
         __device__ __forceinline__ void complete(
             const Problem& problem, const Epilogue& epilogue,
             const typename Epilogue::template ColumnValues<kGroup, Position>& columns, const float (&sum)[kPairs][4],
@@ -353,7 +372,7 @@ private:
                 for (int j = 0; j < kPairs; ++j) {
                     value[2 * j] = sum[j][2 * i];
                     value[2 * j + 1] = sum[j][2 * i + 1];
-                    poison = fmaf(value[2 * j], 0.0f, poison);  // if only the other is infinite, this one is NaN
+                    poison = fmaf(value[2 * j], 0.0f, poison);  // an infinite x of the other channel is NaN here
                 }
                 const int64_t at = static_cast<int64_t>(out_row) * problem.out_width + pixel[i].col;
                 epilogue.apply(value, columns, epilogue.template load_rows<Runs::kWhole, kGroup>(
@@ -365,7 +384,7 @@ private:
             row = kRowBytes - row;
         }
 
-        // Carries the row that all threads have written to its place.
+        // Stores the row that all threads have written to shared memory.
         __device__ __forceinline__ void store(int64_t row_bytes) {
 #pragma unroll
             for (int i = 0; i < kCarried; ++i) {
@@ -378,8 +397,8 @@ private:
         }
     };
 
-    // What this thread has of the tile, without tensor cores. Seldom needed: so indices are read anew, and nothing is
-    // kept in registers for it.
+    // Computes this thread's outputs of the tile without tensor cores. This is rare: so indices are read anew, and
+    // nothing is kept in registers for it.
     static __device__ __forceinline__ void compute_again(const Problem& problem, const Tiles& tiles, const Element* x,
                                                          const Element* w, Output* out, const Epilogue& epilogue) {
         const int thread = static_cast<int>(ptx::read_thread_index());
@@ -411,7 +430,7 @@ private:
         }
     }
 
-    // Adds what a row of x contributes to the output rows that it is part of.
+    // Adds the products of a row of x to the sums of all output rows that read it.
     static __device__ __forceinline__ void multiply_row(const uint32_t (&filter)[kKernel][kPairs][kQuads],
                                                         const Source& source, uint32_t row,
                                                         float (&sum)[kKernel][kPairs][4]) {
@@ -420,8 +439,8 @@ private:
         for (int i = 0; i < 2 * kQuads; ++i) {
             alignas(16) uint32_t pairs[kPairs];
             source.load(pairs, i % 2, i / 2, row);
-            // A load fills registers that follow each other with different pairs, a product takes those of one pair.
-            // Without an operation between them ptxas moves them anew for every product.
+            // A load fills consecutive registers with different pairs; a product takes registers of one pair. Without
+            // an operation in between, ptxas moves the registers anew for every product.
 #pragma unroll
             for (int j = 0; j < kPairs; ++j) pixels[j][i / 2][i % 2] = pairs[j] ^ source.zero;
         }
@@ -444,8 +463,8 @@ private:
         }
     }
 
-    // Fragments of B, whose column 2v + c is output v of a pair's channel c: pixel k's register has tap k - v of it in
-    // half c, and zero in the other.
+    // Reads the fragments of B. Column 2v + c is output v of a pair's channel c: there the register of pixel p has tap
+    // p - v of this channel in half c, and zero in the other half.
     static __device__ __forceinline__ void read_filter(uint32_t (&filter)[kKernel][kPairs][kQuads],
                                                        const Element* filters, int thread) {
         const int lane = thread % 32, channel = lane / 4 % 2, tap = lane % 4 - lane / 8;

@@ -1,10 +1,10 @@
 // Depthwise convolution on channels_last with a square filter whose size and stride are known at compile time.
 //
 // Memory is the limit, and close behind it the number of instructions. So x comes to a multiprocessor once, in copies
-// of 16 bytes into a ring of rows in shared memory, which are under way while earlier rows are multiplied. A thread
-// walks down kCols columns of one channel: it reads every row of its window once, and has the filter and the sums of
-// all output rows that a row contributes to in registers. A sum moves on to its next row of the filter by being the
-// addend of that row's first product, which costs no instruction. Neighbouring threads have neighbouring channels.
+// of 16 bytes into a ring of rows in shared memory; they are under way while earlier rows are multiplied. A thread
+// walks down kCols columns of one channel. It reads every row of its window once. Its registers hold the filter and the
+// sums of all output rows that a row contributes to. A sum moves on to the filter's next row as the addend of that
+// row's first product, which costs no instruction. Neighbouring threads have neighbouring channels.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ struct DepthwiseNhwcConfig {
     using Element = Element_;
     static constexpr int kKernel = kKernel_, kStride = kStride_;
     static constexpr int kCols = 7;  // of outputs, for a thread: sides of 7, 14, 28, 56 and 112 are common
-    // Of the ring, kStride rows of x each. Where memory is the only limit, three are better than four.
+    // Stages of the ring, kStride rows of x each. Where memory is the only limit, three are better than four.
     static constexpr int kStages = kStride == 2 || (kKernel == 3 && sizeof(Element) == 4) ? 3 : 4;
     static constexpr int kThreads = 128;  // of a block, at most
-    // So many fit a multiprocessor: what filter, sums and a row take of registers allows no more without spills.
+    // Blocks per multiprocessor. With more, the registers of the filter, the sums and a row would spill.
     static constexpr int kBlocks = (kKernel == 7 ? 3 : kKernel == 5 ? 5 : 6) + (kKernel > 3 && kStride == 2);
     static_assert(kKernel % 2 == 1, "filters of an odd size are read from shared memory without conflicts");
 };
@@ -45,16 +45,16 @@ struct DepthwiseNhwc {
     static constexpr int kCopies = kChunk / kRun;  // of a pixel
     static constexpr int kInCols = (kCols - 1) * kStride + kKernel;
     static constexpr int kOpen = (kKernel + kStride - 1) / kStride;  // output rows that a row of x contributes to
-    // Copies of a thread for a row: a tile of one strip has the most for each.
+    // Copies per thread and row, at most: in a tile of one strip.
     static constexpr int kPieces = (kInCols * kCopies + kChunk - 1) / kChunk;
 
     // A tile is kChunk channels of a rectangle of outputs, a strip kCols columns of it.
     struct Tiles {
         FastDivisor chunks, tiles_x, bands;
         int strips, rows;             // of a tile
-        int in_cols;                  // of x, that it reads
-        int x_at, row_bytes, bytes;   // in shared memory: the ring, behind the filters; a row of x
-        int piece_bytes, piece_step;  // from a thread's piece of a row to its next: in shared memory, elements of x
+        int in_cols;                  // columns of x that a tile reads
+        int x_at, row_bytes, bytes;   // in shared memory: the ring (behind the filters), a row of x, everything
+        int piece_bytes, piece_step;  // from a thread's piece of a row to the next: bytes (shared memory), elements (x)
         int64_t count;
 
         Tiles(const Problem& problem, int multiprocessors) {
@@ -90,8 +90,8 @@ struct DepthwiseNhwc {
         const int64_t image = index;
         const int height = static_cast<int>(problem.height), out_height = static_cast<int>(problem.out_height);
 
-        // A step reads kStride rows of x, begins an output row and completes another. Steps whose rows are above the
-        // image are left out, and those whose rows are below it only complete.
+        // A step reads kStride rows of x, begins an output row and completes another. Steps whose rows of x are above
+        // the image are left out. Steps whose rows are below it only complete output rows.
         const int above = top * kStride - static_cast<int>(problem.pad_h);
         const int steps = min(tiles.rows, out_height - top) + kOpen - 1;
         const int begin = above < 0 ? -above / kStride : 0;
@@ -112,7 +112,7 @@ struct DepthwiseNhwc {
 #pragma unroll 1
         for (int i = 0; i < kStages - 1; ++i) copy_next();
 
-        // Threads whose outputs do not exist compute what they find, and store nothing.
+        // Threads whose outputs do not exist compute with whatever they read, and store nothing.
         const int lane = static_cast<int>(threadIdx.x) % kChunk, col = static_cast<int>(threadIdx.x) / kChunk * kCols;
         Strip strip(problem, out, image, top, left + col, first + lane);
         const auto columns = epilogue.template load_columns<Runs::kWhole, 1>(Position{0, 0, strip.channel}, 1);
@@ -155,11 +155,11 @@ struct DepthwiseNhwc {
 #endif  // __CUDACC_RTC__
 
 private:
-    // What a thread copies of every row: pieces of 16 bytes, the same of all rows.
+    // The copies of one thread: the same pieces of 16 bytes in every row.
     struct Copier {
-        const Element* from;  // the first piece, of the next row
+        const Element* from;  // the first piece of the next row
         bool exists[kPieces];
-        int pieces, y;        // how many; the next row
+        int pieces, y;        // how many pieces; the next row's number
         uint32_t to, stage;
 
         __device__ __forceinline__ Copier(const Problem& problem, const Tiles& tiles, unsigned char* ring,
@@ -178,7 +178,7 @@ private:
             }
         }
 
-        // The next kStride rows, with zeros for what is outside the image.
+        // Copies the next kStride rows, with zeros outside the image.
         __device__ __forceinline__ void copy_stage(const Problem& problem, const Tiles& tiles) {
 #pragma unroll
             for (int a = 0; a < kStride; ++a) {
@@ -201,7 +201,7 @@ private:
     // A thread's outputs, row after row.
     struct Strip {
         int64_t image, pixel;
-        int channel, count;  // of columns that exist
+        int channel, count;  // count: columns that exist
         unsigned char* destination;
         uint32_t col_bytes, row_bytes;  // from an output to its neighbours
 
@@ -229,9 +229,9 @@ private:
                     Position{image, pixel + max(min(j, count - 1), 0), channel}, 1);
                 epilogue.apply(value[j], columns, of_row);
             }
-            // Otherwise it is taken for a number that all threads share, and multiplied in several instructions.
+            // Hides that all threads share col_bytes: the compiler would multiply it in several instructions.
             ptx::forget(col_bytes);
-            if (count == kCols) {  // nearly always, and without comparing for each
+            if (count == kCols) {  // nearly always; no comparison per column
 #pragma unroll
                 for (int j = 0; j < kCols; ++j) store(j, value[j][0]);
             } else {
@@ -250,7 +250,7 @@ private:
         }
     };
 
-    // Adds what a row of x, the a-th of a step's, contributes to the output rows that it is part of.
+    // Adds the contributions of a step's a-th row of x to all output rows that need it.
     static __device__ __forceinline__ void multiply_row(int a, const float (&filter)[kTaps], const Element* row,
                                                         float (&sum)[kOpen][kCols]) {
         float in[kInCols];

@@ -1,5 +1,5 @@
-// What the depthwise kernels share that walk down their columns (depthwise_nhwc.cuh, depthwise_mma.cuh): how high a
-// tile is, their launch, how filters come to shared memory, and how sums move on from row to row.
+// Parts of the depthwise kernels that walk down columns (depthwise_nhwc.cuh, depthwise_mma.cuh): the height of a tile,
+// the launch, the copy of filters to shared memory, and the step of sums from row to row.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,22 @@
 
 namespace fxfuse {
 
-// Rows of outputs of a tile, where `columns` tiles are side by side. `extra`: rows that a block takes beyond its own;
-// `by_registers`: blocks that a multiprocessor has registers for, each of so many warps and bytes of shared memory;
-// `fixed`: what they take beyond their warps, in warps. On an H200 the heights that it chose for depthwise_nhwc.cuh took
-// on average 0.7 % longer than the best ones.
+// The height of a tile, in output rows, where `columns` tiles are side by side. `extra`: rows that a block works on
+// beyond its own. `by_registers`: blocks that a multiprocessor has registers for; each has `warps` warps and `bytes`
+// bytes of shared memory. `fixed`: what a wave takes beyond its warps, counted in warps. On an H200 the heights chosen
+// for depthwise_nhwc.cuh took on average 0.7 % longer than the best ones.
 inline int rows_of_tile(int64_t columns, int height, int extra, int64_t by_registers, int warps, int bytes,
                         int multiprocessors, int fixed = 0) {
     constexpr int kFewest = 2;
-    constexpr int kStart = 3;       // what a block does before and after its rows, in rows
-    constexpr int kBusyWarps = 12;  // fewer in a multiprocessor take as long
+    constexpr int kStart = 3;       // a block's work before and after its rows, in rows
+    constexpr int kBusyWarps = 12;  // fewer warps in a multiprocessor take as long
     constexpr int kShared = 160 << 10;  // bytes of a multiprocessor: an A100's
     const int64_t by_shared = kShared / bytes, resident = by_registers < by_shared ? by_registers : by_shared;
     const auto wave = [&](int64_t blocks) {
         const int64_t all = blocks * warps + fixed;
         return all > kBusyWarps ? all : int64_t{kBusyWarps};
     };
-    // One wave of blocks after another.
+    // Waves of blocks run one after another.
     const auto cost = [&](int rows) {
         const int64_t tiles = columns * ceil_div(height, rows), at_once = resident * multiprocessors;
         const int64_t rest = tiles % at_once;
@@ -43,7 +43,7 @@ inline int rows_of_tile(int64_t columns, int height, int extra, int64_t by_regis
 }
 
 #ifndef __CUDACC_RTC__
-// By tiles for the multiprocessors at hand.
+// Launches Kernel with tiles chosen for the current device's number of multiprocessors.
 template <class Kernel>
 cudaError_t launch_depthwise_ring(const Conv2dProblem& problem, const uint64_t* pointers,
                                   const typename Kernel::Epilogue& epilogue, cudaStream_t stream) {
@@ -54,8 +54,9 @@ cudaError_t launch_depthwise_ring(const Conv2dProblem& problem, const uint64_t* 
 }
 #endif  // __CUDACC_RTC__
 
-// Filters of `channels` channels by all threads of a block, each channel's taps one after the other, 16 bytes at a time
-// where they lie so. Copies are waited for with the next that are committed.
+// Copies the filters of `channels` channels to shared memory, by all threads of a block: channel after channel, each
+// channel's taps in a row. Filters that lie like this in w, at a multiple of 16 bytes, are copied 16 bytes at a time by
+// cp.async; the caller's next commit includes these copies.
 template <int kKernel, class Element>
 __device__ __forceinline__ void copy_filters(const Conv2dProblem& problem, Element* filters, const Element* w,
                                              int channels) {
@@ -75,8 +76,8 @@ __device__ __forceinline__ void copy_filters(const Conv2dProblem& problem, Eleme
     }
 }
 
-// Sums of the output rows that are open, the newest first, move on by one, and those of a new row begin. Row: an array
-// of floats of any shape.
+// Begins a new output row: sums of the open rows, newest first, move from sum[q - 1] to sum[q], and sum[0] becomes
+// zero. Row: an array of floats of any shape.
 template <int kOpen, class Row>
 __device__ __forceinline__ void begin_row(Row (&sum)[kOpen]) {
     constexpr int kValues = sizeof(Row) / sizeof(float);

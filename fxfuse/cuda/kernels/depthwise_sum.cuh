@@ -1,4 +1,4 @@
-// An output of a depthwise convolution, tap by tap.
+// Computes one output of a depthwise convolution, tap by tap.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace fxfuse {
 
-// An output before the epilogue, of any filter, stride, dilation and padding; x: of its image.
+// One output before the epilogue, for filters of any size and any stride, dilation and padding. `x` points to the
+// output's image.
 template <class Element>
 __device__ __forceinline__ float depthwise_sum(const Conv2dProblem& problem, const Element* x, const Element* w,
                                                int64_t channel, int row, int col) {

@@ -1,11 +1,11 @@
-// Depthwise convolution on NCHW with a square filter whose size and stride are known at compile time. (On channels_last:
+// Depthwise convolution on NCHW with a square filter whose size and stride are known at compile time. (channels_last:
 // depthwise_nhwc.cuh.)
 //
-// Memory is the limit: x should come from DRAM once, and enough of it be under way at any time. So a block copies a tile
-// of x into shared memory, 16 bytes at a time and all at once, zeros around the image included, and several blocks per
-// multiprocessor take turns in copying and multiplying. From there a thread computes a strip, kRows rows of kCols
-// columns, top to bottom: the filter stays in registers, every row of the strip's input is read
-// once, and a row of outputs is finished as soon as its last input row was there.
+// Memory is the limit: x should come from DRAM once, and enough of it should be under way at any time. So a block
+// starts all copies of a tile of x to shared memory at once, 16 bytes each, with zeros around the image. Several blocks
+// per multiprocessor take turns in copying and multiplying. From shared memory a thread computes a strip, kRows rows of
+// kCols columns, top to bottom. The filter stays in registers. Every row of the strip's input is read once, and a row
+// of outputs is finished as soon as its last input row has been read.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,13 @@
 
 namespace fxfuse {
 
-// kAccess: bytes that a copy of x takes at a time, of which addresses of rows are multiples.
+// kAccess: bytes per copy of x; addresses of rows are multiples of it.
 template <class Element_, int kKernel_, int kStride_, int kAccess_>
 struct DepthwiseTileConfig {
     using Element = Element_;
     static constexpr int kKernel = kKernel_, kStride = kStride_, kAccess = kAccess_;
-    // Of a block, at most. Two must fit a multiprocessor, of which the 49 elements of a filter take more registers.
+    // Threads of a block, at most, and blocks that must fit a multiprocessor. A filter of 49 elements takes more
+    // registers, so its blocks have fewer threads.
     static constexpr int kThreads = kKernel == 7 ? 128 : 256, kBlocks = 2;
     static constexpr int kRows = 7;  // of a strip: sides of 7, 14, 28, 56 and 112 are common
     static constexpr int kInRows = (kRows - 1) * kStride + kKernel;
@@ -30,10 +31,10 @@ struct DepthwiseTileConfig {
 
 namespace detail {
 
-// Tiles are made smaller until there are so many: a few for every multiprocessor.
+// Tiles are made smaller until there are this many: a few for every multiprocessor.
 constexpr int kEnoughTiles = 264;
 
-// Threads for so many strips: as few rounds as possible, all alike.
+// Threads of a block for `strips` strips: as few rounds as possible, all of one size.
 inline int threads_for(int strips, int most) {
     const int rounds = (strips + most - 1) / most, warps = ((strips + rounds - 1) / rounds + 31) / 32;
     return 32 * warps;
@@ -91,10 +92,10 @@ __device__ __forceinline__ void multiply_strip(const float (&filter)[Config::kKe
 
 }  // namespace detail
 
-// x with adjacent columns; out NCHW. A plane is one channel of one image. A tile is a band of rows of a plane, or several
-// whole planes: its outputs are one piece of memory, written through shared memory in runs of 16 bytes, whatever a row's
-// length. Rows of x lie in shared memory `pitch` apart, the gap between them zero, so that strips read runs of 16 bytes
-// and need not know where a row ends.
+// The kernel: x has adjacent columns, out is NCHW. A plane is one channel of one image. A tile is a band of rows of a
+// plane, or several whole planes. Its outputs are one piece of memory. They are written through shared memory in runs
+// of 16 bytes, whatever a row's length. In shared memory, rows of x lie `pitch` apart and the gaps are zero: so strips
+// read runs of 16 bytes and need not know where a row ends.
 template <class Config_, class Output_, class Epilogue_>
 struct DepthwiseTileNchw {
     using Config = Config_;
@@ -119,9 +120,9 @@ struct DepthwiseTileNchw {
         FastDivisor bands, channels, multiplier, in_rows, runs, strips_x, strips_y;
         uint32_t all_planes;
         int planes, rows;      // of a tile: planes, and output rows of each
-        int pitch, shift;      // elements from row to row, and from there to the first column
+        int pitch, shift;      // in elements: from row to row, and from a row's start to its first column
         int threads, copy_rows;  // of a block, and the rows that they copy at once
-        int filters_at, x_at, staged_at, bytes;  // in shared memory; in front of all of it where each plane of x starts
+        int filters_at, x_at, staged_at, bytes;  // in shared memory, behind pointers to each plane of x
         int64_t count;
 
         explicit Tiles(const Problem& problem) {
@@ -165,12 +166,12 @@ struct DepthwiseTileNchw {
     private:
         static int rows_of_x(int along_y) { return (along_y * kRows - 1) * kStride + kKernel; }
 
-        // Where everything is in shared memory, for tiles of `planes` and that many strips.
+        // Lays out shared memory for tiles of `planes` planes of along_x * along_y strips each.
         void place(int along_x, int along_y, int out_width) {
             rows = along_y * kRows;
             filters_at = detail::round_up(planes * static_cast<int>(sizeof(Element*)), 16);
             x_at = filters_at + detail::round_up(planes * kKernel * kKernel * static_cast<int>(sizeof(float)), 16);
-            // The last strip of the last row reads past its end.
+            // The last strip of the last row reads past the row's end.
             const int past = (along_x - 1) * kCols * kStride + kRead - pitch;
             const int elements = kLead + kRun + planes * rows_of_x(along_y) * pitch + (past > 0 ? past : 0);
             staged_at = x_at + detail::round_up(elements * kElement, 16);
@@ -248,7 +249,7 @@ private:
         ptx::cp_async_commit();
     }
 
-    // 16 bytes of which `count` elements exist, in pieces of Config::kAccess; zeros for the others.
+    // Copies 16 bytes, of which `count` elements exist, in pieces of Config::kAccess. The others become zero.
     static __device__ __forceinline__ void copy_run(Element* to, const Element* from, int count) {
         constexpr int kPiece = Config::kAccess / kElement;
         if constexpr (Config::kAccess == 16) {
@@ -328,7 +329,7 @@ private:
             });
     }
 
-    // `count` staged outputs, which are `misaligned` elements past a multiple of 16 bytes, as their destination is.
+    // Stores `count` outputs, staged `misaligned` elements past a multiple of 16 bytes, as their destination is.
     static __device__ __forceinline__ void store(Output* destination, const Output* staged, int misaligned, int count) {
         constexpr int kVector = 16 / static_cast<int>(sizeof(Output));
         const int step = static_cast<int>(blockDim.x) * kVector;

@@ -18,7 +18,7 @@ struct FastDivisor {
 
     __device__ __forceinline__ unsigned divide(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 
-    // The last digit of `number` in this radix; the others are left.
+    // Takes the last digit of `number` in this radix; `number` keeps the other digits.
     __device__ __forceinline__ unsigned take(unsigned& number) const {
         const unsigned rest = divide(number), digit = number - rest * divisor;
         number = rest;

@@ -1,5 +1,5 @@
-// What every kernel's store shares: where an output element stands, how operands are read there, and how
-// a run of finished values is written.
+// Shared by the stores of all kernels: the position of an output element, reads of operands there, and writes of runs
+// of finished values.
 //
 // Every output is seen as three dimensions (batch, row, col), col innermost in memory:
 //   linear, matmul   batch = leading dimensions, row = the last of them, col = output feature
@@ -15,12 +15,12 @@
 
 namespace fxfuse {
 
-// Kernels work on runs of kVector consecutive columns, a thread on each, of which `count` exist.
+// Kernels work on runs of kVector consecutive columns, one run per thread. `count` columns of a run exist.
 enum class Runs {
     kWhole,       // all columns of a run exist, and its first is a multiple of kVector
     kAligned,     // if all columns of a run exist, its first is a multiple of kVector
     kAnywhere,    // a run starts at any column
-    kStraddling,  // the same, and it may end one row and begin the next
+    kStraddling,  // a run starts at any column, and may go on in the next row
 };
 
 template <class T>
@@ -32,12 +32,13 @@ struct TwoValues;
 struct Position {
     int64_t batch, row, col;
 
-    // What a run there reads of an operand that does not vary along col.
+    // The values of an operand that does not vary along col, for a run that starts here.
     template <class T>
     using Broadcast = OneValue<T>;
 };
 
-// Where one starts in a row that is numbered through all batches, for an epilogue that tells them apart.
+// The position of `col` in `row`, where rows are numbered through all batches. The batch is 0 for an epilogue that does
+// not use it.
 template <class Epilogue>
 __device__ __forceinline__ Position position_in(int64_t row, int64_t col, int64_t rows_per_batch) {
     if constexpr (Epilogue::kUsesBatch) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ Position position_in(int64_t row, int64_t col, int64_
     }
 }
 
-// Where a run starts that may straddle: its first `split` elements start at `first`, the others at `second`, which is
-// `first` if there are none.
+// Where a run starts that may straddle two rows: its first `split` elements start at `first`, the others at `second`.
+// Without others, `second` is `first`.
 struct Straddle {
     Position first, second;
     int split;
@@ -134,12 +135,12 @@ __device__ __forceinline__ float part_to_float<BFloat16, uint32_t>(uint32_t unit
     return __uint_as_float(first == 0 ? unit << 16 : unit & 0xffff0000u);
 }
 
-// A run's elements as they lie in memory: half the registers of floats if they have 16 bits, and a load that nothing
-// waits for before the values are used. Kept in units of 32 bits, as registers are, so that no branch takes them apart.
+// A run's elements as they lie in memory. Elements of 16 bits take half the registers of floats, and nothing waits for
+// the load before the values are used. Units have 32 bits, as registers do, so that no branch takes them apart.
 template <class T, int kVector>
 struct Elements {
     static constexpr int kSize = static_cast<int>(sizeof(T)), kBytes = kVector * kSize;
-    static constexpr int kWidest = kBytes < 16 ? kBytes : 16;  // of one instruction
+    static constexpr int kWidest = kBytes < 16 ? kBytes : 16;  // bytes of one instruction
     static constexpr int kUnit = kBytes < 4 ? kBytes : 4;
     using Unit = Word<kUnit>;
 
@@ -153,8 +154,8 @@ struct Elements {
         }
     }
 
-    // All of them, by instructions of kAccess bytes, of which the address is a multiple. kConstant: nothing writes
-    // there during the kernel.
+    // Loads all elements by instructions of at most kAccess bytes, at an address that is a multiple of kAccess.
+    // kConstant: nothing writes there during the kernel.
     template <int kAccess, bool kConstant>
     __device__ __forceinline__ void load_whole(const T* source) {
         constexpr int kWord = kAccess < kWidest ? kAccess : kWidest;
@@ -174,7 +175,7 @@ struct Elements {
         }
     }
 
-    // The first `count`, `step` elements apart. The others are zero.
+    // Loads the first `count` elements, `step` apart in memory. The others become zero.
     __device__ __forceinline__ void load_some(const T* source, int64_t step, int count) {
         clear();
         add_some(source, step, 0, count);
@@ -185,7 +186,7 @@ struct Elements {
         for (int i = 0; i < kBytes / kUnit; ++i) unit[i] = 0;
     }
 
-    // Those from `first` to `last`, where there are zeros.
+    // Loads elements `first` to `last` - 1, which must be zero before.
     __device__ __forceinline__ void add_some(const T* source, int64_t step, int first, int last) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
@@ -200,7 +201,8 @@ struct Elements {
         }
     }
 
-    // The first `count` of them; if that is all, by instructions of kAccess bytes, provided that the runs allow it.
+    // Loads the first `count` elements. If all exist, and kRuns or the address shows that they are aligned, wide
+    // instructions load them: of kAccess bytes where kRuns shows it.
     template <Runs kRuns, int kAccess>
     __device__ __forceinline__ void load(const T* source, int count) {
         if constexpr (kRuns == Runs::kWhole) {
@@ -233,7 +235,7 @@ struct Elements {
 };
 
 // Writes `count` of kVector consecutive elements, 16 bytes at a time where all exist and the address allows.
-// kRuns speaks of the address as of columns: a multiple of kVector elements.
+// kRuns says of the address what it says of columns: whether it is a multiple of kVector elements.
 template <class T, int kVector, Runs kRuns = Runs::kAnywhere>
 __device__ __forceinline__ void store_run(T* destination, const float (&value)[kVector], int count) {
     using Packed = Elements<T, kVector>;
@@ -258,7 +260,7 @@ struct OneValue {
     __device__ __forceinline__ float operator[](int) const { return to_float(element); }
 };
 
-// One for the part of a straddling run in its first row, and one for the rest.
+// Two elements: one for the part of a straddling run in its first row, and one for the rest.
 template <class T>
 struct TwoValues {
     T first, second;
@@ -278,15 +280,15 @@ struct ValuesOf<1, Varying, Broadcast> {
     using Type = Varying;
 };
 
-// An operand in device memory, element type T, varying along the dimensions in kDims (others broadcast). kAccess: bytes
-// (a power of two up to 16) that divide the addresses of all its rows if their elements are adjacent, else 0.
-// Both are part of the kernel's identity: absent strides cost no arithmetic, and loads have no branches.
+// An operand in device memory, element type T, varying along the dimensions in kDims (others broadcast). kAccess: if
+// elements of a row are adjacent, bytes (a power of two up to 16) that divide the addresses of all rows; else 0. kDims
+// and kAccess are part of the kernel's identity, so that absent strides cost no arithmetic and loads have no branches.
 template <class T, int kDims, int kAccess>
 struct Operand {
     const T* __restrict__ data;
     OperandStrides strides;
 
-    // What a run at an `At` reads of it: v[i] is the float for the run's i-th column.
+    // The values of the operand for a run at an `At`: v[i] is the float for the run's i-th column.
     template <int kVector, class At>
     using Values = typename ValuesOf<kDims & kCol, Elements<T, kVector>, typename At::template Broadcast<T>>::Type;
 
@@ -340,7 +342,7 @@ private:
     }
 };
 
-// A number that the host knows at call time (a zero-dimensional CPU tensor): it travels in the pointer's place.
+// A number that the host knows at call time (a zero-dimensional CPU tensor): its bits stand in the pointer's place.
 struct HostScalar {
     float scalar;
 

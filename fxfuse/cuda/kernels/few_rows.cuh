@@ -1,9 +1,9 @@
-// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for up to 16 rows of x in 16 bits: as gemv.cuh reading the
-// weight is all the work, but each of its elements takes part in many products, which tensor cores make beside it.
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for up to 16 rows of x in 16 bits. As in gemv.cuh, reading
+// the weight is all the work. But each of its elements takes part in many products; tensor cores make them meanwhile.
 //
-// The weight is the left operand, so that its 16 rows fill an instruction and x's rows are its 8 columns. A block computes
-// kCols columns of out; its warps share K, a step of kStep in turns. Fragments are read from memory as they are needed:
-// which numbers along K are multiplied together is all the same, so that a thread's are 16 bytes that lie side by side.
+// The weight is the left operand: 16 of its rows fill an instruction's M, 8 rows of x its N. A block computes kCols
+// columns of products. Its warps share K: each takes 2 * kHalf of every kStep elements. Fragments are read directly
+// from memory. The order of K in them does not matter, so a thread's fragment is 16 adjacent bytes.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace fxfuse {
 
-// kGroups: of 8 rows, at least as many as x has. kTiles: of 16 columns, that read x once; of a gated unit (kWeights: 2) 8
-// of either weight. Rows of x and of weights start at multiples of 16 bytes and have such a multiple.
+// kGroups: groups of 8 rows, enough for all rows of x. kTiles: tiles of 16 columns that read x once; in a gated unit
+// (kWeights: 2), 8 columns of either weight. Rows of x and of weights start at multiples of 16 bytes; so do their ends.
 template <class Mma, class Output_, class Epilogue_, int kGroups, int kTiles, int kWeights_ = 1>
 struct FewRows {
     using Element = typename Mma::Element;
@@ -29,10 +29,10 @@ struct FewRows {
     static constexpr int kWeights = kWeights_;
     static constexpr int kTensors = 2 + kWeights;  // x, weights, out
     static constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
-    static constexpr int kBlocks = kGroups * kTiles == 4 ? 1 : 2;  // of a multiprocessor, that have registers
+    static constexpr int kBlocks = kGroups * kTiles == 4 ? 1 : 2;  // that a multiprocessor has registers for
     static constexpr int kCols = kMmaM * kTiles, kRows = kMmaN * kGroups, kOwnCols = kCols / kWeights;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-    static constexpr int kHalf = 4 * kVector, kStep = 2 * kHalf * kWarps;  // along K, of a warp 128 bytes of each row
+    static constexpr int kHalf = 4 * kVector, kStep = 2 * kHalf * kWarps;  // along K; per warp 128 bytes of each row
     static_assert(sizeof(Element) == 2);
 
     static __device__ __forceinline__ void run(const GemvPart<FewRows>& product, unsigned block) {
@@ -78,7 +78,7 @@ struct FewRows {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Where among a block's columns the products of a column of out are: with two weights a tile has 8 of either.
+    // The block's column that has the products of column `own` of out: with two weights, a tile has 8 of either.
     static __device__ __forceinline__ int column_of(int own, int weight) {
         return kWeights == 1 ? own : own / kMmaN * kMmaM + weight * kMmaN + own % kMmaN;
     }
@@ -88,7 +88,7 @@ private:
         uint4 of_weight[2][kTiles][2], of_x[2][kGroups];
     };
 
-    // sum[tile][i] += what the warp's part of K comes to, for the i-th 8 rows of x.
+    // sum[tile][i] += the sum over the warp's part of K, for the i-th 8 rows of x.
     static __device__ __forceinline__ void add_up(float (&sum)[kTiles][kGroups][4], const GemvPart<FewRows>& product,
                                                   int64_t first, int warp, int group, int part) {
         const Problem& problem = product.problem;
@@ -102,7 +102,7 @@ private:
         }
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) of_row[i] = product.x + min(group + kMmaN * i, last) * problem.x_stride;
-        Fragments fragments[2];  // of two steps, of which one is read while the other is multiplied
+        Fragments fragments[2];  // of two steps: one is read while the other is multiplied
         const auto read = [&](Fragments& to, int begin) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

@@ -1,9 +1,9 @@
-// Filters of a 3x3 convolution in the order in which warps read them: as A fragments (mma.cuh), float rounded to TF32 or,
-// for 3xTF32, split into two fragments that follow each other, hi and lo.
+// Filters of a 3x3 convolution, packed in the order in which warps read them: as A fragments (mma.cuh). float is
+// rounded to TF32 or, for 3xTF32, split into two fragments, hi and then lo.
 //
-// One unit holds what kFilterTile filters have in 8 channels, or 16 of 16 bits: [column s][row r][16 filters][lane] of
-// 16 bytes each, so that a warp reads a fragment as one access of 512 bytes. Filters and channels that do not exist are
-// zero.
+// One unit holds the weights of kFilterTile filters for 8 channels, or 16 channels of 16 bits, as
+//   [column s][row r][16 filters m][lane], 16 bytes each
+// so that a warp reads a fragment as one access of 512 bytes. Filters and channels that do not exist are zero.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,12 +28,13 @@ struct FilterFragments {
     static constexpr int kFragments = kKernel * kKernel * kMmasM * kParts;
     static constexpr int kPieces = kFragments * 32;  // of 16 bytes, in a unit
 
-    // Of the (first) fragment for column s, row r and 16 filters m.
+    // Index of the fragment for column s, row r and the m-th 16 filters; with hi and lo, of the first of the two.
     static __device__ __forceinline__ constexpr int index(int s, int r, int m) {
         return ((s * kKernel + r) * kMmasM + m) * kParts;
     }
 
-    // Piece `piece` of the unit of `filters` filters from `filter` on and channels (of the group) from `channel` on.
+    // The 16 bytes at index `piece` of a unit: that of `filters` filters from `filter` on, and of channels (of the
+    // group) from `channel` on.
     static __device__ __forceinline__ uint4 piece(const Conv2dProblem& problem, const Element* w, int filter,
                                                   int filters, int channel, int channels, int piece) {
         const int lane = piece % 32, fragment = piece / 32 / kParts, m = fragment % kMmasM, tap = fragment / kMmasM;
@@ -64,7 +65,7 @@ struct FilterFragments {
         }
     }
 
-    // Packs the chunk-th channels to `unit`, by all kThreads threads of a block.
+    // Packs the chunk-th kChannels channels to `unit`. Called by all kThreads threads of a block.
     template <int kThreads>
     static __device__ __forceinline__ void pack(const Conv2dProblem& problem, const Element* w, int channels,
                                                 int filter, int filters, int chunk, uint4* unit) {
@@ -74,7 +75,7 @@ struct FilterFragments {
     }
 
 #ifndef __CUDACC_RTC__
-    // Packs all filters: unit (group, tile of filters, channels) after unit.
+    // Packs all filters, unit after unit, in the order (group, tile of filters, chunk of channels).
     static cudaError_t launch(const Conv2dProblem& problem, const Element* w, uint4* packed, cudaStream_t stream);
 #endif
 

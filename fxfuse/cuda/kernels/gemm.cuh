@@ -1,5 +1,5 @@
-// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul; and many such products of one size
-// (Batched: bmm).
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul. With Batched, many such
+// products of one size: bmm.
 //
 // x is (M, K), K contiguous, or in float32 (K, M), M contiguous (MatrixColumns: the gradient of a weight). The weight is
 // (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous (Major::kMN: matmul, addmm). out is (M, N), N
@@ -28,14 +28,14 @@ struct MatrixRows {
     int64_t stride;  // in elements
 
     template <class Element>
-    static constexpr int kLeastBlocks = 0;  // that a multiprocessor has registers for: ptxas decides
-    using Host = MatrixRows;                // as the host packs them
+    static constexpr int kLeastBlocks = 0;  // blocks per multiprocessor that registers must allow; 0: ptxas decides
+    using Host = MatrixRows;                // the rows as the host packs them
     static MatrixRows make(const Host& rows, int) { return rows; }
 
     template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     using Copy = TileCopy<Tile, kThreads, kAccess>;
 
-    // Of `extent` rows from `row` on, and of `k` elements of K from `first` on.
+    // The copy of `extent` rows from `row` on, and of `k` elements of K from `first` on.
     template <class Copy, class Element>
     __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int k,
                                          uint32_t thread) const {
@@ -43,7 +43,7 @@ struct MatrixRows {
     }
 };
 
-// The same where x lies as (K, M): what is a constant distance apart are indices of K.
+// Rows of an x that lies as (K, M). The constant distance is between indices of K.
 struct MatrixColumns : MatrixRows {
     static constexpr Major kMajor = Major::kMN;
     using Host = MatrixColumns;
@@ -56,17 +56,17 @@ struct MatrixColumns : MatrixRows {
     }
 };
 
-// The same of `count` products. Rows of out follow one product after another.
+// The rows of `count` products. In out, the products' rows follow one another.
 template <class Rows>
 struct Batched : Rows {
     static constexpr bool kBatched = true;
     using Host = Batched;
     static Batched make(const Host& rows, int) { return rows; }
 
-    int64_t count, x_step, weight_step;  // steps: from one to the next, in elements
+    int64_t count, x_step, weight_step;  // steps: from one product to the next, in elements
 };
 
-// The same where rows, of x or of the weight, end within a piece that is read at once (TileCopy).
+// Rows, of x or of the weight, that may end within a piece which TileCopy reads at once.
 template <class Rows>
 struct Ragged : Rows {
     static constexpr bool kRagged = true;
@@ -77,7 +77,7 @@ struct Ragged : Rows {
     using Copy = TileCopy<Tile, kThreads, kAccess, true>;
 };
 
-// kSums: see Sums. kAccessX, kAccessW: bytes that one read of x and of the weight may have, see TileCopy.
+// kSums: see Sums. kAccessX, kAccessW: bytes that one read of x, and of the weight, may have (see TileCopy).
 template <class Mma_, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, Sums kSums, Major kWeightMajor_,
           int kAccessX_, int kAccessW_, class Rows_ = MatrixRows, bool kHoldsK = false>
 struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
@@ -85,7 +85,7 @@ struct GemmConfig : MainloopShape<typename Mma_::Unguarded, kTileM, kTileN, kWar
     static constexpr int kAccessX = kAccessX_, kAccessW = kAccessW_;
     using Rows = Rows_;
 
-    // For thread blocks that find their sums not finite: rarely used, so it should be small code.
+    // The mainloop for thread blocks whose sums are not finite. It rarely runs, so its code should be small.
     static constexpr bool kGuarded = Mma_::kGuarded;
     struct Guarded : MainloopShape<Mma_, kTileM, kTileN, kWarpsM, kWarpsN, kStages, kSums, kHoldsK> {
         static constexpr int kUnroll = 1;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
     FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, workspace, epilogue));
 }
 
-// kSplits: whether several thread blocks share the sums of those tiles that do not fill the device, each taking
-// `split_tiles` tiles of K.
+// kSplits: split-K. Several thread blocks share each of the tiles that do not fill the device (all but the first
+// `alone` tiles). Each of these blocks sums `split_tiles` tiles of K.
 template <class Config_, class Output_, class Epilogue_, bool kSplits = false>
 struct Gemm {
     using Config = Config_;
@@ -119,10 +119,10 @@ struct Gemm {
         int64_t m, n, k;
         int64_t weight_stride, out_stride;  // of rows, in elements
         int64_t rows_per_batch;             // row m of out is row m % rows_per_batch of a batch
-        int64_t block_tiles;                // tiles of K in a block, for sums that have blocks
-        int64_t alone;                      // tiles of out that a thread block each computes, the first ones
-        int64_t splits, split_tiles;        // thread blocks that share each of the others, and tiles of K in each
-        typename Rows::Host rows;           // of x
+        int64_t block_tiles;                // tiles of K that make up a block of sums, for Sums with blocks
+        int64_t alone;                      // the first tiles of out: one thread block computes each
+        int64_t splits, split_tiles;        // of the other tiles: thread blocks per tile, tiles of K per block
+        typename Rows::Host rows;           // the rows of x
     };
 
     static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kThreads = Config::kThreads;
@@ -136,10 +136,14 @@ struct Gemm {
     using LoopOf = typename Config::template Loop<Shape, CopyX, CopyW, TileX, TileW>;
     using Loop = LoopOf<Config>;
 
-    // Accumulators are staged as rows of floats. 8 more than the tile has: the float2 that a half-warp writes into 4
-    // consecutive rows then fall on 32 different banks.
-    // Threads read runs of 8 floats for 16-bit outputs, in two halves: in every other 32 columns they are exchanged, so
-    // that 8 threads at a time find theirs in different banks.
+    // Accumulators are staged as rows of floats, padded by 8 floats. A half-warp writes float2 into 4 consecutive rows:
+    // with the padding, they fall on 32 different banks.
+    // For 16-bit outputs a thread reads a run of 8 floats as two float4. In every second group of 32 columns these two
+    // are exchanged. The 8 threads that read at a time then use different banks (kTileN >= 64):
+    //
+    //   a run's first float4, column     0   8  16  24  32  40  48  56
+    //   it is staged at column           0   8  16  24  36  44  52  60
+    //   its first bank within the row    0   8  16  24   4  12  20  28
     static constexpr int kStagingStride = kTileN + 8;
     static constexpr bool kHalvesExchanged = sizeof(Output) == 2;
     static __device__ __forceinline__ int staged_col(int col) {
@@ -157,7 +161,7 @@ struct Gemm {
         typename Loop::Sum sum;
         multiply<Config>(sum, problem, tile_origin(problem), rows, x, weight, shared);
         if constexpr (Config::kGuarded) {
-            // A barrier too: everyone has read the last tile.
+            // Also a barrier: all threads have read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
                 multiply<typename Config::Guarded>(sum, problem, tile_origin(problem), rows, x, weight, shared);
             }
@@ -169,9 +173,9 @@ struct Gemm {
     }
 
 #ifndef __CUDACC_RTC__
-    // Blocks start in the order x, y, z. Those that run together then cover a compact part of the output, a band of at
-    // most kBand tiles high, and share their rows of x and of the weight through L2. Blocks that share a tile of out
-    // start together, too, after all others.
+    // Blocks start in the order x, y, z. So blocks that run together cover a compact part of out, a band at most kBand
+    // tiles high, and share rows of x and of the weight through L2. Blocks that share a tile of out (kSplits) also
+    // start together, after all others.
     static dim3 grid(const Problem& problem) {
         const int64_t high = tiles_m(problem), bands = bands_of(problem);
         static_assert(!(kSplits && Rows::kBatched));
@@ -209,17 +213,17 @@ protected:
 
     struct Origin {
         int64_t row, col;
-        int split;      // which of the blocks that share the tile; -1 if it is one block's
-        int batch = 0;  // which of the products
+        int split;      // index among the blocks that share the tile; -1 if one block computes it
+        int batch = 0;  // index of the product
     };
 
-    // Of K.
+    // The part of K that a block sums.
     struct Share {
         int64_t first;
-        int k;  // from there on
+        int k;  // elements from `first` on
     };
 
-    static constexpr int kBand = 8;  // rows of tiles whose blocks run together
+    static constexpr int kBand = 8;  // height in tiles of a band, whose blocks run together
 
     static __host__ __device__ __forceinline__ int64_t tiles_m(const Problem& problem) {
         return (problem.m + kTileM - 1) / kTileM;
@@ -250,8 +254,9 @@ protected:
         return tiles_m(problem) * tiles_n(problem) - problem.alone;
     }
 
-    // Where the index-th of so many tiles is. They come in bands of kBand rows of tiles, column by column: those that
-    // run together share their rows of x and of the weight through L2.
+    // Where the index-th of high * wide tiles is. Tiles are numbered band by band (kBand rows of tiles), and column by
+    // column within a band: a full first band has tiles 0 to 7 in its first column, 8 to 15 in its second. Tiles that
+    // run together thus share rows of x and of the weight through L2.
     struct Place {
         unsigned row, col;  // in tiles
 
@@ -263,7 +268,7 @@ protected:
         }
     };
 
-    // Of the block's tile; where nothing is shared the last band may reach beyond M.
+    // Where the block's tile begins. Without kSplits the last band may reach beyond M.
     static __device__ __forceinline__ Origin tile_origin(const Problem& problem) {
         const uint3 block = ptx::read_block_index();
         if constexpr (Rows::kBatched) {
@@ -276,8 +281,8 @@ protected:
                     static_cast<int64_t>(block.y) * kTileN, -1};
         }
         const int alone = static_cast<int>(problem.alone), splits = static_cast<int>(problem.splits);
-        const int beyond = static_cast<int>(block.x) - alone;    // of the blocks that share
-        const int tile = beyond < 0 ? beyond : beyond / splits;  // from the first shared one on
+        const int beyond = static_cast<int>(block.x) - alone;    // index among the sharing blocks, or negative
+        const int tile = beyond < 0 ? beyond : beyond / splits;  // counted from the first shared tile
         const Place at(static_cast<unsigned>(alone + tile), static_cast<unsigned>(tiles_m(problem)),
                        static_cast<unsigned>(tiles_n(problem)));
         return {static_cast<int64_t>(at.row) * kTileM, static_cast<int64_t>(at.col) * kTileN,
@@ -296,7 +301,7 @@ protected:
         return {first, min(share, whole - first)};
     }
 
-    // Hands the block's part of the sums in, if the tile is shared. True for one of the blocks, which then has all of it.
+    // If the tile is shared, hands in this block's part of the sums. True for one block, which then has the whole sums.
     static __device__ __forceinline__ bool collect(typename Loop::Sum& sum, const Problem& problem,
                                                    const SplitWorkspace& workspace) {
         using Part = SplitPart<Config>;
@@ -321,8 +326,8 @@ protected:
                                          : weight + first * problem.weight_stride + origin.col;
         LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
                            CopyW(weight_tile, problem.weight_stride, cols, k, thread), thread);
-        // Where nothing is shared, this is the length of all; computed, it would take a register, which large tiles have
-        // not got.
+        // Without kSplits, split_tiles counts all tiles of K. Computing that number would take a register, and large
+        // tiles have none left.
         const int tiles = !kSplits && Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)
                                                                       : (k + Shape::kTileK - 1) / Shape::kTileK;
         loop.run(sum, ptx::shared_address(shared), tiles, static_cast<int>(problem.block_tiles));
@@ -344,11 +349,11 @@ protected:
         }
     }
 
-    // Writes the tile: a thread has one run of columns in every kRowStep-th row. It works on kTogether rows at once, so
-    // that the latencies of one hide those of the others, and reads their operands kAhead turns ahead: those of the
-    // first turns before the accumulators are staged. What is the same in all rows is read once, and what follows from
-    // it alone computed once: without that a batch normalisation's scale took more time than all the rest of a
-    // pointwise convolution.
+    // Applies the epilogue and writes the tile. A thread has one run of columns in every kRowStep-th row. It works on
+    // kTogether rows per turn, so that their latencies hide each other. It reads operands kAhead turns ahead: those of
+    // the first turns before the accumulators are staged. Operands that all rows share are read once, and values that
+    // follow from them alone are computed once: without that, a batch normalisation's scale took more time than all the
+    // rest of a pointwise convolution.
     static __device__ __forceinline__ void store(const Problem& problem, const Origin& origin,
                                                  const typename Loop::Sum& sum, float* staging, Output* out,
                                                  const Epilogue& epilogue) {
@@ -357,7 +362,7 @@ protected:
         constexpr int kRunBytes = kVector * Epilogue::kElementBytes;
         constexpr int kTogether = kSteps == 1 ? 1 : kSteps == 2 || kRunBytes > 16 ? 2 : 4;
         constexpr int kTurns = (kSteps + kTogether - 1) / kTogether;
-        // Where rows do not divide evenly, what is read beyond the tile is not stored.
+        // If rows do not divide evenly, the last turn also reads rows beyond the staged tile, but does not store them.
         constexpr bool kEven = kTileM == kRowStep * kTogether * kTurns;
         static_assert(kEven || (kTurns * kTogether + 1) * kRowStep * kStagingStride * 4 <= kSharedBytes);
         using Values = typename Epilogue::template RowValues<kVector, Position>;
@@ -368,7 +373,7 @@ protected:
         const int count = static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - origin.col - run));
         const int64_t top = rows_before(problem, origin.batch) + origin.row;
         const bool exists = count > 0 && (kThreads % kRunsPerRow == 0 || first < kRowStep);
-        // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
+        // Runs and rows beyond the end read what the last ones read, so that no branch separates the loads.
         const int64_t col = exists || !kWhole ? origin.col + run : problem.n - kVector;
         const auto load = [&](Values(&values)[kTogether], int turn) {
 #pragma unroll
@@ -381,7 +386,7 @@ protected:
         Values ahead[kAhead][kTogether];
 #pragma unroll
         for (int turn = 0; turn < kAhead; ++turn) load(ahead[turn], turn);
-        __syncthreads();  // everyone has read the last tile
+        __syncthreads();  // all threads have read the last tile
         stage(sum, staging);
         __syncthreads();
         const int turns = (rows - first + kTogether * kRowStep - 1) / (kTogether * kRowStep);
@@ -408,12 +413,13 @@ protected:
         }
     }
 
-    // Runs of columns that a thread stores at once, and whether all of them exist as a whole.
+    // kVector: columns of a run, which a thread stores at once. kWhole: whether every run exists as a whole.
     static constexpr int kVector = kChunkBytes / static_cast<int>(sizeof(Output));
     static constexpr bool kWhole = Epilogue::kColumns % kVector == 0;
     static constexpr Runs kRuns = kWhole ? Runs::kWhole : Runs::kAligned;
 
-    // As many as fit into 48 registers, beside the accumulators. `bytes`: that a turn reads of tensors like the output.
+    // How many turns' operands fit into 48 registers, beside the accumulators. `bytes`: that a turn reads of operands
+    // which vary like the output.
     static constexpr int turns_ahead(int turns, int bytes) {
         const int fit = bytes == 0 ? 1 : 48 * 4 / bytes;
         return fit < 1 ? 1 : fit < turns ? fit : turns;
@@ -435,7 +441,7 @@ protected:
     }
 };
 
-// Gemm whose tiles are shared by Problem::splits thread blocks each.
+// Gemm with split-K: Problem::splits thread blocks share a tile.
 template <class Config, class Output, class Epilogue>
 using SplitGemm = Gemm<Config, Output, Epilogue, true>;
 

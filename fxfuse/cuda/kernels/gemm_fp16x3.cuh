@@ -1,12 +1,12 @@
-// float32 GEMM on fp16 tensor cores: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]), from operands that a
-// pass over both (split_halves.cuh) splits into scaled halves first, at every launch.
+// float32 GEMM on fp16 tensor cores: out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]). At every launch, a
+// kernel (split_halves.cuh) first splits both operands into scaled halves.
 //
 // Ootomo & Yokota 2022, with a scale for every row. The sum of products is multiplied by the inverse scales, which is
-// exact. Error is that of float32 where the numbers of a row are within 2^18 of each other, and grows with their range
-// beyond it.
+// exact. The error is that of float32 if the numbers of a row are within 2^18 of each other, and grows with their range
+// beyond that.
 //
-// The workspace holds the halves of x, those of the weight, then the exponents of x and of the weight, of all rows in
-// tiles.
+// The workspace holds, in this order: the halves of x, the halves of the weight, the exponents of x, the exponents of
+// the weight. Each has all rows of the tiles, also those beyond M or N.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace fxfuse {
 
 // kChain: steps of K that tensor cores add up before the sum continues in fp32 (see Sums). kTree: whether these sums
-// are added up in blocks first.
+// are first added up to blocks, and blocks to the total.
 template <int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, int kChain_, bool kTree_>
 struct Fp16x3Config : GemmConfig<Fp16x3, kTileM, kTileN, kWarpsM, kWarpsN, kStages, Sums::kPromoted, Major::kK,
                                  kChunkBytes, kChunkBytes> {
@@ -27,8 +27,9 @@ struct Fp16x3Config : GemmConfig<Fp16x3, kTileM, kTileN, kWarpsM, kWarpsN, kStag
     static constexpr bool kTree = kTree_;
 };
 
-// A thread block's loop over K. Tiles come as images of what they are in shared memory, and fragments need no
-// conversion: unlike Mainloop, this one has hardly any instructions but reads and products, and places them by hand.
+// A thread block's loop over K. Tiles lie in the workspace as images of the tiles in shared memory, and fragments need
+// no conversion. So, unlike Mainloop, this loop has hardly any instructions but reads and products, and orders them by
+// hand.
 template <class Shape, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
 struct HalvesLoop {
     using Mma = typename Shape::Mma;
@@ -81,13 +82,14 @@ struct HalvesLoop {
                     }
                     load_w(1 - now, use, last ? 0 : pair + 1, last ? next : in_tile);
                     if (last) load_x((step + 1) % 2, use, next);
-                    // Chains of different columns restart at different steps, while others keep the tensor cores busy.
+                    // Chains of different columns restart at different steps: the others keep the tensor cores busy.
                     if ((step - pair * kChain / kPairs) % kChain == 0) {
                         restart(Shape::kTree ? block : total, partial, pair * 2);
                     }
                     multiply_add(partial, pair * 2, step % 2, now);
                     if (in_tile == 0 && pair == 0) {
-                        if (first + step / kSteps + kStages - 1 < tiles) start_copy(fill + own);  // over the previous
+                        // The copy overwrites the previous tile.
+                        if (first + step / kSteps + kStages - 1 < tiles) start_copy(fill + own);
                         ptx::cp_async_commit();
                         fill = next_stage(fill, shared);
                     }
@@ -170,15 +172,15 @@ private:
     }
 };
 
-// What a kernel needs besides halves: their exponents, and the tensors themselves where halves cannot stand for them.
+// What a kernel needs besides the halves: their exponents, and the tensors themselves for numbers that are not finite.
 struct HalvesOrigin {
     const float *x, *weight;
     int64_t x_stride, weight_stride_n, weight_stride_k;
     int k;
-    const int *x_exponents, *weight_exponents;  // as many as there are rows in tiles
+    const int *x_exponents, *weight_exponents;  // one for each row of all tiles
 };
 
-// At least one thread block: told so, ptxas uses the registers that the tiles were measured with.
+// The 1 in the launch bounds (blocks per multiprocessor) makes ptxas use as many registers as when tiles were measured.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
     halves_kernel(const typename Kernel::Problem problem, const HalfPair* __restrict__ x,
@@ -203,7 +205,7 @@ struct HalvesGemm : Gemm<Config, Output, Epilogue> {
         multiply(sum, problem, x, weight, shared);
         const bool finite = unscale(sum, problem, origin);
         float* staging = reinterpret_cast<float*>(shared);
-        // A barrier too: everyone has read the last tile.
+        // Also a barrier: all threads have read the last tile.
         if (__syncthreads_or(!finite)) multiply_not_finite(sum, staging, problem, origin);
         Base::store(problem, Base::tile_origin(problem), sum, staging, out, epilogue);
     }
@@ -230,11 +232,11 @@ private:
         loop.run(sum, ptx::shared_address(shared), thread, static_cast<int>(problem.k) / kNumbersPerTile);
     }
 
-    // Exponents of numbers add up to less.
+    // `exponent`: of a row of x plus one of the weight. If both rows are finite, the sum is far below kNotFinite.
     static __device__ __forceinline__ bool is_finite(int exponent) { return exponent < kNotFinite / 2; }
 
-    // False if an infinity or NaN takes part in one of the thread's sums (or if what is undefined beyond M or N looks
-    // like it).
+    // Multiplies the sums by the inverse scales. False if an infinity or NaN takes part in one of the thread's sums, or
+    // if an undefined exponent beyond M or N looks like one.
     static __device__ __forceinline__ bool unscale(Sum& sum, const Problem& problem, const HalvesOrigin& origin) {
         const uint32_t thread = ptx::read_thread_index(), lane = thread % 32;
         const auto tile = Base::tile_origin(problem);
@@ -258,8 +260,8 @@ private:
         return finite;
     }
 
-    // Computes sums in which an infinity or NaN takes part as float32 has them, from the tensors themselves: slow, but
-    // only where a row or column has one. Every thread takes another sum, in shared memory.
+    // Recomputes in float32, from the tensors themselves, the sums in which an infinity or NaN takes part. This is
+    // slow, but only rows and columns that have one need it. Each thread takes sums of its own, in shared memory.
     static __device__ __forceinline__ void multiply_not_finite(Sum& sum, float* staging, const Problem& problem,
                                                                const HalvesOrigin& origin) {
         const auto tile = Base::tile_origin(problem);
@@ -314,7 +316,8 @@ private:
     }
 };
 
-// kWeightMajor: of the weight as it comes. Problem's x and weight are the float32 ones.
+// The whole product: the split, then HalvesGemm. kWeightMajor: of the float32 weight. Problem describes the float32 x
+// and weight.
 template <class Config, Major kWeightMajor, class Output, class Epilogue_>
 struct Fp16x3Gemm {
     using Epilogue = Epilogue_;

@@ -1,5 +1,5 @@
-// The matrix products of gemm.cuh, and convolutions on channels_last, by Hopper's own instructions (mainloop_wgmma.cuh),
-// built for sm_90a: x and the weight are of 16 bits, and every read has 16 bytes.
+// The matrix products of gemm.cuh, and convolutions on channels_last, by Hopper's wgmma (mainloop_wgmma.cuh), built for
+// sm_90a. x and the weight have 16-bit elements, and every read has 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,9 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, Kernel::kLeastBlocks
     FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weights, out, epilogue));
 }
 
-// Gemm by as many thread blocks as the device holds, each of which computes one tile after another: while it stores one,
-// copies for the next are under way. Results go out through a stage that is free meanwhile, each warp's by itself.
+// Gemm by persistent thread blocks, as many as the device holds. Each computes one tile after another: while a block
+// stores a tile, copies for its next tile are under way. Results go out through a stage that is free meanwhile, where
+// each warp stores its own part by itself.
 template <class Config_, class Output_, class Epilogue_>
 struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using Base = TileAfterTile<Config_, Output_, Epilogue_>;
@@ -70,7 +71,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
         const int tiles_k = static_cast<int>((problem.k + Config::kTileK - 1) / Config::kTileK);
         Stages stages(ptx::shared_address(shared), thread);
 
-        // Copies are ahead of the products, of the tile `ahead`, of which `left` tiles of K are to come.
+        // Copies are ahead of the products: at output tile `ahead`, of which `left` tiles of K are still to be copied.
         unsigned ahead = blockIdx.x;
         int left = tiles_k;
         const auto copy_x = [&] {
@@ -106,7 +107,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
 #pragma unroll 1
         for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const Store store(problem, Origin(problem, tile), out, epilogue);
-            // While copies are of the same tile nothing needs to be asked.
+            // While copies are of the same output tile as the products, they need not test for its end.
             const int same = ahead == tile ? left : 0;
             Sum sum;
             sum.clear();
@@ -118,7 +119,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
             if constexpr (!kFetchesAhead) store.fetch(rows_ahead, 0, 0);
             const Columns columns = store.fetch_columns(0);
             stages.end();
-            __syncthreads();  // everybody's products have read the last stage
+            __syncthreads();  // all warps' products have read the last stage
             store.all(sum, columns, rows_ahead, shared + (stages.free_stage() - ptx::shared_address(shared)));
         }
     }

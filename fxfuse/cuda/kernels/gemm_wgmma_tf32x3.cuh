@@ -1,5 +1,5 @@
-// The matrix products of gemm.cuh, and convolutions on channels_last, in 3xTF32 by Hopper's own instructions
-// (mainloop_wgmma_tf32x3.cuh), built for sm_90a: every read has 16 bytes.
+// The matrix products of gemm.cuh, and convolutions on channels_last, in 3xTF32 by Hopper's warpgroup products
+// (mainloop_wgmma_tf32x3.cuh). Built for sm_90a. Every read of x and of the weight takes 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct WgmmaTf32x3Config : WgmmaTf32x3Shape<kTileM, kTileN, kStages, kSums> {
     static constexpr int kWeights = 1;
     using Rows = Rows_;
 
-    // For thread blocks that find their sums not finite: by mma, whose fragments of sums are the same.
+    // For thread blocks that find their sums not finite. It uses mma, whose accumulator fragments are the same.
     static constexpr bool kGuarded = true;
     struct Guarded : MainloopShape<Tf32x3, kTileM, kTileN, kTileM / kMmaM, 1, kStages, Sums::kStepwise> {
         static constexpr int kUnroll = 1;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Kernel::Config::kBlockThreads, 1)
     FXFUSE_DEVICE_PASS(Kernel::run(problem, rows, x, weight, out, workspace, epilogue));
 }
 
-// What both kernels below do: Base is SplitGemm or TileAfterTile.
+// The roles of warpgroups in both kernels below, producer and consumer. Base is SplitGemm or TileAfterTile.
 template <class Base>
 struct Tf32x3Roles {
     using Config = typename Base::Config;
@@ -60,13 +60,13 @@ struct Tf32x3Roles {
     using Producer = Tf32x3Producer<Config, TileX, TileW>;
     using Consumer = Tf32x3Consumer<Config, TileX, TileW>;
 
-    // Hands `produce` a Producer or `consume` a Consumer. Barriers of the block do not wait for threads that have ended, as
-    // the producer's do.
+    // Calls `produce` with a Producer or `consume` with a Consumer. The producer's threads then end; barriers of the
+    // block do not wait for ended threads.
     template <class Produce, class Consume>
     static __device__ __forceinline__ void run(const unsigned char* memory, Produce produce, Consume consume) {
         const uint32_t thread = ptx::read_thread_index();
         uint32_t shared = ptx::shared_address(memory);
-        ptx::forget(shared);  // as a number: it would be derived again for every tile
+        ptx::forget(shared);  // keeps the number: it would be derived again for every tile
         if (thread == 0) Ring::init(shared);
         __syncthreads();
         if (thread >= Config::kThreads) {
@@ -78,7 +78,7 @@ struct Tf32x3Roles {
         }
     }
 
-    // Of columns of the result from `col` on, and of `k` elements of K from `first` on.
+    // Copies of the weight: for columns of the result from `col` on, `k` elements of K from `first` on.
     template <class Problem>
     static __device__ __forceinline__ CopyW copy_w(const Problem& problem, const float* weight, int64_t col, int64_t first,
                                                    int k, uint32_t thread) {
@@ -90,8 +90,8 @@ struct Tf32x3Roles {
     static __device__ __forceinline__ int tiles_of(int k) { return (k + Config::kTileK - 1) / Config::kTileK; }
 };
 
-// As WgmmaGemm, by as many thread blocks as the device holds, each of which computes one tile after another: while some
-// warps store one, the producer brings the next.
+// As WgmmaGemm, by persistent thread blocks: as many as the device holds, each computing one tile after another. While
+// some warps store a tile, the producer brings the next.
 template <class Config_, class Output_, class Epilogue_>
 struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using Base = TileAfterTile<Config_, Output_, Epilogue_>;
@@ -106,7 +106,7 @@ struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using CopyW = typename Roles::CopyW;
 
     static constexpr bool kFetchesAhead = Config::kSums != Sums::kBlockwise;
-    // Where warps stage what they store, behind the ring.
+    // Where warps stage their results: behind the ring.
     static constexpr int kStagedAt = (Roles::Ring::kSharedBytes + 127) / 128 * 128;
     static constexpr int kSharedBytes = kStagedAt + kThreads / 32 * Base::kStagedBytes;
     static_assert(kSharedBytes <= Config::kSharedLimit && Base::Base::kSharedBytes <= kSharedBytes);
@@ -142,14 +142,14 @@ struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
             });
         };
         const auto consume = [&](typename Roles::Consumer consumer) {
-            uint32_t not_finite = 0;  // a bit for every 32nd tile
+            uint32_t not_finite = 0;  // bit i: any of this block's tiles i, i + 32, …
             uint32_t bit = 1;
 #pragma unroll 1
             for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 Sum sum;
                 const bool more = tile + gridDim.x < tiles;
                 consumer.begin(sum, static_cast<int>(problem.block_tiles));
-                // What the store reads from memory is asked for before the last products, where there are registers for it.
+                // The store's operands are fetched before the last products, where there are registers for them.
                 consumer.run(sum, kFetchesAhead ? tiles_k - 1 : tiles_k, kFetchesAhead || more);
                 const Store store(problem, Origin(problem, tile), out, epilogue);
                 RowsOfTurn rows_ahead;
@@ -177,7 +177,7 @@ struct WgmmaTf32x3Gemm : TileAfterTile<Config_, Output_, Epilogue_> {
 #endif  // __CUDACC_RTC__
 
 private:
-    // Tiles of which any thread found its sums not finite, once more.
+    // Computes those tiles once more in which any thread found its sums not finite.
     static __device__ __forceinline__ void repeat(uint32_t not_finite, const Problem& problem, const Rows& rows,
                                                   const float* x, const float* weight, Output* out,
                                                   const Epilogue& epilogue, unsigned char* memory) {
@@ -185,7 +185,7 @@ private:
         uint32_t bit = 1;
 #pragma unroll 1
         for (unsigned tile = blockIdx.x; tile < tile_count(problem); tile += gridDim.x, bit = bit << 1 | bit >> 31) {
-            // A barrier too: everyone has stored the last one.
+            // Also a barrier: all threads have stored the previous tile.
             if (!__syncthreads_or((not_finite & bit) != 0)) continue;
             const Origin at(problem, tile);
             const typename Gemm::Origin origin{at.row, at.col, 0, at.batch};
@@ -196,7 +196,7 @@ private:
     }
 };
 
-// SplitGemm: each thread block computes its share of one tile.
+// As SplitGemm: each thread block computes its share of one tile.
 template <class Config_, class Output_, class Epilogue_>
 struct SplitWgmmaTf32x3Gemm : SplitGemm<Config_, Output_, Epilogue_> {
     using Base = SplitGemm<Config_, Output_, Epilogue_>;
@@ -235,7 +235,7 @@ struct SplitWgmmaTf32x3Gemm : SplitGemm<Config_, Output_, Epilogue_> {
             consumer.begin(sum, static_cast<int>(problem.block_tiles));
             consumer.run(sum, tiles, false);
             consumer.end(sum);
-            // A barrier too: everyone has read the last tile.
+            // Also a barrier: all threads have read the last tile.
             if (__syncthreads_or(!sum.all_finite())) {
                 Base::template multiply<typename Config::Guarded>(sum, problem, tile_origin(problem), rows, x, weight,
                                                                   memory);

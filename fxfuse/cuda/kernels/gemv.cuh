@@ -1,8 +1,8 @@
-// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for a few rows of x: reading the weight is all the work, and
-// tensor cores have none. Sums are in float32, of exact products.
+// out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]) for a few rows of x. Reading the weight is all the work,
+// so tensor cores are not used. Sums are in float32, of exact products.
 //
-// A launch has one product or several. A block computes some columns of every row of one. Its threads share K: each adds up
-// what 16 bytes in every kThreads-th place of a row come to, and has several such reads under way.
+// A launch computes one product or several. A block computes some columns of one product, in all rows. Its threads
+// share K: each reads every kThreads-th 16 bytes of a row and adds up their products, with several reads in flight.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace fxfuse {
 
 // Sizes, and strides of rows in elements.
 struct GemvProblem {
-    int64_t together;  // how many products a launch has, this one included: the others follow it
+    int64_t together;  // products in the launch, this one included: the others follow it
     int64_t m, n, k;
     int64_t x_stride, weight_stride, out_stride;
     int64_t rows_per_batch;  // row m of out is row m % rows_per_batch of a batch
 };
 
-// One of a launch's products: they are alike but for sizes and addresses, and none needs another.
+// One of a launch's products. They differ only in sizes and addresses, and none needs another's result.
 template <class Kernel>
 struct GemvPart {
     typename Kernel::Problem problem;
@@ -87,7 +87,7 @@ cudaError_t launch_gemv(const void* params, const uint64_t* pointers, cudaStream
 }
 #endif  // __CUDACC_RTC__
 
-// What a block has added up for an element of out: two numbers with two weights, which the epilogue makes one.
+// An element of out: the epilogue of the block's sum, or of its two sums if there are two weights.
 template <class Kernel, class Operands>
 __device__ __forceinline__ float finished(const GemvPart<Kernel>& part, const float (&sum)[Kernel::kWeights],
                                           const Operands& operands) {
@@ -101,8 +101,8 @@ __device__ __forceinline__ float finished(const GemvPart<Kernel>& part, const fl
     return value[0];
 }
 
-// kRows: at least as many as x has. kWeights: 2 of a gated unit, whose columns are side by side in a block. Rows of x and
-// of weights start at multiples of 16 bytes and have such a multiple.
+// kRows: at least as many as x has. kWeights: 2 for a gated unit; a block then computes the same columns of both. Rows
+// of x and of weights start at multiples of 16 bytes, and their sizes are such multiples.
 template <class Element_, class Output_, class Epilogue_, int kRows_, int kWeights_ = 1>
 struct Gemv {
     using Element = Element_;
@@ -113,8 +113,8 @@ struct Gemv {
     static constexpr int kRows = kRows_, kWeights = kWeights_;
     static constexpr int kTensors = 2 + kWeights;  // x, weights, out
     static constexpr int kThreads = 128, kWarp = 32, kWarps = kThreads / kWarp;
-    static constexpr int kCols = 4, kSums = kRows * kCols, kOwnCols = kCols / kWeights;  // the latter of out
-    static constexpr int kBlocks = kRows == 1 ? 8 : 4;  // of a multiprocessor, that have registers
+    static constexpr int kCols = 4, kSums = kRows * kCols, kOwnCols = kCols / kWeights;  // kOwnCols: of out
+    static constexpr int kBlocks = kRows == 1 ? 8 : 4;  // that a multiprocessor has registers for
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element)), kStep = kThreads * kVector;
     using Vector = Elements<Element, kVector>;
     static_assert(kSums <= kThreads);
@@ -124,7 +124,7 @@ struct Gemv {
         const Problem& problem = part.problem;
         const int thread = static_cast<int>(threadIdx.x);
         const int64_t first = static_cast<int64_t>(block) * kOwnCols;
-        // A thread stores one result. Others read what the last one does, as rows and columns beyond the end do.
+        // A thread stores one result. Rows and columns beyond the end read the last one's operands, and store nothing.
         const int row = thread / kOwnCols, col = thread % kOwnCols;
         const int own_row = min(row, static_cast<int>(problem.m) - 1);
         const int64_t own_col = min(first + col, problem.n - 1);
@@ -162,7 +162,7 @@ struct Gemv {
 #endif  // __CUDACC_RTC__
 
 private:
-    // sum[m][n] += what the thread's part of K comes to.
+    // sum[m][n] += the products of the thread's part of K.
     static __device__ __forceinline__ void add_up(float (&sum)[kRows][kCols], const GemvPart<Gemv>& part, int64_t first,
                                                   int thread) {
         const Problem& problem = part.problem;
@@ -178,7 +178,7 @@ private:
             of_col[col] = weight + min(first + col % kOwnCols, problem.n - 1) * problem.weight_stride;
         }
         const int k = static_cast<int>(problem.k);
-        Vector of_weight[2][kCols], of_x[2][kRows];  // of two steps, of which one is read while the other is added up
+        Vector of_weight[2][kCols], of_x[2][kRows];  // of two steps: one is read while the other is added up
         const auto read = [&](int turn, int place) {
 #pragma unroll
             for (int col = 0; col < kCols; ++col) load(of_weight[turn][col], of_col[col], place, k);
@@ -210,7 +210,7 @@ private:
         }
     }
 
-    // Zeros beyond the end.
+    // Loads a vector of a row: zeros beyond the end.
     static __device__ __forceinline__ void load(Vector& to, const Element* row, int place, int k) {
         to.clear();
         if (place < k) to.template load_whole<16, true>(row + place);

@@ -15,7 +15,7 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-// As CUDA has it for its own types.
+// __ldg for these types, as CUDA has it for its own types.
 using ::__ldg;
 __device__ __forceinline__ Float16 __ldg(const Float16* source) { return {ptx::load_read_only_2(source)}; }
 __device__ __forceinline__ BFloat16 __ldg(const BFloat16* source) { return {ptx::load_read_only_2(source)}; }

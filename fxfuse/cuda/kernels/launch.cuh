@@ -11,8 +11,8 @@ namespace fxfuse {
 
 constexpr int kRememberedDevices = 64;  // more than any host has; beyond, calls are repeated, which does no harm
 
-// Lets kKernel use `bytes` of dynamic shared memory on the current device: above 48 KB that takes an attribute, which
-// is set again only for more than any launch there has asked for.
+// Lets kKernel use `bytes` of dynamic shared memory on the current device. Above 48 KB that takes an attribute, which
+// is set again only if a launch needs more than all launches before it on this device.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
     constexpr int kWithoutAttribute = 48 * 1024;
@@ -23,7 +23,7 @@ cudaError_t allow_shared_memory(int bytes) {
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     const bool remembered = device < kRememberedDevices;
     if (remembered && allowed[device].load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
-    while (setting.exchange(true, std::memory_order_acquire)) {}  // another thread's smaller number must not come last
+    while (setting.exchange(true, std::memory_order_acquire)) {}  // no other thread may set a smaller number last
     cudaError_t error = cudaSuccess;
     if (!remembered || allowed[device].load(std::memory_order_relaxed) < bytes) {
         error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -33,7 +33,7 @@ cudaError_t allow_shared_memory(int bytes) {
     return error;
 }
 
-// What `ask` finds for the current device, a positive number: asked once per device.
+// A positive number that `ask` finds for the current device; `ask` is called once per device.
 template <class Ask>
 cudaError_t ask_once(std::atomic<unsigned> (&known)[kRememberedDevices], unsigned* found, Ask ask) {
     int device = 0;
@@ -46,7 +46,7 @@ cudaError_t ask_once(std::atomic<unsigned> (&known)[kRememberedDevices], unsigne
     return error;
 }
 
-// Of the current device.
+// The current device's number of multiprocessors.
 inline cudaError_t multiprocessors(unsigned* count) {
     static std::atomic<unsigned> known[kRememberedDevices];
     return ask_once(known, count, [](unsigned* found, int device) {
@@ -72,8 +72,8 @@ cudaError_t resident_blocks(int threads, int shared_bytes, unsigned* blocks) {
     });
 }
 
-// Lets kKernel be launched in clusters of so many blocks on the current device: above 8, which any GPU with clusters
-// allows, that takes an attribute.
+// Lets kKernel be launched in clusters of `cluster` blocks on the current device. Any GPU with clusters allows 8; more
+// take an attribute.
 template <auto kKernel>
 cudaError_t allow_clusters(unsigned cluster) {
     constexpr unsigned kPortable = 8;
@@ -86,10 +86,10 @@ cudaError_t allow_clusters(unsigned cluster) {
     });
 }
 
-// Puts a kernel on a stream. From sm_90 on it is launched while the kernel before it ends (programmatic dependent launch),
-// and waits for that (device_pass.cuh): a microsecond less between kernels. Before CUDA 12.3 no graph could be captured
-// of that. There, `cluster` blocks that follow each other along x may be launched together, so that they can read each
-// other's shared memory.
+// Puts a kernel on a stream. From sm_90 on the kernel is launched while the one before it ends (programmatic dependent
+// launch), and waits for that end itself (device_pass.cuh): this saves a microsecond between kernels. It needs CUDA
+// 12.3: before, CUDA graphs could not capture such launches. Also from sm_90 on, `cluster` blocks that follow each
+// other along x may be launched together, so that they can read each other's shared memory.
 template <class... Parameters, class... Arguments>
 cudaError_t queue_in_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                               size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {

@@ -1,13 +1,13 @@
 // out = epilogue((x - mean) / sqrt(variance + eps)), mean and variance of each row of x: layer_norm, whose weight and
 // bias are operands of the epilogue.
 //
-// A row belongs to kLanes threads, which read it once and hold it in registers: its mean goes, then the squares of what
-// is left are added up, so that nothing cancels. A thread has the vectors lane, lane + kLanes, ... of kVector elements,
-// so that neighbours read and write neighbouring memory.
+// kLanes threads share a row. They read it once and hold it in registers: they subtract the mean, then add up the
+// squares of the differences, so that nothing cancels. A thread has the vectors lane, lane + kLanes, ... of kVector
+// elements, so that neighbouring threads read and write neighbouring memory.
 //
-// As many blocks are launched as run at once. They hold weight and bias, and read their next rows while they work on the
-// present ones. torch's kernel has a block for each row, and so too few bytes under way: an eighth of the bandwidth for
-// rows of 96, a third for rows of 768.
+// As many blocks are launched as run at once. They hold weight and bias in registers, and read their next rows while
+// they work on the present ones. torch's kernel has a block for each row, and so too few bytes in flight: an eighth of
+// the bandwidth for rows of 96, a third for rows of 768.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace fxfuse {
 
-// What a launch computes.
+// What a launch computes, as the device needs it.
 struct LayerNormCut {
     int64_t rows, x_stride;  // x_stride: of rows, in elements
     FastDivisor rows_per_batch;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     FXFUSE_DEVICE_PASS(Kernel::run(cut, x, out, epilogue));
 }
 
-// kCols: of a row, a multiple of kVector, as are the distances between rows and the addresses of x.
+// kCols: columns of a row, a multiple of kVector. So are the row stride and the address of x, in elements.
 template <class Element_, class Output_, class Epilogue_, int kCols, int kLanes, int kVector>
 struct LayerNorm {
     using Element = Element_;
@@ -52,8 +52,8 @@ struct LayerNorm {
     static constexpr int kTensors = 2;  // x, out
     static constexpr int kWarp = 32;
     static constexpr int kThreads = kLanes > 128 ? kLanes : 128;
-    static constexpr int kRows = kThreads / kLanes;  // that a block works on at a time
-    static constexpr int kVectors = (kCols + kLanes * kVector - 1) / (kLanes * kVector);  // of a row in a thread
+    static constexpr int kRows = kThreads / kLanes;  // rows that a block works on at a time
+    static constexpr int kVectors = (kCols + kLanes * kVector - 1) / (kLanes * kVector);  // of a row, per thread
     static constexpr bool kFull = kCols == kLanes * kVector * kVectors;
     static_assert(kCols % kVector == 0 && (kLanes & (kLanes - 1)) == 0 && kLanes <= 1024);
 
@@ -66,10 +66,11 @@ struct LayerNorm {
                                                const Epilogue& epilogue) {
         const int lane = threadIdx.x % kLanes;
         const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
-        int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;  // of the block's rows
+        int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;  // the first of the block's rows
         const auto exists = [&](int v) { return kFull || v < kVectors - 1 || v * kLanes + lane < kCols / kVector; };
         const auto col_of = [&](int v) { return exists(v) ? (v * kLanes + lane) * kVector : 0; };
-        // Rows and vectors beyond the end read what others do: no branch separates them, and shuffles need all lanes.
+        // Rows and vectors beyond the end read existing ones: no branch separates the loads, and shuffles need all
+        // lanes.
         const auto load = [&](Row& loaded) {
             const int64_t row = min(first + threadIdx.x / kLanes, cut.rows - 1);
             Position at = position(cut, row);
@@ -103,8 +104,8 @@ struct LayerNorm {
 #pragma unroll
                 for (int k = 0; k < kVector; ++k) value[v][k] = present.elements[v][k];
             }
-            // Twice in float32: the mean is rounded, by more than the smallest deviations from a large one. Numbers of 16
-            // bits deviate by more, and the sum of equal ones is exact.
+            // For float32 the mean is subtracted twice: a large mean is rounded by more than the smallest deviations
+            // from it. 16-bit numbers deviate by more, and the sum of equal ones is exact.
 #pragma unroll
             for (int turn = 0; turn < (sizeof(Element) == 4 ? 2 : 1); ++turn) {
                 const float sum = add_up(turn, [&](int v) { return exists(v) ? scaled_sum(value[v]) : 0.0f; });
@@ -147,7 +148,7 @@ struct LayerNorm {
         unsigned resident = 0;
         const cudaError_t error = resident_blocks<kKernel>(kThreads, 0, &resident);
         if (error != cudaSuccess) return error;
-        // All have as many rows, but for one.
+        // The blocks' numbers of turns differ by at most one.
         const int64_t parts = (problem.rows + kRows - 1) / kRows, turns = (parts + resident - 1) / resident;
         const unsigned blocks = static_cast<unsigned>((parts + turns - 1) / turns);
         return queue(kKernel, blocks, kThreads, 0, stream, cut, reinterpret_cast<const Element*>(pointers[0]),
@@ -162,7 +163,7 @@ private:
         typename Epilogue::template RowValues<kVector, Position> operands[kVectors];
     };
 
-    // Elements are multiplied by it on their way into the sum, which so stays finite wherever the mean is.
+    // Elements are multiplied by it as they are added up: the sum then stays finite wherever the mean is.
     static constexpr float kScale = power_of_two_within(kCols);
 
     static __device__ __forceinline__ Position position(const LayerNormCut& cut, int64_t row) {
@@ -174,7 +175,7 @@ private:
         }
     }
 
-    // Columns of 16 bits are not turned into floats before the loop.
+    // Keeps ptxas from converting columns of 16 bits to floats before the loop.
     template <class Columns>
     static __device__ __forceinline__ void keep_packed(Columns& columns) {
 #pragma unroll
@@ -220,7 +221,7 @@ private:
             sum += __shfl_xor_sync(~0u, sum, offset);
         }
         if constexpr (kLanes > kWarp) {
-            // One for each: who is late reads it while others write the next.
+            // An array for each sum of a row: a late thread may still read one while others write the next.
             __shared__ float parts[3][kThreads / kWarp];
             constexpr int kWarps = kLanes / kWarp;  // of a row
             const int warp = threadIdx.x / kWarp;

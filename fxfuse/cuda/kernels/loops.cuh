@@ -1,10 +1,10 @@
-// out[i] = an expression of elements of other tensors, whose places are computed from i: what program/loops.py made of
-// copies, paddings, rolls and whatever is pointwise between them. The generated Body knows the places.
+// out[i] = an expression of elements of other tensors, whose places are computed from i. program/loops.py makes such
+// loops of copies, paddings, rolls and the pointwise operations between them. The generated Body computes the places.
 //
-// The result's memory is cut into runs of kVector elements, a run for each thread. Elements that lie side by side where
-// a run reads them are read together. A kernel may have kOthers further results of as many elements, which lie in the same
-// order. A result may be a part of memory that is there (kPlaced): then the Body puts it there. A launch may have several,
-// none of which needs another.
+// The result's memory is cut into runs of kVector elements, a run for each thread. Elements that a run reads are read
+// together where they are adjacent in memory. A loop may have kOthers further results of as many elements, in the same
+// order. A result may be a part of existing memory (kPlaced): then the Body stores it. A launch may compute several
+// results, none of which needs another.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct LoopsArguments {
     void* other[Body::kOthers + 1];  // further results
 
 #ifndef __CUDACC_RTC__
-    // Moves `values` and `pointers` behind what it takes.
+    // Takes its arguments from the front of `values` and `pointers`, and moves both past them.
     static LoopsArguments take(const uint32_t*& values, const uint64_t*& pointers) {
         LoopsArguments arguments;
         arguments.count = *values++;
@@ -43,7 +43,7 @@ struct LoopsArguments {
 #endif  // __CUDACC_RTC__
 };
 
-// Of one form in a launch: kCount results, each with as many blocks as the largest of them needs.
+// The results of one form (Body) in a launch: kCount of them, each with as many blocks as the largest needs.
 template <class Body_, int kCount>
 struct Alike {
     using Body = Body_;
@@ -73,7 +73,7 @@ struct Alike {
     __device__ __forceinline__ unsigned all_blocks() const { return blocks * kCount; }
 };
 
-// All of a launch, none of which needs another; blocks follow each other.
+// All results of a launch, form after form. None needs another. Their blocks follow each other.
 template <class First, class... Others>
 struct LoopsTogether {
     First first;
@@ -107,7 +107,7 @@ struct LoopsTogether<First> {
     __device__ __forceinline__ void run(unsigned block) const { first.run(block); }
 };
 
-// What lies at `source`, by instructions of kAccess bytes, of which the address is a multiple.
+// kVector adjacent elements, read and written by instructions of kAccess bytes; addresses are multiples of kAccess.
 template <class T, int kVector, int kAccess>
 struct Adjacent {
     static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
@@ -129,14 +129,15 @@ struct Adjacent {
     }
 };
 
-// What belongs to an element of a run, of numbers of four bits and of bits: constants, where its loop is unrolled.
+// Tables by a run's elements: the lane-th number of four bits, and the lane-th bit. Both are constants where the loop
+// over the run is unrolled.
 __device__ __forceinline__ unsigned number_of(uint64_t numbers, int lane) {
     return static_cast<unsigned>(numbers >> (4 * lane)) & 15u;
 }
 __device__ __forceinline__ bool is_one_of(unsigned lanes, int lane) { return (lanes >> lane & 1u) != 0; }
 
-// An element as expressions have it: floats, integers of 64 bits, or of 32 where 16 would hold them, truth values;
-// float64 is only moved.
+// An element in the type that expressions compute with: float, bool, or an integer of 64 bits (of 32 bits if 16 hold
+// it). float64 is only moved.
 template <class T>
 __device__ __forceinline__ float as_number(const T& element) {
     return to_float(element);
@@ -149,7 +150,7 @@ __device__ __forceinline__ int64_t as_number(const int64_t& element) { return el
 __device__ __forceinline__ bool as_number(const bool& element) { return element; }
 __device__ __forceinline__ double as_number(const double& element) { return element; }
 
-// A number as it lies in memory.
+// Stores a number in the element's type.
 template <class T, class Number>
 __device__ __forceinline__ void set(T& element, Number number) {
     element = static_cast<T>(number);
@@ -157,7 +158,8 @@ __device__ __forceinline__ void set(T& element, Number number) {
 __device__ __forceinline__ void set(Float16& element, float number) { element = from_float<Float16>(number); }
 __device__ __forceinline__ void set(BFloat16& element, float number) { element = from_float<BFloat16>(number); }
 
-// The integer at `at`, one of 0 to size - 1. Others are errors, as torch has it; if kWraps, negative ones count from the end.
+// The index at `at`, from 0 to size - 1; if kWraps, negative ones count from the end. Others trap: in torch, too, they
+// are errors.
 template <bool kWraps, class T>
 __device__ __forceinline__ unsigned integer_at(const void* memory, unsigned at, unsigned size) {
     const int64_t value = static_cast<const T*>(memory)[at];
@@ -166,7 +168,7 @@ __device__ __forceinline__ unsigned integer_at(const void* memory, unsigned at, 
     return static_cast<unsigned>(index);
 }
 
-// What a block of threads does for a result.
+// Computes one block's runs of a result.
 template <class Body>
 __device__ __forceinline__ void run_loops(const LoopsArguments<Body>& arguments, unsigned block) {
     const unsigned run = block * kLoopsThreads + threadIdx.x;
@@ -183,8 +185,8 @@ __global__ void __launch_bounds__(kLoopsThreads)
 }
 
 #ifndef __CUDACC_RTC__
-// params: for each result its number of runs or rows, then numbers and divisors; pointers: for each its own, then those of
-// the tensors that are read.
+// params: for each result its number of runs or rows, then numbers and divisors; pointers: for each result its own,
+// those of further results, then those of the tensors that are read.
 template <class... Forms>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
     const auto* values = static_cast<const uint32_t*>(params);

@@ -1,5 +1,5 @@
-// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read and split ahead of the
-// tensor cores, and partial sums added up in fp32 outside them.
+// A thread block's loop over K: a ring of shared-memory stages filled by cp.async, fragments read and split ahead of
+// their products, and partial sums added up in fp32 outside the tensor cores.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@
 
 namespace fxfuse {
 
-// How products become a sum over K. A step is one instruction's worth of K, a tile kSteps of them. Tensor cores
+// How products become a sum over K. A step is one instruction's worth of K; a tile has kSteps steps. Tensor cores
 // truncate when they accumulate: a running sum of 3xTF32 over K = 8192 is 36 (normal data) to 126 times (uniform) less
-// accurate than cuBLAS fp32. What the others reach stands in cuda/gemm_accuracy.py.
+// accurate than cuBLAS fp32. cuda/gemm_accuracy.py has the accuracy of the others.
 enum class Sums {
     kRunning,    // in the tensor cores only
     kPromoted,   // in the tensor cores for a block of tiles; blocks are added up in fp32
     kHalved,     // in the tensor cores for half a tile; halves are added up in fp32 (WgmmaTf32x3Config only)
     kStepwise,   // in the tensor cores for one step only; steps are added up in fp32
-    kBlockwise,  // the same, but steps are added up in fp32 to blocks and blocks to the total: like a tree
+    kBlockwise,  // in the tensor cores for one step only; steps add up to blocks, blocks to the total, in fp32: a tree
 };
 
 template <class Shape, class CopyX, class CopyW, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
 struct Mainloop;
 
-// kHoldsK: every tile of K has a stage of its own, so that all copies are under way before the first product.
+// kHoldsK: every tile of K has a stage of its own, so that all copies are in flight before the first product.
 template <class Mma_, int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kStages_, Sums kSums_,
           bool kHoldsK_ = false>
 struct MainloopShape {
@@ -34,12 +34,12 @@ struct MainloopShape {
     static constexpr int kStages = kStages_, kSteps = kTileBytesOfK / kMmaBytesOfK;
     static constexpr Sums kSums = kSums_;
     static constexpr bool kHoldsK = kHoldsK_;
-    static constexpr int kUnroll = kSteps;  // steps of the loop's body
+    static constexpr int kUnroll = kSteps;  // steps in the loop's unrolled body
     static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kThreads = kWarpsM * kWarpsN * 32;
     static constexpr int kWarpTileM = kTileM / kWarpsM, kWarpTileN = kTileN / kWarpsN;
     static constexpr int kMmasM = kWarpTileM / kMmaM, kMmasN = kWarpTileN / kMmaN;
-    static constexpr int kLeastBlocks = 0;  // that a multiprocessor has registers for: ptxas decides
-    static constexpr int kSharedLimit = 163 * 1024;  // of a thread block: an A100's
+    static constexpr int kLeastBlocks = 0;  // blocks per multiprocessor that registers must allow; 0: ptxas decides
+    static constexpr int kSharedLimit = 163 * 1024;  // bytes of a thread block: an A100's limit
     static_assert(kTileM % (kWarpsM * kMmaM) == 0 && kTileN % (kWarpsN * 2 * kMmaN) == 0, "B is read in pairs");
     static_assert(kStages >= 2 || kHoldsK, "one stage is filled while another is used");
 
@@ -50,7 +50,7 @@ struct MainloopShape {
     template <Major kMajor, int kExtent>
     using Tile = OperandTile<Element, kMajor, kExtent>;
 
-    // Of Shape, which is this or has it as its base.
+    // The mainloop of Shape, which is this struct or derived from it.
     template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
     using Loop = Mainloop<Shape, CopyX, CopyW, Fragments<TileX, Side::kA>, Fragments<TileW, Side::kB>, TileX::kBytes,
                           TileW::kBytes>;
@@ -73,7 +73,7 @@ struct Accumulators {
     }
 
     __device__ __forceinline__ bool all_finite() const {
-        float zero = 0.0f;  // or NaN: 0 * inf and 0 * NaN are
+        float zero = 0.0f;  // becomes NaN at a value that is not finite: 0 * inf and 0 * NaN are NaN
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
 #pragma unroll
@@ -85,7 +85,7 @@ struct Accumulators {
         return zero == 0.0f;
     }
 
-    // To columns from `first` on.
+    // Adds `other` to the columns of MMA tiles from `first` on.
     template <int kColumns>
     __device__ __forceinline__ void add(const Accumulators<kMmasM, kColumns>& other, int first = 0) {
 #pragma unroll
@@ -99,12 +99,18 @@ struct Accumulators {
     }
 };
 
-// CopyX and CopyW fill tiles (TileCopy), ReadX and ReadW read fragments of them (Fragments).
+// The loop over K. CopyX and CopyW fill tiles (TileCopy), ReadX and ReadW read fragments of them (Fragments). With
+// kStages = 3:
 //
-// Every instruction that is not a product costs tensor cores about a cycle of their time (a product takes 6, measured
-// on an H200: they share the ports of the register file). So the loop's overhead is kept out of it: addresses are
-// constants or advance once per tile, chains restart at fixed places of a block's first tile instead of under
-// predicates. And fragments are split while the products of the step before are under way.
+//   multiplied    copied meanwhile
+//   tile 0        tile 2 to stage 2
+//   tile 1        tile 3 to stage 0, which held tile 0
+//   tile 2        tile 4 to stage 1, which held tile 1
+//
+// Every instruction other than a product costs the tensor cores about a cycle (a product takes 6, measured on an H200),
+// because both use the ports of the register file. So the loop has little overhead: addresses are constants or advance
+// once per tile, and sums restart at fixed steps of a block's first tile instead of under predicates. Fragments are
+// split while the products of the previous step run.
 template <class Shape, class CopyX, class CopyW, class ReadX, class ReadW, uint32_t kBytesX, uint32_t kBytesW>
 struct Mainloop {
     using Mma = typename Shape::Mma;
@@ -113,10 +119,11 @@ struct Mainloop {
     static constexpr bool kStepwise = Shape::kSums == Sums::kStepwise || Shape::kSums == Sums::kBlockwise;
     static constexpr uint32_t kStageBytes = kBytesX + kBytesW;
     static constexpr int kSharedBytes = kStageBytes * Shape::kStages;
-    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles: what one read of w is for
-    // Steps from reading fragments to multiplying them. Few products hide no read, but leave registers for more of them.
+    static constexpr int kPairs = kMmasN / 2;  // of columns of MMA tiles; one read of w serves a pair
+    // Steps from reading fragments to multiplying them. The products of a single pair are too few to hide a read, but
+    // leave registers for the fragments of a second step.
     static constexpr int kAhead = kPairs == 1 ? 2 : 1;
-    static constexpr int kCopiesAhead = Shape::kHoldsK ? Shape::kStages : Shape::kStages - 1;  // of the products
+    static constexpr int kCopiesAhead = Shape::kHoldsK ? Shape::kStages : Shape::kStages - 1;  // tiles, of the products
     static constexpr bool kSumsSmallApart = kSmallProducts<Mma> > 0;
     static_assert(kSteps > kAhead, "a step starts a copy, another waits for one");
     static_assert(Shape::kSums == Sums::kBlockwise || !kSumsSmallApart);
@@ -134,8 +141,8 @@ struct Mainloop {
 
     using Sum = Accumulators<kMmasM, kMmasN>;
 
-    // total = x * w over `tiles` tiles of K, in blocks of `block` tiles. `shared` is the address of kSharedBytes, a
-    // multiple of 1024.
+    // total = x * w over `tiles` tiles of K, in blocks of `block` tiles. `shared` is the address of kSharedBytes bytes
+    // of shared memory, a multiple of 1024.
     __device__ __forceinline__ void run(Sum& total, uint32_t shared, int tiles, int block) {
         first_stage_ = fill_ = use_ = shared;
 #pragma unroll
@@ -163,18 +170,19 @@ struct Mainloop {
     }
 
 private:
-    uint32_t first_stage_, fill_, use_;  // stages in shared memory
+    uint32_t first_stage_, fill_, use_;  // addresses of stages in shared memory
     uint32_t raw_x_[kMmasM][4], raw_w_[kPairs][4];
     typename Mma::A a_[kMmasM];  // of this step
     typename Mma::B b_[2];       // of this pair
     Sum partial_;                // of this block
-    Sum small_;                  // of small products, where they are summed apart
+    Sum small_;                  // of small products, if they have accumulators of their own
 
     __device__ __forceinline__ uint32_t after(uint32_t stage) const {
         return stage == first_stage_ + (Shape::kStages - 1) * kStageBytes ? first_stage_ : stage + kStageBytes;
     }
 
-    // Ends a tile's copies; without copies too, so that as many are in flight wherever one is waited for.
+    // Starts the copy of w and commits the tile's copies as a group. Without copies it commits an empty group, so that
+    // wait_for_copy always finds the same number of groups in flight.
     template <bool kCopies>
     __device__ __forceinline__ void start_copy_w() {
         if constexpr (kCopies) {
@@ -184,7 +192,7 @@ private:
         ptx::cp_async_commit();
     }
 
-    // For the oldest copy in flight, of all threads.
+    // Waits until all threads' copies of the oldest tile in flight are complete.
     static __device__ __forceinline__ void wait_for_copy() {
         ptx::cp_async_wait<kCopiesAhead - 1>();
         __syncthreads();
@@ -211,16 +219,16 @@ private:
         b[1] = Mma::make_b({w[2], w[3]});
     }
 
-    // kRestarts: this is the first tile of a block. Each pair of columns begins its block at a step of its own.
+    // kRestarts: this is the first tile of a block. The pairs of columns begin the block at different steps.
     template <bool kRestarts>
     __device__ __forceinline__ void multiply_tile(Sum& total, Sum& sum) {
 #pragma unroll Shape::kUnroll
         for (int step = 0; step < kSteps; ++step) {
-            // Over the previous tile. After the last tile of K they fill in zeros that nobody multiplies.
+            // The copies overwrite the previous tile. After the last tile of K they write zeros that nobody multiplies.
             if (step == 0 && !Shape::kHoldsK) copy_x.start(fill_);
             if (step == 1) start_copy_w<!Shape::kHoldsK>();
             if (step == kSteps - kAhead) {
-                wait_for_copy();  // of the next tile. Everyone has now read all of this one.
+                wait_for_copy();  // of the next tile. All threads have now read all of this one.
                 use_ = after(use_);
             }
             if constexpr (kAhead == 2) {
@@ -231,8 +239,9 @@ private:
         }
     }
 
-    // Multiplies fragments of this step, while those of the next one are read and split. Two columns of MMA tiles at a
-    // time: enough independent ones to hide an instruction's latency, and few fragments of w alive in their split form.
+    // Multiplies the fragments of this step, and meanwhile reads and splits those of the next. It takes two columns of
+    // MMA tiles at a time: enough independent products to hide an instruction's latency, and few split fragments of w
+    // alive.
     template <bool kRestarts>
     __device__ __forceinline__ void multiply_step(Sum& total, Sum& sum, int step) {
         const int next_step = (step + 1) % kSteps;
@@ -259,7 +268,7 @@ private:
         for (int m = 0; m < kMmasM; ++m) a_[m] = next_a[m];
     }
 
-    // The same for a single pair: its next fragments have been read during the step before.
+    // multiply_step for a single pair: the fragments of the next step were read during the previous one.
     template <bool kRestarts>
     __device__ __forceinline__ void multiply_small_step(Sum& total, Sum& sum, int step) {
         typename Mma::A next_a[kMmasM];
@@ -288,7 +297,7 @@ private:
         }
     }
 
-    // Adds a block's sums of two columns of MMA tiles to the total.
+    // Adds a block's sums in two columns of MMA tiles to the total, and clears them.
     __device__ __forceinline__ void restart(Sum& total, int pair) {
 #pragma unroll
         for (int m = 0; m < kMmasM; ++m) {
@@ -308,7 +317,7 @@ private:
         }
     }
 
-    // total + small += block; what is too small for the total goes on among the small products (Kahan 1965).
+    // total + small += block. The part that is too small for the total stays among the small products (Kahan 1965).
     static __device__ __forceinline__ void add_compensated(float& total, float& small, float block) {
         const float addend = block + small, sum = total + addend;
         small = addend - (sum - total);

@@ -1,5 +1,5 @@
-// A thread block's loop over K by Hopper's warpgroup products: tensor cores read both operands from shared memory by
-// themselves, so that all that warps do beside is to copy tiles. For 16-bit operands.
+// A thread block's loop over K by Hopper's warpgroup products (wgmma), for 16-bit operands. Tensor cores read both
+// operands from shared memory by themselves, so that warps only copy tiles.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@ namespace fxfuse {
 template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
 struct WgmmaMainloop;
 
-// What MainloopShape is to Mainloop. Warpgroups have 64 rows each, and a share of the columns if kGroupsN is not 1.
-// kBlocksPerSm: thread blocks for which a multiprocessor has registers; while one stores, another multiplies.
+// The shape of a WgmmaMainloop, as MainloopShape is that of a Mainloop. A warpgroup has 64 rows, and a share of the
+// columns if kGroupsN is not 1. kBlocksPerSm: thread blocks per multiprocessor that there are registers for; while one
+// stores, another multiplies.
 template <class Mma_, int kTileM_, int kTileN_, int kGroupsN_, int kStages_, int kBlocksPerSm_>
 struct WgmmaShape {
     using Mma = Mma_;
@@ -46,13 +47,13 @@ struct WgmmaShape {
     using Loop = WgmmaMainloop<Shape, CopyX, CopyW, TileX, TileW>;
 };
 
-// Stages of tiles in shared memory, in the order that SwizzledMatrix has: filled by copies, some tiles ahead of the
-// products.
+// A ring of stages in shared memory, each with a tile of x and one of w in SwizzledMatrix's order. Copies fill stages
+// some tiles ahead of the products.
 //
-// Alone on a multiprocessor, a thread block has the products of a tile under way while it waits for the next one: when the
-// barrier of a tile is passed, those of the tile before may still be, and the stage that is filled next is that of the one
-// before that. Where blocks share a multiprocessor, one multiplies while another waits, and stages are better spent on
-// copies: there a tile's products end before the next one's begin.
+// Alone on a multiprocessor, a thread block waits for a tile while the products of the tile before are under way. After
+// the barrier of tile t, products of tile t - 1 may still run, and the next copy refills stage (t - 2) % kStages. Where
+// blocks share a multiprocessor, one multiplies while another waits, and stages are better spent on copies: products of
+// tile t - 1 end before those of tile t begin, and the next copy refills stage (t - 1) % kStages.
 template <class Shape, class TileX, class TileW>
 struct WgmmaStages {
     using Mma = typename Shape::Mma;
@@ -60,7 +61,7 @@ struct WgmmaStages {
     static constexpr uint32_t kStageBytes = TileX::kBytes + TileW::kBytes;
     static constexpr bool kAlone = Shape::kLeastBlocks == 1;
     static constexpr int kCopiesAhead = Shape::kStages - (kAlone ? 2 : 1);
-    // For each m or n in either order: 64 of them are 64 rows, or a slab of 64 rows of K.
+    // Bytes per m or n in either order: 64 of them are 64 rows, or a slab of 64 rows of K.
     static constexpr int kRowBytes = TileX::kSlabRowBytes;
     static constexpr bool kTurnedX = TileX::kMajor == Major::kMN, kTurnedW = TileW::kMajor == Major::kMN;
     // Columns of one instruction.
@@ -84,7 +85,7 @@ struct WgmmaStages {
         for (int i = 0; i < kCopiesAhead; ++i) copy();
     }
 
-    // sum += x * w over the next `tiles` tiles of K, whose products are under way or done then.
+    // sum += x * w over the next `tiles` tiles of K. On return, their products are under way or done.
     template <class Copy>
     __device__ __forceinline__ void run(Sum& sum, int tiles, Copy copy) {
 #pragma unroll 1
@@ -111,7 +112,7 @@ struct WgmmaStages {
     }
     static __device__ __forceinline__ void start_nothing() { ptx::cp_async_commit(); }
 
-    // At the end: a stage that nothing is copied to before the next run's first barrier.
+    // After end(): a stage that nothing is copied to before the next run's first barrier.
     __device__ __forceinline__ uint32_t free_stage() const { return used_; }
 
 private:
@@ -122,7 +123,7 @@ private:
         return stage == first_ + (Shape::kStages - 1) * kStageBytes ? first_ : stage + kStageBytes;
     }
 
-    // From a product's part of K to the next one's: within a row, or rows further on.
+    // Bytes from a product's part of K to the next one's: within a row (K-major), or rows further on (MN-major).
     template <class Tile>
     static constexpr int step_bytes() {
         const int elements = kMmaBytesOfK / static_cast<int>(sizeof(typename Shape::Element));
@@ -134,7 +135,7 @@ private:
     }
 
     __device__ __forceinline__ void multiply(Sum& sum, uint32_t stage) const {
-        // Of the first lane: what is the same for a warp goes to registers of which descriptors are made.
+        // The first lane's value, for the whole warp: such values go to the registers that descriptors are made of.
         const ptx::SwizzledMatrix a(__shfl_sync(~0u, stage + first_row_ * kRowBytes, 0), slab<TileX>());
         const ptx::SwizzledMatrix b(__shfl_sync(~0u, stage + TileX::kBytes + first_column_ * kRowBytes, 0),
                                     slab<TileW>());
@@ -153,7 +154,7 @@ private:
     }
 };
 
-// What Mainloop is for products by mma: one run, for a thread block that computes one tile of the result.
+// Mainloop by wgmma instead of mma: one run, for a thread block that computes one tile of the result.
 template <class Shape, class CopyX, class CopyW, class TileX, class TileW>
 struct WgmmaMainloop {
     using Stages = WgmmaStages<Shape, TileX, TileW>;
@@ -169,7 +170,7 @@ struct WgmmaMainloop {
 
     __device__ __forceinline__ void run(Sum& sum, uint32_t shared, int tiles, int) {
         Stages stages(shared, thread);
-        const auto copy = [&] { stages.start(copy_x, copy_w); };  // after the last tile, zeros that nobody multiplies
+        const auto copy = [&] { stages.start(copy_x, copy_w); };  // after the last tile: zeros that are not multiplied
         stages.begin(copy);
         sum.clear();
         stages.run(sum, tiles, copy);

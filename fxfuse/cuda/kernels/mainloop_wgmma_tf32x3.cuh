@@ -1,9 +1,9 @@
-// A thread block's loop over K in 3xTF32 (SplitTf32 in mma.cuh) by Hopper's warpgroup products. They take x from registers,
-// where it is split, and the weight from shared memory: it is split there.
+// A thread block's loop over K in 3xTF32 (SplitTf32 in mma.cuh) by Hopper's warpgroup products. They read x from
+// registers, where x is split, and the weight from shared memory, where the weight is split.
 //
-// One warpgroup produces: it copies tiles of both and splits the weight's, where K is contiguous each thread what it has
-// copied itself. The others multiply, 64 rows each, at a pace of their own: while one adds up what a tile's products came
-// to, tensor cores work for the other.
+// One warpgroup produces: it copies tiles of both and splits those of the weight. Where K is contiguous, each thread
+// splits what it has copied itself. The other warpgroups multiply, 64 rows each, independently: while one adds a tile's
+// products to its sums, tensor cores work for the other.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,24 @@
 
 namespace fxfuse {
 
-// What MainloopShape is to Mainloop, and how Mainloop does the same with infinities: kThreads are those that multiply.
+// The shape of this mainloop, as MainloopShape is of Mainloop. (Tiles with infinities are left to Mainloop: see
+// WgmmaTf32x3Config::Guarded.) kThreads: the threads that multiply.
 template <int kTileM_, int kTileN_, int kStages_, Sums kSums_>
 struct WgmmaTf32x3Shape
     : MainloopShape<Tf32x3::Unguarded, kTileM_, kTileN_, kTileM_ / kMmaM, 1, kStages_, kSums_> {
     static constexpr int kGroupColumns = kTileN_;
     static constexpr int kBlockThreads = kTileM_ / kMmaM * 32 + kWarpgroup;
-    static constexpr int kCopiesAhead = kStages_ - 2;  // beside what is multiplied and what is being split
-    static constexpr int kSplitStages = 2;             // these two
+    static constexpr int kCopiesAhead = kStages_ - 2;  // beside the stage being multiplied and the one being split
+    static constexpr int kSplitStages = 2;             // for these two
     static constexpr int kLeastBlocks = 1, kSharedLimit = 227 * 1024;
-    // Per thread. ptxas has 168 for each of 384 threads.
+    // Per thread. ptxas gives each of 384 threads 168 registers.
     static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
     static_assert(kTileM_ == 128 && kCopiesAhead > 0);
 };
 
-// Rings of stages in shared memory, and where in them somebody is. A stage has a tile of x and one of the weight as they
-// are; a stage of split ones the weight's remainders, and, where K is not contiguous in it, the weight turned over: products
-// take rows along K.
+// Two rings of stages in shared memory, and a position in them. A stage has a tile of x and a tile of the weight as
+// they are. A split stage has the weight's remainders (lo) and, where K is not contiguous in the weight, also the
+// weight transposed: products take rows along K.
 template <class Shape, class TileX, class TileW>
 struct Tf32x3Ring {
     using SplitTile = OperandTile<float, Major::kK, Shape::kTileN>;
@@ -45,7 +46,7 @@ struct Tf32x3Ring {
     static constexpr uint32_t kBarrierBytes = 8;
     static constexpr int kSharedBytes = kBarriers + (Shape::kStages * 2 + 1) * kBarrierBytes;
 
-    uint32_t shared;  // its address, a multiple of 1024
+    uint32_t shared;  // address of shared memory, a multiple of 1024
     uint32_t stage = 0, split = 0, phase = 0;
 
     __device__ __forceinline__ explicit Tf32x3Ring(uint32_t shared) : shared(shared) {}
@@ -54,7 +55,7 @@ struct Tf32x3Ring {
     __device__ __forceinline__ uint32_t weight() const { return x() + TileX::kBytes; }
     __device__ __forceinline__ uint32_t remainders() const { return shared + kSplits + split * kSplitBytes; }
     __device__ __forceinline__ uint32_t turned() const { return remainders() + SplitTile::kBytes; }
-    // Barriers: of a stage that products may read, of one that copies may fill, and where producers meet.
+    // Barriers: full, products may read the stage; empty, copies may fill it; copied, where the producer's warps meet.
     __device__ __forceinline__ uint32_t full() const { return shared + kBarriers + stage * 2 * kBarrierBytes; }
     __device__ __forceinline__ uint32_t empty() const { return full() + kBarrierBytes; }
     __device__ __forceinline__ uint32_t copied() const {
@@ -67,7 +68,7 @@ struct Tf32x3Ring {
         if (stage == 0) phase ^= 1;
     }
 
-    // By one thread, before the others go on.
+    // Initialises the barriers: by one thread, before the others go on.
     static __device__ __forceinline__ void init(uint32_t shared) {
         Tf32x3Ring ring(shared);
         ptx::barrier_init(ring.copied(), kWarpgroup / 32);
@@ -79,9 +80,9 @@ struct Tf32x3Ring {
     }
 };
 
-// The warpgroup that produces. Products take numbers' upper parts by themselves: they ignore the lower bits. So these are
-// truncated, not rounded, and the remainder has up to 13 bits; rounded to 11 it leaves 2^-22 of the number at most, and on
-// average nothing.
+// The warpgroup that produces. Products take a number's upper part (hi) by themselves, because they ignore the lower
+// bits. So hi is truncated, not rounded, and the remainder has up to 13 bits. Rounding the remainder to 11 bits leaves
+// an error of at most 2^-22 of the number, and of nothing on average.
 template <class Shape, class TileX, class TileW>
 struct Tf32x3Producer {
     using Ring = Tf32x3Ring<Shape, TileX, TileW>;
@@ -93,13 +94,13 @@ struct Tf32x3Producer {
     __device__ __forceinline__ Tf32x3Producer(uint32_t shared, uint32_t thread)
         : fill(shared), use(shared), thread(thread) {}
 
-    // Brings `tiles` tiles of K. `start` begins to copy the next one, of x and of the weight to these addresses, as the
-    // threads of a warpgroup do it 16 bytes at a time (TileCopy).
+    // Copies and splits `tiles` tiles of K. `start(x, weight)` starts the copies of the next tile to these addresses,
+    // 16 bytes at a time by each thread of the warpgroup (TileCopy).
     template <class Start>
     __device__ __forceinline__ void run(int64_t tiles, Start start) {
         int64_t left = tiles;
         const auto copy = [&] {
-            // After the last tile, too: a stage for what is split next is empty then as well.
+            // Also after the last tile: it shows that tile t - 2 is done, whose split stage is for tile t, split next.
             ptx::barrier_wait(fill.empty(), fill.phase ^ 1);
             if (--left >= 0) start(fill.x(), fill.weight());
             fill.advance();
@@ -129,7 +130,7 @@ private:
         if (thread % 32 == 0) ptx::barrier_arrive(barrier);
     }
 
-    // What this thread has copied.
+    // Splits what this thread has copied.
     __device__ __forceinline__ void split_own() const {
         constexpr int kRowPieces = TileW::kRowBytes / kChunkBytes, kRowsPerPass = kWarpgroup / kRowPieces;
         constexpr int kPasses = TileW::kRows / kRowsPerPass, kTogether = kPasses % 4 == 0 ? 4 : 3;
@@ -150,7 +151,7 @@ private:
         }
     }
 
-    // Pieces of 16 bytes along K of a column n: neighbouring threads have neighbouring columns.
+    // Transposes and splits pieces of 16 bytes along K of a column n: neighbouring threads have neighbouring columns.
     __device__ __forceinline__ void split_turned() const {
         constexpr int kPieceK = kChunkBytes / 4, kPieces = Shape::kTileK / kPieceK;
         constexpr int kAtOnce = kWarpgroup / Shape::kTileN, kTurns = kPieces / kAtOnce;
@@ -181,9 +182,10 @@ private:
     }
 };
 
-// Tensor cores truncate when they accumulate, so that sums are taken in pieces and added up in float32 (Sums in mainloop.cuh).
-// A tile's small products, hi times lo, come first: they then lose nothing, and the large ones are truncated kSteps times
-// instead of three times as often. Error as a multiple of what it is otherwise: 0.6 (normal data) and 0.4 (uniform).
+// A warpgroup that multiplies. Tensor cores truncate when they accumulate, so partial sums are added up in float32
+// (Sums in mainloop.cuh). A tile's small products, hi times lo, come first: they then lose nothing, and the large
+// products are truncated kSteps times instead of three times as often. This order multiplies the error by 0.6 (normal
+// data) or 0.4 (uniform).
 template <class Shape, class TileX, class TileW>
 struct Tf32x3Consumer {
     using Ring = Tf32x3Ring<Shape, TileX, TileW>;
@@ -191,7 +193,8 @@ struct Tf32x3Consumer {
     using Sum = Accumulators<Shape::kMmasM, Shape::kMmasN>;
     static constexpr int kSteps = Shape::kSteps, kSums = Shape::kMmasN * 4, kPieces = kMmaBytesOfK / kChunkBytes;
     static constexpr bool kHasBlocks = Shape::kSums == Sums::kBlockwise;
-    // A tile's sum is truncated less often in parts: in registers side by side, or one after the other.
+    // A tile's sum is taken in parts, each truncated less often: kParts accumulators side by side, or kTurns in
+    // sequence.
     static constexpr int kParts = kHasBlocks ? 3 : 1, kTurns = Shape::kSums == Sums::kHalved ? 2 : 1;
     static_assert(Shape::kSums == Sums::kPromoted || kTurns > 1 || kHasBlocks);
     static_assert(Shape::kMmasM == 1 && Ring::SplitTile::kRowBytes == 128);
@@ -207,13 +210,13 @@ struct Tf32x3Consumer {
         read();
     }
 
-    // A new sum, of blocks of `block` tiles.
+    // Begins a new sum, in blocks of `block` tiles.
     __device__ __forceinline__ void begin(Sum& total, int block) {
         total.clear();
         block_ = left_ = block;
     }
 
-    // total += x * w over the next `tiles` tiles of K. `more`: whether there are any after them, be it of another sum.
+    // total += x * w over the next `tiles` tiles of K. `more`: whether tiles follow, of this or another sum.
     __device__ __forceinline__ void run(Sum& total, int tiles, bool more) {
 #pragma unroll 1
         for (int tile = 1; tile <= tiles; ++tile) {
@@ -269,18 +272,19 @@ private:
         for (int step = 0; step < kSteps; ++step) read_x.load(raw_x_[step], use.x(), 0, step);
     }
 
-    // Waits for products.
+    // Waits for all products.
     __device__ __forceinline__ void finish() {
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (Sum& part : parts_) ptx::sums_fence(sums_of(part));
     }
 
-    // Of one turn's share of a tile.
+    // Starts the products of one turn's share of a tile.
     __device__ __forceinline__ void multiply(const typename Mma::A (&x)[kSteps], int turn) {
         constexpr int kShare = kSteps / kTurns;
         const int first = turn * kShare;
-        // Of the first lane: what is the same for a warp goes to registers of which descriptors are made.
+        // Shuffled from lane 0, so that the compiler knows the value to be the same in the warp: then it goes to
+        // uniform registers, of which descriptors are made.
         const ptx::SwizzledMatrix upper(__shfl_sync(~0u, Ring::kTurned ? use.turned() : use.weight(), 0));
         const ptx::SwizzledMatrix remainders(__shfl_sync(~0u, use.remainders(), 0));
         ptx::wgmma_fence();
@@ -291,7 +295,7 @@ private:
         }
 #pragma unroll
         for (int step = first; step < first + kShare; ++step) {
-            const int part = step * kParts / kSteps;  // of small products, too, the first
+            const int part = step * kParts / kSteps;  // part 0 also takes the small products
             const bool is_first = part > 0 && part != (step - 1) * kParts / kSteps;
             ptx::wgmma_tf32(sums_of(parts_[part]), x[step].hi, upper + step * kPieces, !is_first);
         }

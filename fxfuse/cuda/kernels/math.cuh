@@ -1,11 +1,14 @@
-// The functions that the op table's C++ text calls, on the device: float to float, NaN and infinities as torch has them.
+// Device functions that the op table's C++ text calls: float to float, NaN and infinities as torch has them.
 // cpu/kernels/math.h has the same names. CUDA's own functions are within 2 ulp (CUDA C++ Programming Guide, appendix
 // "Mathematical Functions"); the ones it lacks are composed here. None of the often used ones branches: a branch keeps
-// neighbouring elements from overlapping.
+// the work on neighbouring elements from overlapping.
 //
-// Some exist several times: in math_float for results of float; in math_tf32 for the same from products of TF32, whose
-// operands are rounded to 2^-11, with an error of at most 2^-17; in math_half and math_bfloat16 for results of those
-// types, with an error of at most an eighth of the result's ulp. Generated sources say which they use.
+// Some exist several times, and generated sources say which they use:
+//
+//     math_float                  for results of float
+//     math_tf32                   for float from products of TF32, whose operands are rounded to 2^-11: error <= 2^-17
+//     math_half, math_bfloat16    for results of these types: error <= an eighth of the result's ulp
+//
 // tests/test_cuda_math.py measures them:
 //
 //     float   sigmoid 2.0 ulp, silu 2.4, mish 3.9, gelu 2.4 and gelu_tanh 2.5 for x > -1, tanhshrink 4.3, the others 2.5
@@ -31,7 +34,7 @@ __device__ __forceinline__ float sin(float x) { return sinf(x); }
 __device__ __forceinline__ float cos(float x) { return cosf(x); }
 __device__ __forceinline__ float erf(float x) { return erff(x); }
 
-// Within 2 ulp for |b| from 2^-126 to 2^126, and 0 beyond, where a sigmoid is 0 or subnormal.
+// a / b, within 2 ulp for |b| from 2^-126 to 2^126. For larger |b| it is 0: there a sigmoid is 0 or subnormal.
 __device__ __forceinline__ float divide(float a, float b) { return a * ptx::reciprocal(b); }
 
 __device__ __forceinline__ float round_to_half(float x) { return ptx::cvt_f32_f16(ptx::cvt_rn_f16(x)); }
@@ -41,7 +44,8 @@ namespace detail {
 
 constexpr float kLog2E = 1.44269504f;
 
-// coefficients[0] + coefficients[1] * x + …
+// coefficients[0] + coefficients[1] * x + … Comments above its uses name the approximated function, the interval and
+// the error.
 template <int kCount>
 __device__ __forceinline__ float polynomial(float x, const float (&coefficients)[kCount]) {
     float sum = coefficients[kCount - 1];
@@ -61,13 +65,13 @@ __device__ __forceinline__ float exp_within_87(float x) {
     return fmaf(fmaf(tail, r, 1.0f), r, 1.0f) * scale;
 }
 
-// a / b for the same b as divide(), rounded almost as if exactly.
+// a / b for the same b as divide(), almost correctly rounded.
 __device__ __forceinline__ float divide_exactly(float a, float b) {
     const float inverse = ptx::reciprocal(b), quotient = a * inverse;
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
-// x - tanh(x), whose digits cancel for small x, from tanh(x).
+// x - tanh(x), given tanh(x). For small x the digits cancel: there a polynomial is used.
 __device__ __forceinline__ float tanhshrink(float x, float tanh) {
     const float square = x * x;
     // (x - tanh(x)) / x^3 on [0, 1.2]: 2^-23
@@ -77,10 +81,10 @@ __device__ __forceinline__ float tanhshrink(float x, float tanh) {
     return fabsf(x) < 1.2f ? small : x - tanh;
 }
 
-// exp(-x^2 / 2): the error of its argument is one of x by a quarter ulp.
+// exp(-x^2 / 2), given x^2. Rounding x^2 has the effect of an error of x by a quarter ulp.
 __device__ __forceinline__ float bell(float square) { return ptx::exp2(-0.5f * kLog2E * square); }
 
-// The part of a standard normal distribution above x > 0, and below -x, from the one above |x|.
+// The part of a standard normal distribution below x, given the part above |x|.
 __device__ __forceinline__ float below(float x, float above) { return x > 0.0f ? 1.0f - above : above; }
 
 // 2 u of gelu_tanh(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u).
@@ -95,20 +99,21 @@ namespace math_float {
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 __device__ __forceinline__ float expm1(float x) { return expm1f(x); }
 
-// x / c for a c that the compiler knows, c and 1 / c normal: rounded as if exactly (Markstein 1990) where |x| is at least
-// 2^-100 and the quotient normal, else an ulp off. IEEE division branches.
+// x / c for a c that the compiler knows, with c and 1 / c normal. The result is correctly rounded (Markstein 1990)
+// where |x| is at least 2^-100 and the quotient normal, else an ulp off. IEEE division would branch.
 __device__ __forceinline__ float divide_by_constant(float x, float c) {
     const float inverse = 1.0f / c, quotient = x * inverse;
     const float nearest = fmaf(fmaf(-quotient, c, x), inverse, quotient);
     return fabsf(quotient) < infinity() ? nearest : quotient;
 }
 
-// 0 below -87.3, where it is subnormal.
+// Returns 0 below -87.3, where the sigmoid is subnormal.
 __device__ __forceinline__ float sigmoid(float x) {
     return detail::divide_exactly(1.0f, 1.0f + detail::exp_within_87(maximum(minimum(-x, 88.0f), -87.0f)));
 }
 
-// x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2), n = e * (e + 2); at 20 the quotient is 1. 0 below -87.
+// x * tanh(log(1 + e)) with e = exp(x) is x * n / (n + 2) with n = e * (e + 2). From x = 20 on the quotient is 1. The
+// result is 0 below -87.
 __device__ __forceinline__ float mish(float x) {
     const float e = x < -87.0f ? 0.0f : detail::exp_within_87(minimum(x, 20.0f)), n = e * (e + 2.0f);
     return x * detail::divide_exactly(n, n + 2.0f);
@@ -124,7 +129,7 @@ __device__ __forceinline__ float tanh(float x) {
     return fabsf(x) < 0.55f ? small : copysignf(large, x);
 }
 
-// x * Phi(x). As 0.5 * (1 + erf(x / sqrt(2))), Phi loses all digits below x = -5.
+// x * Phi(x). Computed as 0.5 * (1 + erf(x / sqrt(2))), Phi would lose all digits below x = -5.
 __device__ __forceinline__ float gelu(float x) {
     const float square = x * x;
     // ((Phi(x) - 0.5) / x - 1 / sqrt(2 pi)) / x^2 on [0, 1.3]: 2^-22, a fifth of which is left in Phi
@@ -132,7 +137,7 @@ __device__ __forceinline__ float gelu(float x) {
         fmaf(x * square,
              detail::polynomial(square, {-0.066490367f, 0.0099731283f, -0.0011853083f, 0.00011204252f, -7.0412366e-6f}),
              fmaf(x, 0.39894228f, 0.5f));
-    // (1 - Phi(x)) * exp(x^2 / 2) / t in t - 0.4 for x on [1.1, 14.2]: 2^-24
+    // (1 - Phi(x)) * exp(x^2 / 2) / t as a polynomial in t - 0.4, for x on [1.1, 14.2]: 2^-24
     const float t = ptx::reciprocal(fmaf(0.45f, fabsf(x), 1.0f));
     const float tail = detail::bell(square) * t *
                        detail::polynomial(t - 0.4f, {0.27746329f, 0.3129825f, 0.16056901f, -0.069998182f, -0.10645028f,

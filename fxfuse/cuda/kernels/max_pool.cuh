@@ -1,11 +1,11 @@
-// out = the largest of epilogue(acc) over windows: max-pooling that applies what precedes it while it reads.
+// Max-pooling that applies the epilogue while it reads: out = the largest epilogue(acc) of each window.
 //
-// acc is a dense result of a convolution (NCHW or channels_last), out lies as it does. A thread computes kVector
-// channels of one pixel, or in NCHW one pixel of one channel, so that neighbours read and write neighbouring memory.
-// Elements are computed once for every window that they are in.
+// acc is a dense result of a convolution (NCHW or channels_last), and out has the same layout. A thread computes
+// kVector channels of one pixel, or in NCHW one pixel of one channel, so that neighbouring threads read and write
+// neighbouring memory. The epilogue of an element is computed once for every window that the element is in.
 //
-// Windows reach over the border by no more than half their size. There the nearest element that exists stands for one
-// that does not: it is in the window too, and counting it twice changes nothing.
+// Windows reach over the border by no more than half their size. An element beyond the border is replaced by the
+// nearest one that exists: that one is in the window too, and counting it twice does not change the maximum.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     FXFUSE_DEVICE_PASS(Kernel::run(cut, acc, out, epilogue));
 }
 
-// kVector: channels of a thread in channels_last, which divides their number; 1 in NCHW. kHeight, kWidth: the window.
+// kVector: channels of a thread in channels_last, a divisor of all channels; 1 in NCHW. kHeight, kWidth: the window.
 template <class Element_, class Output_, class Epilogue_, int kVector, int kHeight, int kWidth, bool kChannelsLast>
 struct MaxPool {
     using Element = Element_;
@@ -48,7 +48,7 @@ struct MaxPool {
 
     static constexpr int kTensors = 2;  // acc, out
     static constexpr int kThreads = 256;
-    // Elements whose loads are under way together.
+    // Elements whose loads are in flight together: the whole window, or one.
     static constexpr bool kAllAtOnce = kHeight * kWidth <= 16;
     static constexpr int kRowsAtOnce = kAllAtOnce ? kHeight : 1, kColsAtOnce = kAllAtOnce ? kWidth : 1;
     static_assert(kChannelsLast || kVector == 1, "channels are not adjacent in NCHW");

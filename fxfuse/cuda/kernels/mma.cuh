@@ -1,7 +1,7 @@
 // Tensor-core multiply-accumulate: one struct per precision, all with the same interface.
 //
 // Every precision consumes 32 bytes of K per instruction (8 float or 16 half), and ldmatrix, which moves
-// 16-byte rows, delivers the fragments of all of them alike. With g = lane / 4 and t = lane % 4, a register
+// 16-byte rows, delivers the fragments of every precision alike. With g = lane / 4 and t = lane % 4, a register
 // holds the 4 bytes (one float, or two consecutive halves) at
 //
 //   A, 16 rows (m) x 32 bytes (k)    raw[0]: row g,      bytes 4t      raw[2]: row g,      bytes 16 + 4t
@@ -14,8 +14,8 @@
 //   A, B                    a fragment, ready to be multiplied
 //   make_a(raw), make_b(raw)  the fragment of raw registers: rounded or split where the precision asks for it
 //   kProducts, product<i>(d, a, b)   d += the i-th of the products that make up a * b
-//   kGuarded, Unguarded     whether infinite operands take extra work, and the precision without it: there they turn
-//                           into NaN every sum that they take part in. For kernels that look and then start again.
+//   kGuarded, Unguarded     whether infinite operands take extra work, and the precision without that work: there, an
+//                           infinite operand makes its sums NaN. For kernels that check them and start again.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,8 @@ struct Tf32 {
         ptx::mma_m16n8k8_tf32(d, a.value, b.value);
     }
 
-    // sm_80 has no instruction for it: the tensor core ignores the lower 13 bits, so adding half of the last bit that
-    // it looks at rounds. Infinities and NaN, whose bit patterns the addition would change, stay as they are.
+    // sm_80 has no instruction for this. The tensor core ignores the lower 13 bits, so adding half of the last bit that
+    // it reads rounds. Infinities and NaN stay as they are: the addition would change them.
     static __device__ __forceinline__ uint32_t round_to_tf32(uint32_t bits) {
 #if __CUDA_ARCH__ >= 900
         return ptx::cvt_rn_tf32(bits);
@@ -78,8 +78,8 @@ struct Tf32 {
 // lo * lo <= 2^-24 * x * y. (Ootomo & Yokota 2022; the tensor core truncates when it accumulates, so that long sums
 // must be taken in pieces: see Mainloop.) hi is the TF32 nearest to x: lo then has 11 bits, and none is lost.
 //
-// kGuarded: an infinity is split so that every product keeps its sign, and neither inf - inf nor inf * 0 arises
-// where fp32 has none: hi = +-1, lo = +-inf. NaN is carried by lo.
+// kGuarded: an infinity becomes hi = +-1, lo = +-inf. So every product keeps its sign, and neither inf - inf nor
+// inf * 0 arises where fp32 has none. NaN is carried by lo.
 template <bool kGuarded_>
 struct SplitTf32 {
     using Element = float;
@@ -131,10 +131,11 @@ struct SplitTf32 {
 
 using Tf32x3 = SplitTf32<true>;
 
-// More accurate than fp32's own sums, for short sums and for outputs that cuBLAS sums up as trees: x = the sum of three
-// bf16 exactly, and of their nine products the three smallest are left out (2^-25 * x * y at most). A product of the
-// largest parts has 16 bits. So, unlike TF32's 22, few lose any where tensor cores align eight of them to the largest.
-// All others are smaller by 2^-8 and so is what is lost of them, if they are summed apart: see kSmallProducts.
+// More accurate than fp32's own sums, for short sums and for outputs that cuBLAS sums up as trees. x is the sum of
+// three bf16 exactly. Of the nine products of parts, the three smallest are left out (2^-25 * x * y at most). A product
+// of the largest parts has 16 bits, not 22 as with TF32, so few lose bits where tensor cores align eight of them to the
+// largest. The others are smaller by 2^-8, and so is their loss if they have accumulators of their own: see
+// kSmallProducts.
 struct SplitBf16 {
     using Element = float;
     static constexpr bool kGuarded = false;
@@ -195,13 +196,13 @@ private:
     }
 };
 
-// Infinities are left to the TF32 split.
+// The bf16 split. Infinities are left to the TF32 split.
 struct Bf16x6 : Tf32x3 {
     using Unguarded = SplitBf16;
 };
 
-// How many of a precision's products, the first ones, are so much smaller than the others that accumulators of their
-// own take them (see Mainloop): there tensor cores lose little when they truncate.
+// How many of a precision's first products are so much smaller than the others that they have accumulators of their own
+// (see Mainloop): there, tensor cores lose little when they truncate.
 template <class Mma>
 constexpr int kSmallProducts = 0;
 template <>
@@ -232,7 +233,7 @@ struct Fp16 : Half<Float16> {
         ptx::mma_m16n8k16_f16(d, a.value, b.value);
     }
 
-    // Of half as much of K: raw[0] and raw[1] of A, raw[0] of B.
+    // The product over half as much of K: raw[0] and raw[1] of A, raw[0] of B.
     static __device__ __forceinline__ void half_product(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
         ptx::mma_m16n8k8_f16(d, a, b);
     }
@@ -249,7 +250,7 @@ struct Bf16 : Half<BFloat16> {
         ptx::mma_m16n8k16_bf16(d, a.value, b.value);
     }
 
-    // Of half as much of K: raw[0] and raw[1] of A, raw[0] of B.
+    // The product over half as much of K: raw[0] and raw[1] of A, raw[0] of B.
     static __device__ __forceinline__ void half_product(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
         ptx::mma_m16n8k8_bf16(d, a, b);
     }
@@ -257,8 +258,8 @@ struct Bf16 : Half<BFloat16> {
     static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) { return ptx::add_bf16x2(a, b); }
 };
 
-// A float32 number as hi + lo, two halves of which lo is the remainder of hi: 22 significant bits. Where tiles of them
-// lie in memory, 16 numbers along K are 32 bytes of hi and 32 bytes of lo. See split_halves.cuh.
+// A float32 number as hi + lo, two halves with 22 significant bits; lo is the remainder that hi leaves. In a tile in
+// memory, 16 numbers along K are 32 bytes of hi and 32 bytes of lo. See split_halves.cuh.
 struct HalfPair {
     uint32_t bits;
 };
@@ -288,8 +289,8 @@ struct Fp16x3 {
     }
 };
 
-// d[m][first + n] += a[m] * b[n], of a precision's products those from kProduct to kEnd. One product of all tiles before
-// the next: the products of one tile depend on each other, and the other tiles hide their latency.
+// d[m][first + n] += a[m] * b[n], by the precision's products from kProduct to kEnd (excluded). Each product is issued
+// for all MMA tiles before the next one: a tile's products depend on each other, and other tiles hide their latency.
 template <class Mma, int kProduct, int kEnd, int kMmasM, int kColumns, int kMmasN>
 __device__ __forceinline__ void multiply_add(float (&d)[kMmasM][kColumns][4], int first,
                                              const typename Mma::A (&a)[kMmasM], const typename Mma::B (&b)[kMmasN]) {

@@ -1,13 +1,13 @@
 // out = epilogue(acc), one pass over a result that a library computed; in place if acc and out are the same tensor.
 //
-// The result is seen as (batch, row, col), col contiguous. acc and out have the same strides. A thread has kVector
-// consecutive elements, its run, so that memory is read and written 16 bytes at a time. One run is best: more of them
-// take registers from other threads, which have as many bytes under way.
+// The result is seen as (batch, row, col), col contiguous. acc and out have the same strides. A thread has one run:
+// kVector consecutive elements, so that memory is read and written 16 bytes at a time. More runs per thread would take
+// registers from other threads, which have as many bytes in flight.
 //
 //   Runs::kWhole       every row is cut into runs from its start; its length is a multiple of kVector
 //   Runs::kAligned     the same, but a row's last run may be short. Rows may be padded; their starts must be aligned
-//   Runs::kStraddling  rows follow each other without gaps, and the whole memory is cut into runs, so that one may end
-//                      a row and begin the next: aligned runs of rows of any length (49 pixels) from kVector on
+//   Runs::kStraddling  rows follow each other without gaps, and the whole memory is cut into runs: a run may end a row
+//                      and begin the next. Runs are aligned for rows of any length (49 pixels) from kVector on
 #pragma once
 
 #include <cstdint>
@@ -85,7 +85,7 @@ struct Pointwise {
     }
 
 #ifndef __CUDACC_RTC__
-    // Larger results than 32 bits can count take several launches, one after the other.
+    // Results with more elements than 32 bits can count take several launches, one after the other.
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
                               cudaStream_t stream) {
         const Problem step = slice_sizes(problem);
@@ -137,8 +137,8 @@ private:
     }
 
 #ifndef __CUDACC_RTC__
-    // Of the slices that the result is cut into: as many whole batches as kMost elements hold, or else rows, or else a
-    // piece of a row. Multiples of kVector, so that slices whose runs straddle start aligned.
+    // Sizes of the slices that the result is cut into: as many whole batches as fit into kMost elements, or else rows,
+    // or else a piece of a row. Numbers are multiples of kVector, so that slices whose runs straddle start aligned.
     static Problem slice_sizes(const Problem& problem) {
         constexpr int64_t kMost = int64_t{1} << 30;
         const int64_t per_batch = problem.row * problem.col;

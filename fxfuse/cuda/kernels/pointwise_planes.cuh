@@ -1,7 +1,7 @@
-// out = epilogue(acc), one pass from channels_last to NCHW, as pointwise_transposed.cuh, for small planes: a block turns
-// whole planes of kRows channels, which follow one another in out, so that it writes 16 bytes at a time however long a
-// plane is. The epilogue is applied on the way there, by threads that keep to their channels: no operand may vary along
-// columns.
+// out = epilogue(acc), one pass from channels_last to NCHW like pointwise_transposed.cuh, for small planes. A block
+// transposes whole planes of kRows channels. These planes follow one another in out, so that the block writes 16 bytes
+// at a time however long a plane is. The epilogue is applied on the way to shared memory, by threads that keep to their
+// channels: no operand may vary along columns.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(Kernel::kThreads)
     FXFUSE_DEVICE_PASS(Kernel::run(gridDim.x - 1 - blockIdx.x, problem, acc, out, epilogue, planes_shared));
 }
 
-// Rows of acc start at multiples of 16 bytes and have such a multiple; so do images of out, whose rows leave no gaps.
+// Columns of acc, contiguous along rows, start at multiples of 16 bytes and are multiples of 16 bytes long. The same
+// holds for images of out, whose rows leave no gaps.
 template <class Element_, class Output_, class Epilogue_>
 struct PointwisePlanes {
     using Element = Element_;
@@ -35,7 +36,7 @@ struct PointwisePlanes {
     static constexpr int kThreads = 128;
     static constexpr int kVector = 16 / static_cast<int>(sizeof(Element));  // rows that a thread reads at once
     static constexpr int kLanes = 8, kRows = kLanes * kVector;              // 128 bytes of every column
-    static constexpr int kStep = kThreads / kLanes, kTogether = 4;          // columns that it reads, so far apart
+    static constexpr int kStep = kThreads / kLanes, kTogether = 4;          // it reads kTogether columns, kStep apart
     static_assert(!Epilogue::kVariesAlongCols);
 
     static __device__ __forceinline__ void run(unsigned block, const Problem& problem, const Element* acc, Output* out,
@@ -80,7 +81,7 @@ private:
         return (static_cast<unsigned>(problem.row) + kRows - 1) / kRows;
     }
 
-    // What the epilogue's operands hold for each of a thread's rows.
+    // The epilogue's operands for each of a thread's rows.
     struct Operands {
         typename Epilogue::template Values<kTogether, Position> of_row[kVector];
 
@@ -92,8 +93,8 @@ private:
         }
     };
 
-    // A thread's next columns, as far as they are among the `left` ones: read, computed and staged in `staged`, whose rows
-    // are `pitch` long.
+    // Reads a thread's next columns, computes them and stages them in `staged`, whose rows are `pitch` long. Only
+    // `left` columns exist from the first on.
     static __device__ __forceinline__ void turn(const Element* from, int64_t acc_col, int left, const Epilogue& epilogue,
                                                 const Operands& operands, Output* staged, int pitch) {
         Elements<Element, kVector> read[kTogether];

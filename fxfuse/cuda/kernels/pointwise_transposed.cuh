@@ -1,8 +1,8 @@
-// out = epilogue(acc), one pass over a result whose rows lie where out has columns: what takes a convolution's result
-// from channels_last to NCHW, or with nothing to compute, its input there.
+// out = epilogue(acc), one pass that also transposes: it takes a convolution's result from channels_last to NCHW or,
+// with nothing to compute, a convolution's input.
 //
-// Both are seen as (batch, row, col). Columns are contiguous in out, rows in acc. A block reads a tile along rows,
-// turns it in shared memory and writes it along columns, both in pieces of 16 bytes where alignment allows.
+// Both tensors are indexed (batch, row, col). col is contiguous in out, row is contiguous in acc. A block reads a tile
+// along row, transposes it in shared memory and writes it along col, in pieces of 16 bytes where alignment allows.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +28,12 @@ __global__ void __launch_bounds__(Kernel::kThreads)
                                 typename Kernel::Output* __restrict__ out, const typename Kernel::Epilogue epilogue) {
     FXFUSE_DEVICE_PASS(
         __shared__ alignas(16) unsigned char staged[Kernel::kStagedBytes];
-        // Backwards: what was computed last is still in L2.
+        // Tiles are taken backwards: the part of acc that was computed last is still in L2.
         Kernel::run(gridDim.x - 1 - blockIdx.x, problem, acc, out, epilogue, staged));
 }
 
-// kAccess: bytes that one instruction reads, of which acc's columns start at multiples and are multiples. kRows, kCols:
-// a block's tile.
+// kAccess: bytes that one instruction reads. The address and the length of each column of acc are multiples of it.
+// kRows, kCols: a block's tile.
 template <class Element_, class Output_, class Epilogue_, int kAccess, int kRows, int kCols>
 struct PointwiseTransposed {
     using Element = Element_;
@@ -46,14 +46,14 @@ struct PointwiseTransposed {
     static constexpr int kWarp = 32;
     static constexpr int kSize = static_cast<int>(sizeof(Element)), kOutputSize = static_cast<int>(sizeof(Output));
     static constexpr int kRun = kAccess / kSize;      // rows that a thread reads at once
-    static constexpr int kTogether = 4;               // columns of which it does: it stages so many elements of a row
-    static constexpr int kPitch = kCols + kTogether;  // of staged rows: neighbours' banks differ
+    static constexpr int kTogether = 4;               // columns that it reads: it stages so many elements of a row
+    static constexpr int kPitch = kCols + kTogether;  // of staged rows: neighbouring rows use different banks
     static constexpr int kStagedBytes = kRows * kPitch * kSize;
-    // A warp reads 64 bytes of every column: whole sectors, and lanes stage without conflicts.
+    // A warp reads 64 bytes of every column: whole sectors, and lanes stage without bank conflicts.
     static constexpr int kSectors = 64 / kAccess, kRowLanes = kSectors * kRun < kRows ? kSectors : kRows / kRun;
     static constexpr int kColLanes = kWarp / kRowLanes;
     static constexpr int kWarpRows = kRowLanes * kRun, kWarpCols = kColLanes * kTogether;
-    static constexpr int kPieces = kRows / kWarpRows * (kCols / kWarpCols);  // of a warp each
+    static constexpr int kPieces = kRows / kWarpRows * (kCols / kWarpCols);  // of the tile, each read by one warp
     static constexpr int kWarps = kThreads / kWarp, kPiecesOfWarp = kPieces / kWarps;
     static_assert(kRows % kWarpRows == 0 && kCols % kWarpCols == 0 && kPieces % kWarps == 0, "every pass must be full");
 
@@ -154,12 +154,12 @@ private:
         }
     };
 
-    // A thread stores kParts runs of kVector columns, all in one row: what the epilogue makes of operands that rows have
-    // in common, as of a batch normalisation, is computed once for them.
+    // A thread stores kParts runs of kVector columns, all in one row. What the epilogue computes from operands with one
+    // value per row, such as a batch normalisation's, is then computed once for all of them.
     struct Store {
-        static constexpr int kAligned = Epilogue::kColumns * kOutputSize;  // bytes that divide where rows begin
+        static constexpr int kAligned = Epilogue::kColumns * kOutputSize;  // bytes: rows of out begin at multiples
         static constexpr int kVector = kAligned > 16 ? 16 / kOutputSize : Epilogue::kColumns, kRuns = kCols / kVector;
-        // Of a row: enough to read 128 bytes of it at once, without conflicts, if no more than half a warp.
+        // kLanes of a row: enough to read 128 bytes of it at once, without bank conflicts, but at most half a warp.
         static constexpr int kFull = 128 / (kVector * kSize), kMost = kRuns < kWarp / 2 ? kRuns : kWarp / 2;
         static constexpr int kLanes = kFull < kMost ? kFull : kMost;
         static constexpr int kParts = kRuns / kLanes, kStep = kThreads / kLanes;
@@ -171,7 +171,7 @@ private:
 
         const Epilogue& epilogue;
         Position corner;  // of the tile
-        int rows, cols;   // of it that exist
+        int rows, cols;   // of the tile that exist
 
         __device__ __forceinline__ Store(const Epilogue& epilogue, const Position& corner, int rows, int cols)
             : epilogue(epilogue), corner(corner), rows(rows), cols(cols) {}
@@ -181,7 +181,7 @@ private:
             return (part * kLanes + static_cast<int>(threadIdx.x) % kLanes) * kVector;
         }
 
-        // What the operands hold for a row. Parts that do not exist read what the first ones do.
+        // The operands of a row. Runs beyond the last column read what the tile's first run reads.
         __device__ __forceinline__ Operands fetch(int row) const {
             Operands operands;
 #pragma unroll
@@ -217,7 +217,7 @@ private:
     };
 };
 
-// Two of them, one launch: a convolution's input and its filters.
+// Two transposes in one launch: a convolution's input and its filters.
 struct TransposedPairProblem {
     TransposedProblem first, second;
 };

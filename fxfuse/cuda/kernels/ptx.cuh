@@ -11,15 +11,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// threadIdx.x and blockIdx, read anew each time: what is derived from them is derived again after a long loop, and
-// does not occupy registers during it.
+// threadIdx.x and blockIdx (below), read anew at each call. So values derived from them are derived again after a long
+// loop, and do not occupy registers during it.
 __device__ __forceinline__ uint32_t read_thread_index() {
     uint32_t value;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(value));
     return value;
 }
 
-// Zero, which nvcc and ptxas do not know: no block has a second dimension.
+// Zero, because no block has a second dimension; nvcc and ptxas do not know that.
 __device__ __forceinline__ uint32_t read_zero() {
     uint32_t value;
     asm volatile("mov.u32 %0, %%tid.y;\n" : "=r"(value));
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint3 read_block_index() {
     return value;
 }
 
-// 16 bytes global -> shared, past L1. `valid` of them are read, the rest is filled with zeros;
+// 16 bytes global -> shared, bypassing L1. `valid` of them are read, the rest is filled with zeros;
 // source must be 16-byte aligned. `valid` = 0 reads nothing (source is not dereferenced).
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int valid = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
@@ -57,7 +57,7 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
 }
 
-// 8 bytes that other multiprocessors may have written, from L2 where they meet; or zeros where they do not exist.
+// Reads 8 bytes that other multiprocessors may have written, from L2, which all share. Zeros unless `exists`.
 __device__ __forceinline__ float2 load_l2_8(const void* source, bool exists) {
     float2 value = {0.0f, 0.0f};
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.global.cg.v2.f32 {%0, %1}, [%2];\n}\n"
@@ -66,8 +66,8 @@ __device__ __forceinline__ float2 load_l2_8(const void* source, bool exists) {
     return value;
 }
 
-// No instruction, but what is derived from the value is derived again where it follows in a loop, and does not occupy
-// registers during all of it.
+// Makes `value` opaque to the compiler, without an instruction. In a loop, values derived from it are then derived
+// again after this point, and do not occupy registers during all of the loop.
 __device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // Two bytes that nothing writes while the kernel runs.
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint16_t load_read_only_2(const void* source) {
     return value;
 }
 
-// In C++, compilers make four stores of 4 bytes of one among others.
+// One store of 16 bytes. Written in C++ among other stores, compilers make it four stores of 4 bytes.
 __device__ __forceinline__ void store_global_16(uint64_t address, uint4 value) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w));
@@ -130,7 +130,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Nearest TF32, ties to even; one instruction, unlike cvt.rna, which sm_80 has too.
+// Rounds to the nearest TF32, ties to even. One instruction, unlike cvt.rna, which sm_80 has, too.
 __device__ __forceinline__ uint32_t cvt_rn_tf32(uint32_t bits) {
     uint32_t result;
     asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(result) : "r"(bits));
@@ -166,7 +166,7 @@ __device__ __forceinline__ uint16_t cvt_rn_bf16(float value) {
     return result;
 }
 
-// Two floats to the nearest, the first in the lower half.
+// Two floats to the nearest f16 or bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2(float first, float second) {
     uint32_t result;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
@@ -178,7 +178,7 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float first, float second) {
     return result;
 }
 
-// Sums of two pairs.
+// Adds two pairs, element by element.
 __device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
     uint32_t result;
     asm("add.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -225,7 +225,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Special functions in one instruction each, subnormal numbers as zero. 2^x: 2 ulp; 1 / x: 1 ulp; tanh(x): 2^-11 of it.
+// Special functions, one instruction each, with subnormal numbers as zero. Errors: 2^x 2 ulp, 1 / x 1 ulp,
+// tanh(x) 2^-11 of it.
 __device__ __forceinline__ float exp2(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -1,4 +1,4 @@
-// The instructions that Hopper has and Ampere has not: for kernels built for sm_90a.
+// PTX instructions that Hopper has and Ampere lacks, for kernels built for sm_90a.
 //
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions", "Parallel Synchronization and
 // Communication Instructions: mbarrier" and "Data Movement and Conversion Instructions: cp.async.bulk".
@@ -14,7 +14,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers known to the copy engine; for the thread that initialised them.
+// Makes initialised barriers known to the copy engine. Called by the thread that initialised them.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the barrier's phase wait for `bytes` that bulk copies will bring.
+// Arrives, and makes the barrier's phase wait for `bytes` bytes of bulk copies.
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // ------------------------------------------------------------------------------------------------- clusters
 
-// Waits until all threads of the cluster are here, and have written to shared memory what they wrote before.
+// Waits until all threads of the cluster are here. What they wrote to shared memory before is then visible.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void cluster_barrier() {
             : "memory");
 }
 
-// What lies at the same place of the shared memory of the cluster's block `rank`.
+// Reads from the same place in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float2 load_of_block(const float2* place, uint32_t rank) {
     uint32_t there;
     float2 value;
@@ -57,7 +57,8 @@ __device__ __forceinline__ float2 load_of_block(const float2* place, uint32_t ra
 
 // ----------------------------------------------------------------------------------------------------- copies
 
-// `bytes` global -> shared by the copy engine, which then completes them at the barrier; all multiples of 16.
+// `bytes` global -> shared by the copy engine, which then completes them at the barrier. Addresses and `bytes` are
+// multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
@@ -69,7 +70,8 @@ __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.
 
 // ------------------------------------------------------------------------------------------------- warpgroups
 
-// Registers per thread of this warpgroup from here on. Together its block's may not have more than at its launch.
+// Sets the registers per thread of this warpgroup from here on. The warpgroups of a block together may not have more
+// than at its launch.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -79,7 +81,7 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// Before the first product, and whenever sums have been touched since the last.
+// Needed before the first product, and whenever sums have been touched since the last product.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 // Waits until at most kPending committed groups of products are under way.
@@ -88,19 +90,19 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// No instruction, but the compiler reads sums no earlier than here: it does not know that products write them until they
-// have been waited for.
+// No instruction: the compiler reads sums no earlier than here. It does not know that products go on writing sums until
+// wgmma_wait.
 template <int kSums>
 __device__ __forceinline__ void sums_fence(float (&d)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Matrices in shared memory, as products take them: descriptors, of which `low` is what differs. Adding n to it moves a
-// matrix by n times 16 bytes. All matrices of a product are of one kind.
+// Descriptors of the matrices in shared memory that products read. `low`, the lower half, differs between matrices:
+// adding n to it moves a matrix by n times 16 bytes. Both matrices of a product are of one kind.
 
-// Rows of 16 bytes lie in groups of eight, 128 bytes that follow one another: groups 128 bytes apart, the second 16 bytes
-// of K `along_k` bytes from the first.
+// Without a swizzle: rows of 16 bytes in groups of eight. A group's rows follow one another, and groups are 128 bytes
+// apart. The second 16 bytes of K lie `along_k` bytes from the first.
 struct Matrix {
     uint32_t low;
     static constexpr uint32_t kHigh = 128 >> 4;
@@ -112,10 +114,11 @@ struct Matrix {
     __device__ __forceinline__ Matrix operator+(uint32_t rows) const { return Matrix(low + rows); }
 };
 
-// Rows of 128 bytes that follow one another, in which pieces of 16 bytes are permuted by XOR with the row's number modulo
-// 8 (OperandTile in shared_tile.cuh). The first row is at a multiple of 1024; the products' part of K begins at `address`.
-// A row is of one m or n; or of one k and 64 m or n, of which the next 64 are `slab` bytes further on. Products need to be
-// told which (kTurned).
+// With the 128-byte swizzle: rows of 128 bytes that follow one another. In a row, pieces of 16 bytes are permuted by
+// XOR with the row's number modulo 8 (OperandTile in shared_tile.cuh). The first row is at a multiple of 1024; a
+// product's part of K begins at `address`.
+// K-major: a row is of one m or n. MN-major: a row is of one k and 64 m or n; the next 64 are `slab` bytes further on.
+// Products need to be told which (kTurned: MN-major).
 struct SwizzledMatrix {
     uint32_t low;
     static constexpr uint32_t kHigh = 1024 >> 4 | 1u << 30;  // from 8 rows to the next 8, and the kind of permutation
@@ -129,9 +132,10 @@ struct SwizzledMatrix {
     }
 };
 
-// d = a * b + d, or a * b unless `adds`: a is 64 rows x 32 bytes of K, b as many columns as d has pairs of sums (64, 96 or
-// 128) x 32 bytes, d 64 rows x these columns in float32. Warp w of the group has rows 16 w to 16 w + 15: d[4 n + i] is
-// what d[i] is in mma.cuh, of columns 8 n to 8 n + 7. In 16 bits either may be turned (SwizzledMatrix).
+// d = a * b + d, or a * b unless `adds`. With N = 2 * sums columns (64, 96 or 128), a is 64 rows x 32 bytes of K, b is
+// N columns x 32 bytes of K, and d is 64 rows x N columns in float32. Warp w of the group has rows 16 w to 16 w + 15.
+// d[4 n + i] is d[i] of mma.cuh for columns 8 n to 8 n + 7. In 16 bits, a and b may each be turned (MN-major, see
+// SwizzledMatrix).
 #define FXFUSE_NAMES_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -154,7 +158,7 @@ struct SwizzledMatrix {
     FXFUSE_SUMS_48, \
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
     "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-// `at`: numbers of the assembly's operands after the sums.
+// at_...: the assembly's operand numbers that follow the sums.
 #define FXFUSE_WGMMA(name, sums, columns, kind, turns, at_a, at_b, at_high, at_adds, at_turned_a, at_turned_b) \
     template <bool kTurnedA = false, bool kTurnedB = false, class Matrix> \
     __device__ __forceinline__ void name(float (&d)[sums], Matrix a, Matrix b, bool adds) { \
@@ -181,8 +185,8 @@ FXFUSE_WGMMAS(wgmma_bf16, "k16.f32.bf16.bf16", FXFUSE_TURNS)
 #undef FXFUSE_WGMMAS
 #undef FXFUSE_WGMMA
 
-// The same with a in registers: of each warp's 16 rows the A fragment of mma.cuh. They may not change before the product
-// has been waited for.
+// The same with a in registers: each warp has the A fragment of its 16 rows (mma.cuh). The registers may not change
+// before the product has been waited for.
 #define FXFUSE_WGMMA(name, sums, columns, kind, at_a, at_b, at_high, at_adds) \
     template <class Matrix> \
     __device__ __forceinline__ void name(float (&d)[sums], const uint32_t (&a)[4], Matrix b, bool adds) { \

@@ -1,11 +1,15 @@
-// out[row][i] = an expression of elements of other tensors and of what rows of such expressions come to (sums, the
-// greatest): softmax, means, norms, with whatever is pointwise around them. The generated Body knows the expressions and
-// the places (program/loops.py).
+// out[row][i] = an expression of elements of other tensors and of reductions (sums, maxima) over rows of such
+// expressions: softmax, means, norms, with the pointwise operations around them. The generated Body knows the
+// expressions and the places (program/loops.py).
 //
-// A row belongs to kLanes threads of a block. They go over it once for each sum and once more for the result; what they
-// read again is in caches. Where what a row adds up lies side by side, its threads do, too (kColumns is 1). Where rows do
-// (means over the pixels of images in channels_last), a thread has kRows rows and its neighbours the next ones, kColumns
-// threads in all; then follow those that read on.
+// kLanes threads of a block share a row. They go over the row once for each sum and once more for the result; repeated
+// reads hit caches. Where a row's elements are adjacent in memory, its threads are adjacent, too (kColumns is 1). Where
+// rows are adjacent (means over the pixels of images in channels_last), a thread has kRows rows, and the next threads
+// have the next rows, kColumns threads in all. The threads after these are the next lanes of the same rows:
+//
+//   thread    0 1 2 3 4 5 6 7   8 9 ... 15   ...   24 ... 31     kColumns = 8, kLanes = 4
+//   rows      0 1 2 3 4 5 6 7   0 1 ...  7          0 ...  7     kRows each
+//   lane      0 0 0 0 0 0 0 0   1 1 ...  1          3 ...  3
 #pragma once
 
 #include <cstdint>
@@ -26,7 +30,7 @@ struct Greatest {
     static __device__ __forceinline__ float of(float a, float b) { return a > b || isnan(a) ? a : b; }
 };
 
-// What rows come to, as far as a thread has added them up.
+// A thread's partial totals of its rows.
 template <class Op, int kRows>
 struct Totals {
     float value[kRows];
@@ -37,8 +41,8 @@ struct Totals {
     }
     __device__ __forceinline__ void add(int row, float number) { value[row] = Op::of(value[row], number); }
 
-    // Adds up what the threads of a row have; each has the whole then. `kTurn`: which of a row's sums; each has memory of
-    // its own, since who is late reads one while others write the next.
+    // Combines the totals of a row's threads; each thread then has the whole. kTurn: which of a row's reductions this
+    // is. Each has shared memory of its own, because late threads read one while others write the next.
     template <int kColumns, int kLanes, int kThreads, int kTurn>
     __device__ __forceinline__ void across_threads() {
         constexpr int kWarp = 32, kGroup = kColumns * kLanes;
@@ -67,11 +71,11 @@ struct Totals {
     }
 };
 
-// As run_loops.
+// Like run_loops, for a Body of rows.
 template <class Body>
 __device__ __forceinline__ void run_rows(const LoopsArguments<Body>& arguments, unsigned block) {
-    if (block * Body::kOfBlock >= arguments.count) return;  // another result has more
-    // Threads beyond the last row compute it, too: shuffles need all lanes.
+    if (block * Body::kOfBlock >= arguments.count) return;  // another result of the launch has more rows
+    // Threads beyond the last row compute the last row, too: shuffles need all lanes.
     constexpr int kGroup = Body::kColumns * Body::kLanes;
     const unsigned group = block * (kLoopsThreads / kGroup) + threadIdx.x / kGroup;
     const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;

@@ -1,12 +1,18 @@
 // Operand tiles in shared memory: how they are swizzled, filled from global memory and read as MMA fragments.
 //
-// A tile is kExtent indices of the output (m or n) by 128 bytes' worth of K, a piece of a row-major matrix of one of
-// two orders (in CUTLASS's terms):
+// A tile is kExtent indices of the output (m or n) by 128 bytes' worth of K. It is a piece of a row-major matrix in one
+// of two orders (in CUTLASS's terms):
 //   K-major    a row of the matrix is one m or n, K is contiguous     (x, and w as (N, K))
 //   MN-major   a row of the matrix is one k, m or n is contiguous     (w as (K, N), x as (K, M))
 // Within a row of a tile, 16-byte chunks are permuted by XOR with the row number, so that both the writes of cp.async
-// (along rows) and the reads of fragments (across rows) touch every bank once. Hopper's wgmma reads MN-major tiles in
-// slabs: 128 bytes of every row, one row after another, then the next 128 bytes of every row.
+// (along rows) and the reads of fragments (across rows) touch every bank once. The order of chunks in a K-major tile:
+//
+//   row 0   chunks 0 1 2 3 4 5 6 7          row 3   chunks 3 2 1 0 7 6 5 4
+//   row 1   chunks 1 0 3 2 5 4 7 6          ...
+//   row 2   chunks 2 3 0 1 6 7 4 5          row 7   chunks 7 6 5 4 3 2 1 0
+//
+// Hopper's wgmma reads MN-major tiles in slabs: 128 bytes of every row, one row after another, then the next 128 bytes
+// of every row.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +40,7 @@ struct OperandTile {
     static constexpr int kSlabRowBytes = 8 * kChunkBytes, kSlabBytes = kRows * kSlabRowBytes;
     static_assert(kRowBytes % (8 * kChunkBytes) == 0, "8 chunks are permuted, and every row starts at bank 0");
 
-    // Of a byte of the tile.
+    // Offset of a row's byte in the tile.
     static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t byte) {
         if constexpr (kInSlabs) {
             return byte / kSlabRowBytes * kSlabBytes + row * kSlabRowBytes +
@@ -45,17 +51,17 @@ struct OperandTile {
 
 private:
     static __device__ __forceinline__ uint32_t swizzle(uint32_t row) {
-        // ldmatrix reads one chunk of 8 consecutive rows; 4-byte elements across K are read word by word, by a warp
-        // 2 neighbouring chunks of 4 consecutive rows.
+        // ldmatrix reads one chunk of 8 consecutive rows. 4-byte elements of MN-major tiles are read word by word: a
+        // warp reads 2 neighbouring chunks of 4 consecutive rows.
         return kMajor == Major::kMN && kElementBytes == 4 ? row % 4 * 2 : row % 8;
     }
 };
 
-// One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Beyond the end of K tiles are
-// filled with zeros; beyond the last m or n with copies of others, because nobody stores what comes of them. kAccess is
-// the largest power of two up to 16 that divides the matrix's address and its row stride, in bytes. A piece is inside or
-// outside as a whole; kRagged: of the last one of a row only what exists is read, which takes four instructions more for
-// each. A tile spans less than 4 GB of the matrix.
+// One thread's share of filling tile after tile along K, in pieces of kAccess bytes. Beyond the end of K, tiles are
+// filled with zeros; beyond the last m or n, with copies of existing ones, because results there are never stored.
+// kAccess is the largest power of two up to 16 that divides the matrix's address and its row stride, in bytes.
+// Without kRagged, a piece exists as a whole or not at all. With it, a row's last piece may exist in part, and only
+// that part is read: this takes four more instructions per piece. A tile spans less than 4 GB of the matrix.
 template <class Tile, int kThreads, int kAccess, bool kRagged = false>
 class TileCopy {
     using T = typename Tile::Element;
@@ -79,7 +85,7 @@ class TileCopy {
     int extent_;           // of m or n
     int k_left_;           // from this thread's piece of the first pass to the end of K
     uint32_t row_, byte_;  // of that piece in the tile
-    uint32_t kept_[kKept];  // source_offset of passes
+    uint32_t kept_[kKept];  // source_offset of each pass
 
 public:
     // `matrix` points to k = 0 of the tile's first m or n; `extent` of m or n, and `k` of K, exist from there.
@@ -94,8 +100,8 @@ public:
         for (int pass = 0; pass < kKept; ++pass) kept_[pass] = source_offset(pass);
     }
 
-    // Starts to fill the tile at `shared` and goes on to the next one. cp_async_commit and cp_async_wait, and a
-    // barrier, tell when it is full.
+    // Starts to fill the tile at `shared`, then moves on to the next tile. The tile is full after cp_async_commit,
+    // cp_async_wait and a barrier.
     __device__ __forceinline__ void start(uint32_t shared) {
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -117,7 +123,7 @@ public:
     }
 
 private:
-    // Of a piece, of which so many elements are left in its row.
+    // Bytes to read of a piece, if `left` elements are left in its row.
     static __device__ __forceinline__ int bytes_of(int left) {
         return min(max(left, 0), kPieceElements) * Tile::kElementBytes;
     }
@@ -130,7 +136,7 @@ private:
         return reinterpret_cast<const char*>(first) + (kept ? kept_[kKMajor ? pass : 0] : source_offset(pass));
     }
 
-    // Of this thread's piece, in bytes from the tile's first element.
+    // Offset of this thread's piece of a pass, in bytes from the tile's first element.
     __device__ __forceinline__ uint32_t source_offset(int pass) const {
         const int row = static_cast<int>(row_) + pass * kRowsPerPass;
         const int existing_row = kKMajor && row >= extent_ ? row & below_extent() : row;
@@ -139,8 +145,8 @@ private:
                Tile::kElementBytes;
     }
 
-    // A mask for numbers below the largest power of two that is not above extent_. The rows that stand for missing ones
-    // are spread like this because thread blocks that all read the last one would wait for the part of L2 that has it.
+    // A mask for numbers below the largest power of two that is not above extent_. It spreads the rows that stand in
+    // for missing ones: thread blocks that all read the last row would wait for the part of L2 that holds it.
     __device__ __forceinline__ int below_extent() const { return static_cast<int>(0x7fffffffu >> __clz(extent_)); }
 
     static __device__ __forceinline__ uint4 gather(const T* source, int count) {
@@ -166,7 +172,8 @@ class Fragments<Tile, kSide, Major::kK, kElementBytes> {
 
 public:
     __device__ __forceinline__ Fragments(uint32_t first, uint32_t lane) {
-        // Lane l addresses row l % 8 of 8x8 matrix l / 8. A has the lower rows' first half second, B third.
+        // Lane l addresses row l % 8 of 8x8 matrix l / 8. A's matrices 0 and 1 are rows 0-7 and 8-15 of the first half
+        // of K, 2 and 3 those of the second half. For B, matrices 1 and 2 are swapped.
         const uint32_t lower_rows = kSide == Side::kA ? lane / 8 % 2 : lane / 16;
         const uint32_t second_half = kSide == Side::kA ? lane / 16 : lane / 8 % 2;
         offset_ = Tile::offset(first + lane % 8 + lower_rows * 8, second_half * kChunkBytes);
@@ -200,7 +207,7 @@ public:
 template <class Tile, Side kSide>
 class Fragments<Tile, kSide, Major::kMN, 4> {
     static constexpr int kStepBytes = kMmaBytesOfK / 4 * Tile::kRowBytes;
-    // Where in raw the second 8 m or n are, and the second half of K.
+    // Distance in raw to the second 8 m or n, and to the second half of K.
     static constexpr int kNext = kSide == Side::kA ? 1 : 2, kHalf = kSide == Side::kA ? 2 : 1;
     uint32_t offset_;
 

@@ -1,11 +1,11 @@
-// The pass that splits both operands of a float32 GEMM into halves, for gemm_fp16x3.cuh.
+// The kernel that splits both operands of a float32 GEMM into halves, for gemm_fp16x3.cuh.
 //
-// A row of x, and the weights of one output feature (called a row here, too), are multiplied by the power of two that
-// brings their largest magnitude into [2^14, 2^15), and each number becomes hi + lo (HalfPair in mma.cuh). A number
-// keeps 22 significant bits down to 2^-18 of its row's largest; below that lo is subnormal, and bits are lost.
+// A row is a row of x, or the weights of one output feature. It is multiplied by the power of two that brings its
+// largest magnitude into [2^14, 2^15). Then each number becomes hi + lo (HalfPair in mma.cuh). A number keeps 22
+// significant bits down to 2^-18 of its row's largest; below that lo is subnormal, and bits are lost.
 //
-// Halves are written as the shared-memory images of the GEMM's tiles (OperandTile, K-major): image after image along K
-// for the first tile of rows, then for the next. K is padded with zeros; rows beyond the last one stay undefined.
+// Halves are written as images of the GEMM's tiles in shared memory (OperandTile, K-major): all images along K for the
+// first tile of rows, then those for the next. K is padded with zeros; rows beyond the last one stay undefined.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ struct SplitOperand {
     }
 };
 
-// Of numbers whose largest magnitude has these bits. Below 2^-113 the scale stays at 2^127, which keeps all of their
-// bits: halves have multiples of 2^-24, and subnormal floats times 2^127 are multiples of 2^-22.
+// The scale of a row, from the bits of its largest magnitude. Below 2^-113 the scale stays at 2^127. That keeps all
+// bits: halves are multiples of 2^-24, and subnormal floats times 2^127 are multiples of 2^-22.
 struct RowScale {
     static constexpr int kLargestExponent = 14, kBias = 127, kLeastBiased = 14, kNotFiniteBiased = 255;
     int biased;
@@ -56,11 +56,11 @@ struct RowScale {
     }
 };
 
-// Magnitudes compare like their bits: infinity is above all numbers, and NaN above infinity.
+// The bits of |value|. They compare like magnitudes: infinity is above all numbers, and NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffff; }
 
-// The i-th 16 bytes of a row's halves: two of hi, two of lo, and so on. `numbers` are the row's, or those from a
-// multiple of 16 on, in shared memory.
+// The i-th 16 bytes of a row's halves: two such vectors of hi, two of lo, and so on. `numbers`, in shared memory, are
+// the row's, or those from a multiple of 16 on: i counts from there.
 __device__ __forceinline__ uint4 split_vector(const float* numbers, int i, float scale) {
     const auto* from = reinterpret_cast<const float4*>(numbers + (i / 4 * 2 + i % 2) * 8);
     const float4 low = from[0], high = from[1];
@@ -80,17 +80,18 @@ __device__ __forceinline__ uint4 split_vector(const float* numbers, int i, float
     return {packed[0], packed[1], packed[2], packed[3]};
 }
 
-// A row stays in shared memory until its scale is known. Of a longer one a piece does; the others are read again.
+// A row of up to so many elements stays in shared memory until its scale is known. Of a longer row, only the first
+// piece stays; the others are read again.
 constexpr int kPieceElements = 16 * 1024;
 constexpr int kSplitRowBytes = 32 * 1024;  // several short rows share a thread block, up to so much shared memory
 
-// One of the groups of threads that share a thread block, and its piece of a row in shared memory.
+// The threads of a block that split one row, and their piece of the row in shared memory.
 struct RowGroup {
     int thread, threads;
     float* piece;
 
-    // Reads `count` elements, and zeros up to `padded`. Each thread waits for its own and returns their largest
-    // magnitude.
+    // Reads `count` elements and adds zeros up to `padded`. Each thread waits for the elements that it reads itself,
+    // and returns their largest magnitude.
     __device__ __forceinline__ uint32_t read(const float* source, int count, int padded) const {
         const uint32_t destination = ptx::shared_address(piece);
         const int vectors = reinterpret_cast<uintptr_t>(source) % kChunkBytes == 0 ? count / 4 : 0;
@@ -112,8 +113,8 @@ struct RowGroup {
     }
 };
 
-// Splits rows that are contiguous along K: `rows_together` (a power of two, 1 if they have several pieces) of them from
-// `first` on.
+// Splits `rows_together` rows from `first` on that are contiguous along K. rows_together is a power of two, and 1 if
+// rows have several pieces.
 __device__ __forceinline__ void split_rows(const SplitOperand& operand, int first, int rows_together, int k,
                                            int padded_k, float* shared) {
     constexpr int kWarps = kSplitThreads / 32;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
     };
     uint32_t largest = 0;
     for (int piece = pieces - 1; exists && piece >= 0; --piece) {
-        if (piece < pieces - 1) __syncthreads();  // other threads' zeros are in the way
+        if (piece < pieces - 1) __syncthreads();  // other threads write zeros where this piece goes
         largest = max(largest, read(piece));
     }
     largest = __reduce_max_sync(0xffffffff, largest);
@@ -159,8 +160,8 @@ __device__ __forceinline__ void split_rows(const SplitOperand& operand, int firs
 
 constexpr int kStripColumns = 32, kStripK = 128, kStripStride = kStripK + 4;
 
-// Splits kStripColumns features from `first` on, whose elements along K are `stride` apart, and transposes them. They
-// are read twice, because shared memory is too small for them.
+// Splits kStripColumns features from `first` on, whose elements along K are `stride` apart, and transposes them. The
+// features are read twice, because shared memory is too small for them.
 __device__ __forceinline__ void split_columns(const SplitOperand& operand, int first, int k, int padded_k,
                                               float* shared) {
     constexpr int kGroups = kSplitThreads / kStripColumns, kReads = kStripK / kGroups;
@@ -214,7 +215,7 @@ __device__ __forceinline__ void split_columns(const SplitOperand& operand, int f
     }
 }
 
-// x by its rows, with the first `blocks_x` thread blocks, and the weight with the others.
+// The first `blocks_x` thread blocks split x by rows; the others split the weight.
 template <Major kWeightMajor>
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const SplitOperand x, const SplitOperand weight, int k, int padded_k, int rows_together,

@@ -1,8 +1,8 @@
-// A sum over K that several thread blocks share. Each writes its part of the tile to the workspace in fp32; the one
-// that arrives last adds the parts up, in the order of K whichever block it is: results do not depend on timing.
+// A sum over K that several thread blocks share. Each writes its part of the tile to the workspace in fp32. The block
+// that arrives last, whichever it is, adds the parts up in the order of K: results do not depend on timing.
 //
-// cuda/gemm.py sizes the workspace: a word per tile that counts arrivals, rounded up to 256 bytes, then each tile's
-// parts.
+// cuda/gemm.py sizes the workspace: one word per tile that counts arrivals (all of them rounded up to 256 bytes), then
+// each tile's parts.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@
 
 namespace fxfuse {
 
-// Where a launch's thread blocks meet. Memory comes with undefined contents and nothing clears it: a count of arrivals
-// holds only beside this launch's identity, and the last block removes it, so that a captured launch can be replayed.
+// Where a launch's thread blocks meet. Memory comes with undefined contents, and nothing clears it. So a count of
+// arrivals is valid only beside this launch's identity. The last block clears both: a captured launch can be replayed.
 struct SplitWorkspace {
-    static constexpr int kCountBits = 16;  // of a word: how many have arrived. The others: the identity.
+    static constexpr int kCountBits = 16;  // of a word, the lowest: how many have arrived. The others: the identity.
     static constexpr int64_t kAlignment = 256;
 
     unsigned long long* arrivals;  // [tiles]
     float2* parts;                 // [tiles][splits][half of a tile's elements]
     unsigned long long launch;
 
-    // Counts the calling thread's block in at a tile. True for the last of `splits`.
+    // Counts the arrival of the calling thread's block at a tile. True for the last of `splits` blocks.
     __device__ __forceinline__ bool is_last(int64_t tile, unsigned splits) const {
         constexpr unsigned long long kCount = (1ull << kCountBits) - 1;
         unsigned long long* word = arrivals + tile;
@@ -60,9 +60,9 @@ struct SplitWorkspace {
 #endif  // __CUDACC_RTC__
 };
 
-// A tile's part as its threads hold it: Shape is a MainloopShape, `sum` its Accumulators. In the workspace, pairs of
-// neighbouring columns lie in the order of threads. Rows beyond the matrix take no memory traffic: those of a skinny
-// problem would be most of it.
+// A block's part of a tile, as the block's threads hold it. Shape is a MainloopShape, `sum` its Accumulators. In the
+// workspace, pairs of neighbouring columns lie in the order of threads. Rows beyond the matrix cause no memory traffic;
+// in a skinny problem they would be most of it.
 template <class Shape>
 struct SplitPart {
     using Sum = Accumulators<Shape::kMmasM, Shape::kMmasN>;
@@ -91,13 +91,13 @@ struct SplitPart {
         }
     }
 
-    // Hands the block's part of a tile's sums in. True for one of the blocks that share the tile, which then has all
-    // of it. Called by all threads.
+    // Hands in the block's part of a tile's sums. True for one of the blocks that share the tile: its `sum` is then
+    // complete. Called by all threads.
     static __device__ __forceinline__ bool collect(Sum& sum, const SplitWorkspace& workspace, int64_t tile, int split,
                                                    int splits, int rows) {
         float2* parts = workspace.parts + tile * splits * kPairs;
         write(sum, parts + split * kPairs, rows);
-        __threadfence();  // before the block is counted in
+        __threadfence();  // before the block's arrival is counted
         __syncthreads();
         const bool last = ptx::read_thread_index() == 0 && workspace.is_last(tile, static_cast<unsigned>(splits));
         if (!__syncthreads_or(last)) return false;

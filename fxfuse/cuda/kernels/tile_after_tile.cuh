@@ -1,4 +1,4 @@
-// Matrix products whose thread blocks, as many as the device holds, compute one tile of the result after another.
+// Matrix products by persistent thread blocks: as many as the device holds, each computing one tile after another.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace fxfuse {
 
-// What such kernels have in common: the order of tiles, and how each warp stores its own rows.
+// The base of such kernels: the order of tiles, and how each warp stores its own rows.
 template <class Config_, class Output_, class Epilogue_>
 struct TileAfterTile : Gemm<Config_, Output_, Epilogue_> {
     using Base = Gemm<Config_, Output_, Epilogue_>;
@@ -23,16 +23,16 @@ struct TileAfterTile : Gemm<Config_, Output_, Epilogue_> {
     using Base::position, Base::tiles_m;
     using Sum = typename Base::Loop::Sum;
 
-    // Two weights share the columns of a tile's products: to the right are those with the second, which the epilogue takes
-    // as another argument. So each thread has both of an element.
-    static constexpr int kWeights = Config::kWeights, kTileCols = kTileN / kWeights;  // the latter of out
+    // Two weights share the columns of a tile's products: on the right are the products with the second weight, which
+    // the epilogue takes as another argument. So each thread has both products of an element.
+    static constexpr int kWeights = Config::kWeights, kTileCols = kTileN / kWeights;  // kTileCols: of out
     static_assert(kWeights == 1 || Config::kGroupColumns == kTileN);
     static constexpr int kTensors = 2 + kWeights;  // x, weights, out
     struct Weights {
         const Element* of[kWeights];
     };
 
-    // A warp stores its 16 rows in slices of so many columns of products.
+    // Columns of products in a slice: a warp stores its 16 rows slice by slice.
     static constexpr int kSlice = Config::kGroupColumns % 64 == 0 ? 64 : 32;
     static constexpr int kSlices = Config::kGroupColumns / kSlice, kStagedBytes = kMmaM * kSlice * 4;
     static constexpr int kSliceCols = kSlice / kWeights;  // of out
@@ -65,7 +65,7 @@ protected:
         return each;
     }
 
-    // Of a tile.
+    // Where a tile begins.
     struct Origin {
         int64_t row, col;
         int batch = 0;
@@ -82,8 +82,8 @@ protected:
         }
     };
 
-    // How a warp stores its rows of a tile: slice by slice through shared memory, where a lane has one run of columns in
-    // every kRowStep-th row. What is the same in all rows is read once for a slice.
+    // How a warp stores its rows of a tile: slice by slice through shared memory. There a lane has one run of columns
+    // in every kRowStep-th row. Operands that are the same in all rows are read once per slice.
     static constexpr int kRunsPerRow = kSliceCols / kVector, kRowStep = 32 / kRunsPerRow;
     static constexpr int kTogether = 2, kTurns = kMmaM / kRowStep / kTogether;
     using Columns = typename Epilogue::template ColumnValues<kVector, Position>;
@@ -92,14 +92,14 @@ protected:
     struct RowsOfTurn {
         Values values[kTogether];
     };
-    // Whether what the rows of a slice's first turn read from memory is asked for a slice earlier.
+    // Whether the operands of the rows of a slice's first turn are fetched one slice earlier.
     static constexpr bool kFetchesAhead = kTogether * kVector * Epilogue::kElementBytes <= 32;
 
     struct Store {
         const Problem& problem;
         const Epilogue& epilogue;
         Output* out;
-        int64_t before, top, left;  // before: rows of out of the products before this one
+        int64_t before, top, left;  // before: rows of out that belong to earlier products
         int rows, lane;
 
         __device__ __forceinline__ Store(const Problem& problem, const Origin& origin, Output* out,
@@ -120,12 +120,12 @@ protected:
         __device__ __forceinline__ int count(int slice) const {  // of columns that exist
             return static_cast<int>(min(static_cast<int64_t>(kVector), problem.n - left - slice * kSliceCols));
         }
-        // Runs and rows beyond the end read what the last ones do, so that no branch separates them from the others.
+        // Runs and rows beyond the end read the last one's operands, so that no branch separates them from the others.
         __device__ __forceinline__ int64_t column(int slice) const {
             return count(slice) > 0 || !kWhole ? left + slice * kSliceCols : problem.n - kVector;
         }
 
-        // What the operands hold for a lane in the columns of a slice, and in the rows of a turn.
+        // Fetches a lane's operands: those of the columns of a slice, and those of the rows of a turn.
         __device__ __forceinline__ Columns fetch_columns(int slice) const {
             return epilogue.template load_columns<kRuns, kVector>(Position{0, 0, column(slice)}, count(slice));
         }
@@ -137,12 +137,12 @@ protected:
             }
         }
 
-        // `free_stage`: shared memory for kStagedBytes of each warp.
+        // Stores all slices. `free_stage`: shared memory, kStagedBytes for each warp.
         __device__ __forceinline__ void all(const Sum& sum, Columns columns, RowsOfTurn rows_ahead,
                                             unsigned char* free_stage) const {
             float* staged = reinterpret_cast<float*>(free_stage + ptx::read_thread_index() / 32 * kStagedBytes);
 #pragma unroll
-            for (int slice = 0; slice < kSlices; ++slice) {  // in a row: sums that have been staged take no registers
+            for (int slice = 0; slice < kSlices; ++slice) {  // unrolled: sums that have been staged take no registers
                 RowsOfTurn next = rows_ahead;
                 if (slice > 0) {
                     columns = fetch_columns(slice);
@@ -179,8 +179,13 @@ protected:
         }
 
     private:
-        // Where four floats of a slice are. Rows are permuted so that both ways of going through them, the writes of
-        // fragments and the reads of runs of 8, find different banks.
+        // Where a float of a slice is staged. Rows are swizzled in pieces of four floats, eight pieces at a time. So
+        // both the writes of fragments and the reads of runs of 8 find different banks:
+        //
+        //   row % 4 = 0    pieces 0 1 2 3 4 5 6 7
+        //             1           2 3 0 1 6 7 4 5
+        //             2           4 5 6 7 0 1 2 3
+        //             3           6 7 4 5 2 3 0 1
         static __device__ __forceinline__ int place(int row, int col) {
             return row * kSlice + ((col / 4 ^ row % 4 * 2) * 4 + col % 4);
         }
@@ -189,7 +194,7 @@ protected:
             constexpr int kMmas = kSlice / kMmaN, kMmasOfOne = kMmas / kWeights;
 #pragma unroll
             for (int n = 0; n < kMmas; ++n) {
-                const int first = n / kMmasOfOne * (Config::kMmasN / kWeights);  // of products with the same weight
+                const int first = n / kMmasOfOne * (Config::kMmasN / kWeights);  // MMA tile with the same weight
                 const float(&d)[4] = sum.value[0][first + slice * kMmasOfOne + n % kMmasOfOne];
                 const int row = lane / 4, col = n * kMmaN + lane % 4 * 2;
                 *reinterpret_cast<float2*>(staged + place(row, col)) = make_float2(d[0], d[1]);
@@ -197,7 +202,7 @@ protected:
             }
         }
 
-        // Half of the lanes read the second half of their run first: eight at a time find theirs in different banks.
+        // Half of the lanes read the second half of a run of 8 first: so eight lanes at a time find different banks.
         __device__ __forceinline__ void load_staged(float (&value)[kVector], const float* staged, int row, int col) const {
             if constexpr (kVector == 4) {
                 read_four(value, staged + place(row, col));

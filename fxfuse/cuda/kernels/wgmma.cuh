@@ -1,4 +1,4 @@
-// Hopper's warpgroups and their products by precision: what the convolution and the matrix product that use them share.
+// Hopper's warpgroup products by precision, shared by the convolution and the GEMM that use them.
 #pragma once
 
 #include "mma.cuh"
@@ -8,7 +8,8 @@ namespace fxfuse {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Starts d = a * b + d, or a * b unless `adds` (ptx_sm90.cuh). kTurned: of operands whose rows are of one k each.
+// Starts d = a * b + d, or d = a * b unless `adds` (ptx_sm90.cuh). kTurnedA, kTurnedB: the rows of a, or b, are of one
+// k each (MN-major).
 template <int kSums, class Matrix>
 __device__ __forceinline__ void start_product(Tf32, float (&d)[kSums], Matrix a, Matrix b, bool adds) {
     ptx::wgmma_tf32(d, a, b, adds);

@@ -1,6 +1,6 @@
-// Convolutions on channels_last as matrix products (gemm.cuh): row m of x is what output pixel m sees through the
-// filter, in the order (kernel row, kernel column, channel) of a channels_last filter. It is never stored: tiles are
-// gathered from the images, with zeros outside.
+// Convolutions on channels_last as matrix products (gemm.cuh), an implicit GEMM: row m of x is the window of output
+// pixel m, in the order (kernel row, kernel column, channel) of a channels_last filter. This x is never stored: its
+// tiles are gathered from the images, with zeros outside.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct WindowRows {
     static constexpr Major kMajor = Major::kK;
     static constexpr bool kBatched = false, kRagged = false;
 
-    // Told nothing, ptxas spills in a 64x64 tile of halves rather than pass 96 registers; told this, in large ones of
-    // floats.
+    // Blocks per multiprocessor that registers must allow. With 0 (ptxas decides), ptxas spills in a 64x64 tile of
+    // halves rather than use more than 96 registers. With 1, it spills in large tiles of floats.
     template <class Element>
     static constexpr int kLeastBlocks = sizeof(Element) == 2 ? 1 : 0;
 
@@ -62,16 +62,16 @@ struct WindowRows {
                 {narrow(tile_k % host.channels), narrow(taps % host.kernel_width), narrow(taps / host.kernel_width)}};
     }
 
-    // Of `extent` rows from `row` on, and of K from `first` on.
+    // The copy of `extent` rows from `row` on, and of K from `first` on.
     template <class Copy, class Element>
     __device__ __forceinline__ Copy copy(const Element* x, int64_t row, int extent, int64_t first, int,
                                          uint32_t thread) const {
         return Copy(*this, x, static_cast<unsigned>(row), extent, static_cast<int>(first), thread);
     }
 
-    // A thread's share of filling tile after tile along K, as TileCopy has it. Which taps of a pixel's window are inside
-    // the image is the same for every channel: one bit per row and column of the filter, looked at instead of
-    // coordinates. Beyond the end of K no tap is inside. Of the block's threads, those from kFirstThread on copy.
+    // A thread's share of filling tile after tile along K, with the interface of TileCopy. The same taps of a pixel's
+    // window are inside the image for every channel. So a lane has one bit per row and per column of the filter, and
+    // tests bits instead of coordinates. Beyond the end of K no tap is inside. The threads from kFirstThread on copy.
     template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     class Copy {
         using T = typename Tile::Element;
@@ -82,16 +82,20 @@ struct WindowRows {
         static constexpr int kPiecesPerRow = Tile::kRowBytes / kPieceBytes;
         static constexpr int kRowsPerPass = kLanes / kPiecesPerRow, kRowsPerWarp = Tile::kRows * kLanes / kThreads;
         static constexpr int kPasses = kRowsPerWarp / kRowsPerPass;
-        // A lane knows one of its warp's rows, and the others ask it: large tiles have no registers for more.
+        // A lane holds the data of one of its warp's rows; others get them by shuffles, for lack of registers in large
+        // tiles.
         static_assert(kPiecesPerRow <= kLanes && kRowsPerWarp <= kLanes && kPasses >= 1);
-        // What is visible of a window: bits for the filter's rows, and above them for its columns. The last bit for rows
-        // is never set, so that a side has at most kSideBits - 1 taps (MOST_TAPS in gemm.py).
+        // A window's bits: whether a row, or a column, of the filter is inside the image. Bit 15 is never set, so that
+        // a side has at most kSideBits - 1 taps (MOST_TAPS in gemm.py).
+        //
+        //   bit  31 ... 16 + s ... 16 |  15   | 14 ... r ... 0
+        //        column s is inside   | never | row r is inside
         static constexpr int kSideBits = 16;
 
         const WindowRows* rows_;
-        const char* image_;              // the tile's first, moved by the padding
-        uint32_t offset_;                // from there to the first tap of the lane's row, in bytes
-        uint32_t visible_;               // of that row
+        const char* image_;              // the tile's first image, moved up and left by the padding
+        uint32_t offset_;                // bytes from image_ to the first tap of the lane's row
+        uint32_t visible_;               // the bits of that row
         ReductionDigits at_[kTogether];  // (channel, kernel column, kernel row) of this thread's pieces
 
     public:
@@ -152,12 +156,12 @@ struct WindowRows {
     private:
         __device__ __forceinline__ int taps_in_row() const { return static_cast<int>(rows_->kernel_width.divisor); }
 
-        // What the lane of one of the warp's rows knows.
+        // The `value` of the lane that holds one of the warp's rows.
         static __device__ __forceinline__ uint32_t of_row(uint32_t value, int row) {
             return __shfl_sync(0xffffffff, value, row);
         }
 
-        // Takes this pixel's window as the lane's.
+        // Sets offset_ and visible_ to the window of `pixel`.
         __device__ __forceinline__ void look(unsigned pixel, unsigned first_image) {
             const unsigned image = rows_->image_pixels.divide(pixel);
             unsigned row = pixel - image * rows_->image_pixels.divisor;
@@ -171,7 +175,7 @@ struct WindowRows {
             offset_ = offset * Tile::kElementBytes;
         }
 
-        // Bit i: whether begin + i * step is in [0, size), of the first `taps`.
+        // Bit i, for i < taps: whether begin + i * step is in [0, size).
         static __device__ __forceinline__ uint32_t visible(int begin, int step, int taps, int size) {
             uint32_t bits = 0;
 #pragma unroll 1

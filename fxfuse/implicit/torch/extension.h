@@ -1,2 +1,2 @@
-// Stands for torch's, which load_inline of torch before 2.7 includes in every source: kernels use nothing of it, and
-// compiling it takes a minute and a gigabyte of memory.
+// Stands in for torch's header of this name. Before torch 2.7, load_inline includes that header in every source.
+// Kernels use nothing of it, and compiling it takes a minute and a gigabyte of memory.

@@ -1,1 +1,2 @@
-// Stands for torch's, which load_inline of torch before 2.7 includes in CUDA sources: kernels use nothing of it.
+// Stands in for torch's header of this name. Before torch 2.7, load_inline includes that header in CUDA sources.
+// Kernels use nothing of it.
