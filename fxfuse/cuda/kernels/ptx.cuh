@@ -225,8 +225,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Special functions, one instruction each, with subnormal numbers as zero. Errors: 2^x 2 ulp, 1 / x 1 ulp,
-// tanh(x) 2^-11 of it.
+// Special functions, one instruction each. 2^x and 1 / x take subnormal numbers as zero. Errors: 2^x 2 ulp,
+// 1 / x 1 ulp, tanh(x) 2^-11 of it.
 __device__ __forceinline__ float exp2(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
