@@ -39,7 +39,7 @@ def of_row(row: PointwiseOp, args: Sequence[Any]) -> torch.Tensor | None:
     name, tensors = row.in_place_of or row.name, [arg for arg in args if isinstance(arg, torch.Tensor)]
     if name not in _OF_FLOATS or not tensors or (name in _NUMBERS_BEHIND and len(tensors) > 1):
         return None
-    if args[0] is not tensors[0] and name not in _NUMBER_FIRST:
+    if args[0] is not tensors[0] and row.name not in _NUMBER_FIRST:
         return None
     dtype = tensors[0].dtype
     if dtype not in _FLOATS or any(tensor.dtype != dtype for tensor in tensors):
@@ -49,10 +49,10 @@ def of_row(row: PointwiseOp, args: Sequence[Any]) -> torch.Tensor | None:
     if name == "hardtanh" and not args[1] <= args[2]:
         return None
     found = _layout([(tuple(tensor.shape), tensor.stride()) for tensor in tensors])
-    if found is None or (row.in_place_of is not None and found[0] != tensors[0].shape):
+    if found is None or (row.in_place_of is not None and found != (tensors[0].shape, tensors[0].stride())):
         return None
-    shape, strides = found
-    return torch.empty_strided(shape, strides, dtype=torch.bool if row.boolean else dtype, device="meta")
+    made = torch.bool if row.boolean and row.in_place_of is None else dtype
+    return torch.empty_strided(*found, dtype=made, device="meta")
 
 
 def _layout(tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], Strides] | None:

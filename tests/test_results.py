@@ -50,7 +50,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(results._OF_FLOATS))
+@pytest.mark.parametrize("name", [name + end for name in sorted(results._OF_FLOATS) for end in ("", "_")])
 def test_of_rows(name, dtype):
     row, known = ops.row(name), 0
     for pair in layouts():
