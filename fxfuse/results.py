@@ -110,15 +110,20 @@ def of_anchor(
         return None
     if kind in ("conv2d", "conv3d"):
         return _of_convolution(options, x.shape, weight.shape, bias)
-    if kind == "linear":
-        fits = len(weight.shape) == 2 and x.shape[-1:] == weight.shape[1:] and x.strides == contiguous_strides(x.shape)
+    is_contiguous = x.strides == contiguous_strides(x.shape)
+    if kind in ("linear", "gated_linear"):
+        fits = is_contiguous and len(weight.shape) == 2 and x.shape[-1:] == weight.shape[1:]
         fits &= bias is None or bias.shape == weight.shape[:1]
         return (*x.shape[:-1], weight.shape[0]) if fits else None
-    if kind in ("mm", "bmm"):
-        rank = {"mm": 2, "bmm": 3}[kind]
-        fits = len(x.shape) == len(weight.shape) == rank and x.shape[:-2] == weight.shape[:-2]
-        return (*x.shape[:-1], weight.shape[-1]) if fits and x.shape[-1] == weight.shape[-2] else None
-    return None
+    if kind == "matmul":
+        fits = is_contiguous and len(x.shape) > 1 and len(weight.shape) == 2
+    else:
+        fits = len(x.shape) == len(weight.shape) == {"mm": 2, "addmm": 2, "bmm": 3}.get(kind)
+        fits = fits and x.shape[:-2] == weight.shape[:-2]
+    if not fits or x.shape[-1] != weight.shape[-2]:
+        return None
+    shape = (*x.shape[:-1], weight.shape[-1])
+    return shape if bias is None or _broadcast([bias.shape, shape]) == shape else None
 
 
 def _of_convolution(

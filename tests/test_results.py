@@ -99,8 +99,14 @@ ANCHORS = [
     ("linear", {}, (5, 6), (7, 6), (7,)),
     ("linear", {}, (2, 5, 6), (7, 6), None),
     ("linear", {}, (6,), (7, 6), (7,)),
+    ("gated_linear", {}, (2, 5, 6), (7, 6), None),
     ("mm", {}, (5, 6), (6, 7), None),
     ("bmm", {}, (3, 5, 6), (3, 6, 7), None),
+    ("matmul", {}, (5, 6), (6, 7), None),
+    ("matmul", {}, (2, 3, 5, 6), (6, 7), None),
+    ("addmm", {"beta": 1, "alpha": 2}, (5, 6), (6, 7), (7,)),
+    ("addmm", {"beta": 1, "alpha": 1}, (5, 6), (6, 7), (5, 7)),
+    ("addmm", {"beta": 1, "alpha": 1}, (5, 6), (6, 7), (5, 1)),
     ("layer_norm", {"normalized_shape": (5, 6), "eps": 1e-5}, (2, 5, 6), (5, 6), (5, 6)),
     ("layer_norm", {"normalized_shape": (6,), "eps": 1e-5}, (2, 5, 6), None, None),
 ]
@@ -109,6 +115,10 @@ REFUSED = [
     ("linear", {}, (5, 6), (7, 5), None),
     ("linear", {}, (5, 6), (7, 6), (6,)),
     ("mm", {}, (5, 6), (5, 7), None),
+    ("matmul", {}, (2, 5, 6), (5, 7), None),
+    ("matmul", {}, (6,), (6, 7), None),  # not refused, but not known
+    ("addmm", {"beta": 1, "alpha": 1}, (5, 6), (6, 7), (6,)),
+    ("addmm", {"beta": 1, "alpha": 1}, (5, 6), (6, 7), (2, 5, 7)),
     ("bmm", {}, (3, 5, 6), (2, 6, 7), None),
     ("layer_norm", {"normalized_shape": (5,), "eps": 1e-5}, (2, 5, 6), (5,), (5,)),
     ("layer_norm", {"normalized_shape": (6,), "eps": 1e-5}, (2, 5, 6), (5,), None),
@@ -125,6 +135,7 @@ def test_of_anchors(kind, options, x, weight, bias):
         assert found is None
     else:
         assert found == expected.shape
+        assert kind.startswith("conv") or expected.stride() == contiguous_strides(found)
     tensors[0] = tensors[0].half()
     assert results.of_anchor(kind, options, *map(described, tensors)) == (None if weight else expected.shape)
 
