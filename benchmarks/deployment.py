@@ -155,7 +155,7 @@ def in_process(what: str, way: str, path: Path, setting: Setting, caches: Path) 
         **os.environ, "FXFUSE_CACHE_DIR": str(caches / "fxfuse"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }  # fmt: skip
-    command = [sys.executable, __file__, what, way, str(path), setting.device, str(setting.batch)]
+    command = [sys.executable, "-X", "faulthandler", __file__, what, way, str(path), setting.device, str(setting.batch)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         said = "\n".join(done.stderr.splitlines()[-20:])
