@@ -406,12 +406,12 @@ def anchor_alone(problem: Problem) -> Run:
 
 def anchor_meta(problem: Problem) -> torch.Tensor:
     """The anchor's result as a meta tensor. Raises Refused where torch does not accept the shapes."""
-    weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
     if problem.kind in CONVOLUTIONS:
         _check_convolution(problem)
     shape = results.of_anchor(problem.kind, dict(problem.options), problem.x, problem.weight, problem.bias)
     try:
         if shape is None:
+            weight, bias = (meta.empty() if meta is not None else None for meta in (problem.weight, problem.bias))
             acc = run_anchor(problem.kind, problem.options, problem.x.empty(), weight, bias)
         else:
             acc = torch.empty(shape, dtype=problem.x.dtype, device="meta")

@@ -67,16 +67,14 @@ def _layout(tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple
     others = [each for each in tensors if each[1] != contiguous_strides(each[0])]
     if not others:
         return shape, contiguous_strides(shape)
-    if (
-        len(shape) not in (4, 5)
-        or min(shape) < 2
-        or any(each != (shape, channels_last_strides(shape)) for each in others)
-    ):
+    if len(shape) not in (4, 5) or min(shape) < 2:
         return None
-    pixels = len(shape) - 2
+    last, pixels = channels_last_strides(shape), len(shape) - 2
+    if any(each != (shape, last) for each in others):
+        return None
     if any(each not in others and math.prod(each[0][-pixels:]) > 1 for each in tensors):
         return None
-    return shape, channels_last_strides(shape)
+    return shape, last
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -109,7 +107,7 @@ def of_anchor(
     if weight is None:
         return None
     if kind in ("conv2d", "conv3d"):
-        return _of_convolution(options, x.shape, weight.shape, bias)
+        return _of_convolution(options, x.shape, weight.shape)
     is_contiguous = x.strides == contiguous_strides(x.shape)
     if kind in ("linear", "gated_linear"):
         fits = is_contiguous and len(weight.shape) == 2 and x.shape[-1:] == weight.shape[1:]
@@ -126,9 +124,7 @@ def of_anchor(
     return shape if bias is None or _broadcast([bias.shape, shape]) == shape else None
 
 
-def _of_convolution(
-    options: Mapping[str, Any], image: Sequence[int], filters: Sequence[int], bias: TensorMeta | None
-) -> tuple[int, ...] | None:
+def _of_convolution(options: Mapping[str, Any], image: Sequence[int], filters: Sequence[int]) -> tuple[int, ...] | None:
     moved = len(filters) - 2
     sizes = [options[name] for name in ("stride", "padding", "dilation")]
     if len(image) != moved + 2 or any(len(size) != moved for size in sizes):
