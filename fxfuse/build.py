@@ -138,7 +138,7 @@ _loading = free_in_children(threading.Lock())
 
 
 def load(source: Source) -> Launch:
-    """The compiled kernel: from this process, from the cache, from a package, or built now (seconds).
+    """The compiled kernel: from this process, from a package, from the cache, or built now (seconds).
 
     Safe to call from several threads and processes. Raises ToolchainError or BuildError, NotBuilt inside `built_only`,
     MissingKernelError in calls of a package (packaged.only).
@@ -158,7 +158,7 @@ def _at_hand(key: str, source: Source) -> Launch | None:
     """The kernel, if it need not be built. Raises what `load` raises if it may not be."""
     dump.kernel(source.text, source.label, key, source.is_cuda, _flags(source))
     is_absent = source.is_cuda and gpu.standing_in() is not None
-    found = _absent(key) if is_absent else _loaded.get(key) or _load_cached(key, source) or _load_packaged(source)
+    found = _absent(key) if is_absent else _loaded.get(key) or _load_packaged(source) or _load_cached(key, source)
     if found is None:
         check_may_build(source.label)
     return found

@@ -67,7 +67,7 @@ def _layout(tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple
     others = [each for each in tensors if each[1] != contiguous_strides(each[0])]
     if not others:
         return shape, contiguous_strides(shape)
-    if len(shape) not in (4, 5) or min(shape) < 2:
+    if len(shape) not in (4, 5) or min(shape[1:]) < 2:
         return None
     last, pixels = channels_last_strides(shape), len(shape) - 2
     if any(each != (shape, last) for each in others):

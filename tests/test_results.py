@@ -15,7 +15,7 @@ from fxfuse.layout import channels_last_strides, contiguous_strides
 from fxfuse.problem import OPTION_NAMES, TensorMeta, run_anchor
 
 SHAPES = [(4, 6), (2, 3, 4, 5), (2, 3, 4, 5, 6), (7,), (1, 4, 1), ()]
-LAST = (2, 3, 4, 5)
+IMAGES = [(2, 3, 4, 5), (1, 3, 4, 5)]
 
 
 def meta(shape, strides=None, dtype=torch.float32):
@@ -35,12 +35,13 @@ def layouts():
     """Tensors of one dtype that broadcast."""
     for shape in SHAPES:
         yield [meta(shape)] * 2
-    last = meta(LAST, channels_last_strides(LAST))
-    for other in [LAST, (2, 3, 1, 1), (1, 3, 1, 1), (3, 1, 1), (), (2, 1, 1, 1), (5,), (4, 5), (3, 4, 5)]:
-        yield [last, meta(other)]
-        yield [meta(other), last]
-        yield [meta(LAST), meta(other)]
-    yield [last, last]
+    for image in IMAGES:
+        last = meta(image, channels_last_strides(image))
+        for other in [image, (2, 3, 1, 1), (1, 3, 1, 1), (3, 1, 1), (), (2, 1, 1, 1), (5,), (4, 5), (3, 4, 5)]:
+            yield [last, meta(other)]
+            yield [meta(other), last]
+            yield [meta(image), meta(other)]
+        yield [last, last]
     yield [meta((4, 6)), meta((6, 4), (1, 6)).t()]
     yield [meta((4, 6), (1, 4)), meta((4, 6))]
     yield [meta((4, 6), (12, 2)), meta((4, 6), (12, 2))]
