@@ -9,12 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from fxfuse import plans, program
 from fxfuse.arguments import Inputs, arguments_of
 from fxfuse.capture import capture
 from fxfuse.errors import CaptureError, FxfuseError, UnsupportedError
 from fxfuse.module import FusedModule, is_fused, state_of, with_fused_children
+from fxfuse.program.values import device_of
 from fxfuse.replacement import Settings
 from fxfuse.state import called_unchanged
 
@@ -124,8 +126,10 @@ def compile_for(fast: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
         if state.recapture is not None:
             state.recapture.hurry()
     with plans.preparing() as drafts:
-        if any(state.programs is not None for state in states):
-            for source in program.SOURCES:
+        given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(leaf, torch.Tensor)]
+        device = device_of([*given, *fast.parameters(), *fast.buffers()])
+        if device is not None and any(state.programs is not None for state in states):
+            for source in program.sources(device):
                 drafts.beside(functools.partial(program.prepare, source))
         called_unchanged(fast, args, kwargs or {})
 

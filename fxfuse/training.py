@@ -25,7 +25,7 @@ from fxfuse.errors import FxfuseWarning
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
 from fxfuse.locks import free_in_children
-from fxfuse.program import MOST_KEPT, SOURCES, are_plain, described
+from fxfuse.program import MOST_KEPT, are_plain, described, sources
 from fxfuse.program.binding import Binding, Bound, Repeats
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.record import check_graph
@@ -121,7 +121,9 @@ class Training:
     def _made(self, bound: Bound, returned: Returned) -> TrainingStep | None:
         """A new step for calls of this kind. If there can be none, None, and `reason` says why."""
         tensors, binding = bound.tensors, self._binding
-        build.begin(SOURCES)  # the trace takes longer
+        device = device_of(tensors)
+        assert device is not None, "others have no step"
+        build.begin(sources(device))  # the trace takes longer
         with self._lock:
             try:
                 attributes = dict(zip(binding.paths, bound.attributes, strict=True))

@@ -16,7 +16,7 @@ from torch import nn
 import fxfuse
 from fxfuse import ahead, build, plans
 from fxfuse.problem import Problem
-from fxfuse.program import SOURCES
+from fxfuse.program import sources
 from fxfuse.state import TorchRandomState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -106,7 +106,7 @@ def test_what_its_program_will_need_is_begun_on_a_gpu(
     for _ in range(3):
         with torch.no_grad():
             fast(x)
-        assert begun.count(SOURCES) == (device == "cuda")
+        assert begun.count(sources(x.device)) == (device == "cuda")
 
 
 def test_nothing_runs_without_data_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

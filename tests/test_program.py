@@ -493,6 +493,34 @@ def test_results_are_the_callers_own(inference):
     assert first.is_inference() is inference
 
 
+VIEWS = {
+    "of a kernel's result": lambda m, x: ((m.fc(x).relu() * 2).mean(-1), (x.exp() + 1).view(2, -1).t()),
+    "of torch's result": lambda m, x: (m.fc(x).view(2, 16), (m.fc(x).relu() * 2).mean(-1)),
+    "of a part": lambda m, x: (m.fc(x)[1:3].view(-1), (m.fc(x).relu() * 2).mean(-1)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_is_alone_in_its_memory_takes_no_call(name):
+    model, x = Net(VIEWS[name], fc=linear()), randn(4, 8)
+    fast = recorded(copy.deepcopy(model), x)
+    [program] = programs(fast)
+    assert not set(program.calls) & {"view", "t", "reshape", "getitem"}, program.code
+    with torch.no_grad():
+        for _ in range(2):
+            assert_as_eager(model, fast, randn(4, 8))
+
+
+def test_views_of_one_result_stay_views():
+    model = Net(lambda m, x: (lambda y: (y.view(-1), y.t()))(m.fc(x).relu() * 2), fc=linear())
+    fast, x = recorded(copy.deepcopy(model), randn(4, 8)), randn(4, 8)
+    with torch.no_grad():
+        flat, turned = fast(x)
+        assert_as_eager(model, fast, x)
+        flat.zero_()
+    assert flat._is_view() and turned._is_view() and not turned.any()
+
+
 def test_random_numbers_are_drawn_anew():
     model = Net(lambda m, x: F.dropout((x * 2 + 1).exp(), 0.5, True) * 3 + 1)
     fast, x = recorded(model, randn(4, 8)), randn(4, 8)

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ from fxfuse.program.values import (
     is_plain,
     slots_of,
 )
-from fxfuse.program.write import Writer
+from fxfuse.program.write import Writer, launch_line
 
 logger = logging.getLogger("fxfuse")
 
@@ -72,9 +73,15 @@ MERGING: Final = ("cuda", "cpu")
 ATTENDING: Final = ("cuda",)
 """Types of devices on which attention that a model writes out may be replaced by torch's own operators."""
 
-_EXECUTOR: Final = build.Source('#include "executor.h"\n', None, "the executor of programs")
-SOURCES: Final = (_EXECUTOR, guard.SOURCE)
-"""Compiled parts that every program needs."""
+
+def _executor(device: torch.device) -> build.Source:
+    architecture = gpu.capability(device) if device.type == "cuda" else None
+    return build.Source('#include "executor.h"\n', architecture, "the executor of programs")
+
+
+def sources(device: torch.device) -> tuple[build.Source, ...]:
+    """Compiled parts that every program on a device needs."""
+    return _executor(device), guard.SOURCE
 
 
 class Program:
@@ -115,8 +122,11 @@ class Program:
         """The kernels that it launches, in order: for each, the names of the nodes that it computes, and its source."""
         self._kept = writer.launches, writer.references, writer.params
         names = writer.names
-        names["launch"] = _launching(build.load(_EXECUTOR))
         names["LAUNCHES"], names["REFERENCES"] = (part.buffer_info()[0] for part in self._kept[:2])
+        if self.launches:
+            executor = build.load(_executor(device))
+            names["launch"] = _launching(executor)
+            names["REPLAYS"] = _replays(self, executor, writer.replays)
         self.repeats = not (writer.borrows or any(_changes_what_is_given(step) for step in writer.steps))
         """Whether the call can be repeated after a part of it has run: it overwrites no argument, parameter or lent
         memory."""
@@ -153,7 +163,7 @@ class Program:
                 names[f"step{len(names)}"] = step
                 lines.append(f"    with around(step{len(names) - 1}):")
                 if step.is_launch:
-                    line = f"    launch(b'', stream, LAUNCHES, REFERENCES, table, {launched}, {launched + 1})"
+                    line = f"    {launch_line(launched, launched + 1)}"
                     launched += 1
                 lines.append(f"    {line}")
             if number not in self._marks:
@@ -236,7 +246,7 @@ def _with_all_kernels(recorder: Recorder, tensors: Sequence[torch.Tensor], resul
     device = device_of(tensors)
     assert device is not None, "others are not recorded"
     _merged(recorder, device)
-    for source in SOURCES:
+    for source in sources(device):
         build.load(source)
     return result
 
@@ -249,6 +259,19 @@ def _launching(launch: Callable[..., None]) -> Callable[..., None]:
             raise LaunchError(f"a kernel of a program could not be launched: {error}") from error
 
     return launched
+
+
+def _replays(program: Program, executor: build.Launch, count: int) -> int:
+    """The address of cells for replays (executor.h), which are freed with the program."""
+    cells = array("Q", bytes(8 * count))
+    address = int(cells.buffer_info()[0])
+
+    def free(cells: array[int]) -> None:
+        executor(b"", 0, 0, 0, 0, 0, 0, address, len(cells))
+
+    if count:
+        weakref.finalize(program, free, cells).atexit = False  # CUDA may be gone by then
+    return address
 
 
 def _changes_what_is_given(step: Launch | Call) -> bool:
@@ -370,7 +393,7 @@ class Programs:
         finally:
             device = device_of(bound.tensors)
             if device is not None and device.type == "cuda":  # a CPU has enough to do with this call
-                build.begin(SOURCES)  # which the next call needs
+                build.begin(sources(device))  # which the next call needs
 
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
         """Runs and records a call, and returns its result.
@@ -412,7 +435,7 @@ def described(tensor: torch.Tensor) -> Any:
 
 
 def prepare(source: build.Source) -> None:
-    """Compiles one of `SOURCES`, if there is a compiler. Otherwise programs report later that there is none."""
+    """Compiles one of `sources`, if there is a compiler. Otherwise programs report later that there is none."""
     with contextlib.suppress(FxfuseError):
         build.load(source)
 

@@ -78,7 +78,9 @@ class Value:
     wanted: bool = False
     """Whether Python needs a tensor object for it."""
     leaves: bool = False
-    """Whether the caller gets it. Then a view must be a view for autograd, too."""
+    """Whether the caller gets it. Then a view must be a view for autograd, too, unless it is alone."""
+    alone: bool = False
+    """Whether the caller gets it, and nothing else in its memory, which is new."""
     viewed_by: Call | None = None
     """The call that makes it as a view of another tensor."""
 

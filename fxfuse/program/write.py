@@ -9,13 +9,14 @@ import functools
 import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from fxfuse.cuda import gpu
-from fxfuse.layout import contiguous_strides
+from fxfuse.layout import contiguous_strides, is_dense
 from fxfuse.program.memory import Arena, arenas_of, releases
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import (
@@ -76,6 +77,7 @@ def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | C
     """Marks the values that Python needs as tensors (`Value.wanted`). Returns the steps without unneeded ones."""
     for value in values_in(output):
         value.wanted = value.leaves = value.slot.escapes = True
+    _mark_alone(values_in(output))
     kept: list[Launch | Call] = []
     read = {value.slot for value in values_in(output)}
     for step in reversed(steps):
@@ -99,7 +101,20 @@ def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | C
 def _is_reinterpreted(value: Value) -> bool:
     """Whether a view can be made directly from its memory, without the calls that made it when it was recorded."""
     kind, dtype = value.slot.kind, value.slot.dtype
-    return not value.leaves and (value.dtype == dtype or (kind == "memory" and not value.slot.escapes))
+    if value.leaves and not value.alone:
+        return False
+    return value.dtype == dtype or (kind == "memory" and not value.slot.escapes)
+
+
+def _mark_alone(results: Sequence[Value]) -> None:
+    """Marks the results that are alone in their memory (`Value.alone`). Memory of kernels is allocated in their shape."""
+    counts = Counter(value.slot for value in set(results))
+    for value in results:
+        slot = value.slot
+        value.alone = counts[slot] == 1 and slot.kind in ("memory", "made")
+        is_all = is_dense(value.shape, value.strides) and math.prod(value.shape) == math.prod(slot.shape)
+        if value.alone and slot.kind == "memory" and value.dtype == slot.dtype and is_all:
+            slot.name, slot.shape, slot.strides = value.name, value.shape, value.strides
 
 
 def _put_products_into_arena(steps: Sequence[Launch | Call]) -> None:
@@ -138,6 +153,8 @@ class Writer:
         self._given, self._given_names = recorder.given_count, recorder.given_names
         self._lines: list[str] = []
         self._constants = 0
+        self.replays = 0
+        """The number of lists of launches that are replayed as a CUDA graph when their addresses are as before."""
         self._pending: list[Launch] = []
         self._waiting: set[Slot | Arena] = set()
         """The memory that must be allocated before the pending launches."""
@@ -253,7 +270,8 @@ class Writer:
                 self._take(slot)
             self._pack(step)
         self._marks[len(self._lines)] = list(self._pending)
-        self._line(f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {len(self.launches) // 4})")
+        end = len(self.launches) // 4
+        self._line(launch_line(first, end, self._cell(end - first)))
         written = dict.fromkeys(target for step in self._pending for target in step.targets)
         given = dict.fromkeys(self._name_of_given(target) for target in written if target.slot.kind == "given")
         if given:
@@ -262,6 +280,13 @@ class Writer:
         self._pending.clear()
         self._waiting.clear()
         self._drop(number)
+
+    def _cell(self, count: int) -> int | None:
+        """The cell for the replays of a list of launches; None if the list has none."""
+        if self._device.type != "cuda" or count == 1:  # a graph of one kernel takes as long as its launch
+            return None
+        self.replays += 1
+        return self.replays - 1
 
     def _release(self, slots: Sequence[Slot]) -> None:
         """Writes a line that frees lent memory."""
@@ -413,12 +438,18 @@ class Writer:
             base, at = slot.name, value.offset // size
             if slot.kind == "given":
                 self._read.add(slot.index)
-        if value.leaves:
+        if value.leaves and not value.alone:
             self._line(f"{value.name} = {base}.as_strided({value.shape}, {value.strides}, {at})")
         else:
             self._line(f"{value.name} = reinterpret({base}, {value.shape}, {value.strides}, {at})")
         self._variables.add(value.name)
         return value.name
+
+
+def launch_line(first: int, end: int, cell: int | None = None) -> str:
+    """The text of a call that makes a program's launches from `first` up to `end`. `cell`: that of their replays."""
+    replays = "0, 0" if cell is None else f"REPLAYS, {cell}"
+    return f"launch(b'', stream, LAUNCHES, REFERENCES, table, {first}, {end}, {replays})"
 
 
 def _paths(tree: Any, path: str = "") -> list[tuple[str, Value]]:
