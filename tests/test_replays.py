@@ -1,4 +1,4 @@
-"""Lists of launches that are replayed as CUDA graphs (executor.h, replays.h), on a runtime that stands in for CUDA's."""
+"""Lists of launches that are replayed as CUDA graphs (executor.h, replays.h). A runtime stands in for CUDA's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

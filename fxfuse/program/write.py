@@ -107,7 +107,7 @@ def _is_reinterpreted(value: Value) -> bool:
 
 
 def _mark_alone(results: Sequence[Value]) -> None:
-    """Marks the results that are alone in their memory (`Value.alone`). Memory of kernels is allocated in their shape."""
+    """Marks the results that are alone in their memory (`Value.alone`). That of kernels is allocated in their shape."""
     counts = Counter(value.slot for value in set(results))
     for value in results:
         slot = value.slot
