@@ -1,15 +1,23 @@
-"""Lists of launches that are replayed as CUDA graphs (executor.h, replays.h). A runtime stands in for CUDA's."""
+"""Lists of launches that are replayed as CUDA graphs (executor.h, replays.h): on a runtime that stands in for CUDA's,
+and on a GPU."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import shutil
 import subprocess
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+from helpers import ON_GPU
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+import fxfuse
 from fxfuse.build import PACKAGE
 
 RUNTIME = r"""
@@ -80,7 +88,6 @@ extern "C" const char* said(int code) { return code == 7 ? "seven" : "?"; }
 extern "C" State* the_state() { return &state; }
 """
 COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 class State(ctypes.Structure):
@@ -92,11 +99,13 @@ class State(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if COMPILER is None:
+        pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("replays")
     (folder / "cuda_runtime.h").write_text(RUNTIME)
     (folder / "it.cpp").write_text(KERNELS)
     flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-D__CUDACC__", "-I", str(folder)]
-    command = [str(COMPILER), *flags, "-I", str(PACKAGE), "-o", str(folder / "it.so"), str(folder / "it.cpp")]
+    command = [COMPILER, *flags, "-I", str(PACKAGE), "-o", str(folder / "it.so"), str(folder / "it.cpp")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(folder / "it.so"))
@@ -231,3 +240,101 @@ def test_errors_are_those_of_launches(lists: Lists) -> None:
         assert lists.launch(target, source, 2) == 7
         assert lists.error() == "seven"
     assert target[0] == 15 and lists.state.made == 0
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+
+class Rows(nn.Module):
+    """Several kernels in a row: products, statistics of rows and of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x) * x.softmax(-1)
+        return x
+
+
+def graphs_launched(call: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiled.key_averages() if event.key == "cudaGraphLaunch")
+
+
+def close(made: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(made.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def rows() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """The model, optimised and with a program that is replayed; in float64; and what both are called with."""
+    torch.manual_seed(0)
+    model, x = Rows().cuda().eval(), torch.randn(96, 64, device="cuda")
+    fast = fxfuse.optimize(model)
+    with torch.no_grad():
+        for _ in range(8):
+            fast(x)
+    return fast, copy.deepcopy(model).double(), x
+
+
+class TestOnGpu:
+    pytestmark = ON_GPU
+
+    def test_programs_are_replayed_and_read_everything_anew(self, rows: Any) -> None:
+        fast, exact, x = rows
+        with torch.no_grad():
+            assert graphs_launched(lambda: fast(x)) > 0
+            for scale in (1.0, -0.5, 2.0):
+                x.mul_(scale)
+                close(fast(x), exact(x.double()))
+            for mine, theirs in zip(fast.parameters(), exact.parameters(), strict=True):
+                mine.mul_(0.5)
+                theirs.mul_(0.5)
+            close(fast(x), exact(x.double()))
+            results = [fast(x * scale) for scale in range(6)]  # all kept: memory is elsewhere at each call
+            for scale, result in enumerate(results):
+                close(result, exact(x.double() * scale))
+
+    def test_other_streams_and_captures_get_the_same(self, rows: Any) -> None:
+        fast, exact, x = rows
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(5):
+                    result = fast(x)
+            torch.cuda.current_stream().wait_stream(side)
+            close(result, exact(x.double()))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = fast(x)
+            x.mul_(-1.5)
+            graph.replay()
+            close(captured, exact(x.double()))
+            close(fast(x), exact(x.double()))
+
+    def test_steps_are_replayed(self) -> None:
+        torch.manual_seed(0)
+        model, x = Rows().cuda(), torch.randn(96, 64, device="cuda")
+        exact, fast = copy.deepcopy(model).double(), fxfuse.optimize(model)
+
+        def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(x).square().mean().backward()
+            return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+        for turn in range(10):
+            with torch.no_grad():
+                x.mul_(-0.9)
+                for each in (model, exact):
+                    for parameter in each.parameters():
+                        parameter.mul_(0.99)
+            if turn == 9:
+                assert graphs_launched(lambda: step(fast, x)) > 1
+            for mine, theirs in zip(step(fast, x), step(exact, x.double()), strict=True):
+                close(mine / theirs.norm(), theirs / theirs.norm())
