@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fxfuse import results
 from fxfuse.errors import UnsupportedError
 
 
@@ -39,6 +40,9 @@ class MaxPool(NamedTuple):
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, pooled by torch."""
         kernel, stride, padding = self[0:2], self[2:4], self[4:6]
+        known = results.of_max_pool(tensor, kernel, stride, padding, bool(self.ceil_mode)) if tensor.is_meta else None
+        if known is not None:
+            return known
         return F.max_pool2d(tensor, kernel, stride, padding, 1, bool(self.ceil_mode))
 
 

@@ -88,6 +88,28 @@ def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     return tuple(found[::-1])
 
 
+def of_max_pool(
+    image: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool
+) -> torch.Tensor | None:
+    """A meta image, pooled as by F.max_pool2d; None if torch must be asked."""
+    found = _layout([(tuple(image.shape), image.stride())])
+    if ceil_mode or found is None or image.dim() != 4 or image.dtype not in _FLOATS or 0 in image.shape:
+        return None
+    if min(*kernel, *stride) < 1 or any(not 0 <= 2 * pad <= size for size, pad in zip(kernel, padding, strict=True)):
+        return None
+    shape, strides = found
+    pixels = [
+        (size + 2 * pad - taps) // step + 1
+        for size, taps, step, pad in zip(shape[2:], kernel, stride, padding, strict=True)
+    ]
+    if min(pixels) < 1:
+        return None
+    pooled = (*shape[:2], *pixels)
+    is_last = strides != contiguous_strides(shape)
+    made = channels_last_strides(pooled) if is_last else contiguous_strides(pooled)
+    return torch.empty_strided(pooled, made, dtype=image.dtype, device="meta")
+
+
 def of_anchor(
     kind: str, options: Mapping[str, Any], x: TensorMeta, weight: TensorMeta | None, bias: TensorMeta | None
 ) -> tuple[int, ...] | None:

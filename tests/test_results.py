@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxfuse
@@ -61,6 +62,34 @@ def test_of_rows(name, dtype):
             known += assert_as_torchs(row, [*pair[:count], *numbers])
             known += bool(numbers) and assert_as_torchs(row, [*numbers, *pair[:count]])
     assert known >= len(SHAPES)
+
+
+def test_of_max_pools():
+    known = 0
+    for image, kernel, stride, padding in itertools.product(
+        [(2, 3, 7, 9), (1, 3, 8, 5)], [(2, 2), (3, 2), (1, 1)], [(2, 2), (1, 2)], [(0, 0), (1, 1), (0, 1)]
+    ):
+        for strides in (contiguous_strides(image), channels_last_strides(image)):
+            found = results.of_max_pool(meta(image, strides), kernel, stride, padding, False)
+            if found is not None:
+                expected = F.max_pool2d(meta(image, strides), kernel, stride, padding)
+                assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+                known += 1
+    assert known > 40
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "stride", "padding", "ceil_mode"),
+    [
+        ((2, 3, 7, 9), (3, 3), (2, 2), (2, 2), False),
+        ((2, 3, 2, 9), (3, 3), (2, 2), (0, 0), False),
+        ((2, 3, 7, 9), (2, 2), (0, 2), (0, 0), False),
+        ((3, 7, 9), (2, 2), (2, 2), (0, 0), False),
+        ((2, 3, 7, 9), (2, 2), (2, 2), (0, 0), True),
+    ],
+)
+def test_max_pools_that_torch_is_asked_about(image, kernel, stride, padding, ceil_mode):
+    assert results.of_max_pool(meta(image), kernel, stride, padding, ceil_mode) is None
 
 
 def test_what_torch_may_refuse_is_not_known():
