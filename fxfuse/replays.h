@@ -70,8 +70,20 @@ private:
     static constexpr int kMade = 6;       // graphs, one after another: where addresses go on changing they cost too much
     static constexpr int kTimed = 4;      // replays, before they are compared with launches
 
+    // While one lives, another thread's capture forbids this thread nothing.
+    struct Relaxed {
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+
+        Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode); }
+        ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode); }
+        Relaxed(const Relaxed&) = delete;
+    };
+
     struct Destroy {
-        void operator()(cudaGraphExec_t graph) const { cudaGraphExecDestroy(graph); }
+        void operator()(cudaGraphExec_t graph) const {
+            const Relaxed relaxed;
+            cudaGraphExecDestroy(graph);
+        }
     };
     using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, Destroy>;
 
@@ -106,8 +118,7 @@ private:
     // The launches of a list as a graph; null if they cannot be captured.
     template <class List>
     static Graph captured(const List& list) {
-        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a capture of another thread allows less
-        if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return nullptr;
+        const Relaxed relaxed;
         cudaStream_t stream = nullptr;
         cudaGraph_t graph = nullptr;
         cudaGraphExec_t made = nullptr;
@@ -121,7 +132,6 @@ private:
             cudaStreamDestroy(stream);
         }
         if (made == nullptr) cudaGetLastError();
-        cudaThreadExchangeStreamCaptureMode(&mode);
         return Graph(made);
     }
 
