@@ -43,7 +43,7 @@ public:
             const Stopwatch watch;
             if (cudaGraphLaunch(recent_.back().graph.get(), stream) == cudaSuccess) {
                 replayed_.add(watch);
-                if (replayed_.count == kTimed && replayed_.shortest >= launched_.shortest) give_up();
+                if (replayed_.count == kTimed && replayed_.shortest * kWorth > launched_.shortest) give_up();
                 return 0;
             }
             cudaGetLastError();
@@ -59,7 +59,7 @@ public:
             recent_.push_back({addresses, nullptr});
         } else if (made_ < kMade) {
             ++made_;
-            recent_.back().graph = captured(list);
+            recent_.back().graph = captured(list, stream);
             if (recent_.back().graph == nullptr) give_up();
         }
         return 0;
@@ -69,6 +69,7 @@ private:
     static constexpr size_t kRecent = 2;  // calls that are remembered
     static constexpr int kMade = 6;       // graphs, one after another: where addresses go on changing they cost too much
     static constexpr int kTimed = 4;      // replays, before they are compared with launches
+    static constexpr int kWorth = 2;      // times that replays must be quicker: the GPU begins a graph later than a launch
 
     // While one lives, another thread's capture forbids this thread nothing.
     struct Relaxed {
@@ -115,14 +116,16 @@ private:
         return true;
     }
 
-    // The launches of a list as a graph; null if they cannot be captured.
+    // The launches of a list as a graph, for a stream like this one; null if they cannot be captured.
     template <class List>
-    static Graph captured(const List& list) {
+    static Graph captured(const List& list, cudaStream_t like) {
         const Relaxed relaxed;
+        int priority = 0;  // that of the graph's kernels
+        cudaStreamGetPriority(like, &priority);
         cudaStream_t stream = nullptr;
         cudaGraph_t graph = nullptr;
         cudaGraphExec_t made = nullptr;
-        if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
+        if (cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess) {
             if (cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
                 const int code = list.launch(reinterpret_cast<uint64_t>(stream));
                 const bool is_whole = cudaStreamEndCapture(stream, &graph) == cudaSuccess && code == 0;
@@ -144,7 +147,7 @@ private:
     std::vector<Call> recent_;
     Times launched_, replayed_;  // the CPU's time
     int made_ = 0;
-    bool pays_ = true;  // unless replays turn out to take the CPU longer, or to be impossible
+    bool pays_ = true;  // unless replays turn out to save too little, or to be impossible
 };
 
 }  // namespace fxfuse_executor
