@@ -134,8 +134,10 @@ private:
             }
             cudaStreamDestroy(stream);
         }
-        if (made == nullptr) cudaGetLastError();
-        return Graph(made);
+        Graph found(made);
+        if (found != nullptr && cudaGraphUpload(made, like) == cudaSuccess) return found;  // else its first launch would
+        cudaGetLastError();
+        return nullptr;
     }
 
     void give_up() {

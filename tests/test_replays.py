@@ -65,6 +65,7 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
 inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
     return *made = new Executable{*graph}, ++state.made, ++state.alive, cudaSuccess;
 }
+inline cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return delete graph, --state.alive, cudaSuccess; }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
