@@ -71,6 +71,8 @@ class Joint:
     """Bytes of the tensors that the forward makes and keeps for the backward alone."""
     large: tuple[int, ...]
     """The positions in `kept` of those of these tensors that are large enough to be lent."""
+    small: tuple[int, ...]
+    """The numbers of the others among the forward's further tensors."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced
@@ -321,6 +323,7 @@ def _parted(joint: fx.GraphModule, traced: Traced, layouts: Layouts, tensors: Se
         changed=frozenset(primals.index(node) for node in changed),
         kept_bytes=sum(map(_nbytes, more)),
         large=tuple(at for at, node in enumerate(kept) if by_name[node.name][0] == "more" and _nbytes(node) >= SMALL),
+        small=tuple(at for at, node in enumerate(more) if _nbytes(node) < SMALL),
         draws=any(map(draws, forward.graph.nodes)),
         reference=traced,
         layouts=layouts,

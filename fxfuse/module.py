@@ -606,8 +606,13 @@ def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
     return _with_own_code(trained)
 
 
-def _fused_half(settings: Settings, graph_module: fx.GraphModule) -> FusedModule:
-    return FusedModule(Captured(graph_module, copy.deepcopy(graph_module.graph), is_laid_out=True), settings)
+def _fused_half(settings: Settings, graph_module: fx.GraphModule, together: Sequence[int] = ()) -> FusedModule:
+    """The forward or the backward of a training step, with its regions fused. `together`: as `Programs.together`."""
+    half = FusedModule(Captured(graph_module, copy.deepcopy(graph_module.graph), is_laid_out=True), settings)
+    programs = state_of(half).programs
+    assert programs is not None, "every fused module has some"
+    programs.together = together
+    return half
 
 
 def _watching(forward: Callable[..., Any]) -> Callable[..., Any]:

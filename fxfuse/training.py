@@ -41,11 +41,11 @@ CALLS_BEFORE_CAPTURE: Final = 4
 class Training:
     """The training steps of one graph."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[[fx.GraphModule], nn.Module]) -> None:
+    def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[..., nn.Module]) -> None:
         """
         Args:
             graph: the captured graph, of torch's operations.
-            fused: makes a module of a graph module, with its regions fused.
+            fused: as for TrainingStep.
         """
         self._root, self._captured, self._fused = root, graph, fused
         self._lock = free_in_children(threading.RLock())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxfuse import build, functional, plans, stream_capture
 from fxfuse.errors import FxfuseError
@@ -42,13 +42,14 @@ class TrainingStep:
     """Runs the forward and the backward of one kind of call that needs gradients."""
 
     def __init__(
-        self, joint: Joint, fused: Callable[[fx.GraphModule], nn.Module], bound: Bound, returned: Returned,
+        self, joint: Joint, fused: Callable[..., nn.Module], bound: Bound, returned: Returned,
         tables: Sequence[dict[Any, Any]],
     ) -> None:  # fmt: skip
         """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
 
         Args:
-            fused: makes a module of a graph module, with its regions fused.
+            fused: makes a module of a graph module, with its regions fused, and of the positions of results that may
+                share an allocation.
             bound: a call of this kind.
             returned: what the graph itself returned in a call of this kind.
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
@@ -74,7 +75,8 @@ class TrainingStep:
         self.device = device
         of_kept = {at: number for at, (kind, number) in enumerate(joint.kept) if kind == "given"}
         self.segments = segments(joint.backward, len(joint.kept), of_kept, buckets_now())
-        self.forward, self.backwards = fused(joint.forward), [fused(segment.graph) for segment in self.segments]
+        self.forward = fused(joint.forward, [joint.results + number for number in joint.small])
+        self.backwards = [fused(segment.graph) for segment in self.segments]
         begins = {"given": 0, "result": len(self._distinct), "more": len(self._distinct) + joint.results}
         self._kept = [
             tuple(begins[kind] + at for kind, at in map(joint.kept.__getitem__, segment.kept))

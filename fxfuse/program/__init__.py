@@ -89,7 +89,7 @@ class Program:
 
     def __init__(
         self, recorder: Recorder, tensors: list[torch.Tensor], constants: tuple[Any, ...],
-        tables: Sequence[dict[Any, Any]] = (),
+        tables: Sequence[dict[Any, Any]] = (), together: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Merges the recorded steps, and writes the program's code. Raises ToolchainError or BuildError.
 
@@ -97,12 +97,13 @@ class Program:
             tensors: the tensors of the recorded call, the model's included (`Bound.tensors`).
             constants: the call's other arguments, and the types of all arguments (`Bound.constants`).
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
+            together: as `Programs.together`.
         """
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
         steps, kept = without_constants(in_one_launch(_merged(recorder, device)), recorder.output)
         lent = next((each for each in constants if isinstance(each, Lent)), b"")
-        writer = Writer(recorder, steps, kept, device, recorder.lent(lent))
+        writer = Writer(recorder, steps, kept, device, recorder.lent(lent), together)
         self.code = writer.code
         self.arena_size = max((arena.size for arena in writer.arenas), default=0)
         """Bytes of the largest arena. Arenas hold the results of kernels, except those that the caller gets."""
@@ -311,6 +312,8 @@ class Programs:
         self.reason: str | None = None
         """Why the graph has no programs; None while it may have some."""
         self.programs: list[Program] = []
+        self.together: Sequence[int] = ()
+        """Positions of results that may share an allocation: all of them go when the last of them goes."""
         self.when_made: Callable[[int, Program], None] | None = None
         """Called with each new program: (how many were made so far, the program)."""
         self._made = 0
@@ -412,7 +415,7 @@ class Programs:
         try:
             if gpu.standing_in() is not None:
                 return _with_all_kernels(recorder, tensors, result)
-            program = Program(recorder, tensors, bound.constants, self._leaves.tables)
+            program = Program(recorder, tensors, bound.constants, self._leaves.tables, self.together)
         except Exception as error:
             self.reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
             logger.warning("fxfuse: no program is made", exc_info=error)

@@ -117,6 +117,16 @@ def arenas_of(
     return arenas
 
 
+def together(slots: Iterable[Slot], steps: int) -> Arena:
+    """An arena for results that leave a program of so many steps, side by side. Sets the offsets of these slots."""
+    blocks = [Block([slot], slot.first, steps, slot.nbytes) for slot in slots]
+    size = 0
+    for block in blocks:
+        block.offset = block.slots[0].offset = size
+        size += -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+    return Arena(blocks, begin=0, end=0, size=size, name="kept")
+
+
 def _borrowed(
     blocks: Iterable[Block], lent: Mapping[Slot, int], moments: Sequence[int]
 ) -> tuple[list[Arena], list[Block]]:

@@ -17,7 +17,7 @@ import torch
 
 from fxfuse.cuda import gpu
 from fxfuse.layout import contiguous_strides, is_dense
-from fxfuse.program.memory import Arena, arenas_of, releases
+from fxfuse.program.memory import Arena, arenas_of, releases, together
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import (
     DICTS,
@@ -136,12 +136,13 @@ class Writer:
 
     def __init__(
         self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device,
-        lent: Mapping[Slot, int],
+        lent: Mapping[Slot, int], together: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             kept: memory that was filled while the call was recorded (constants.py).
             lent: given memory that results may take after its last use, and its sizes in bytes.
+            together: positions of results that may share an allocation (`Programs.together`).
         """
         self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
@@ -166,14 +167,14 @@ class Writer:
         self._read: set[int] = set()
         for slot in kept:
             slot.kind, self.names[slot.name] = "constant", slot.constant
-        self._assign_slots(kept, lent)
+        self._assign_slots(kept, lent, [recorder.output[place] for place in together])
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
         """The program's text; and, by number of each line that makes launches or calls torch, the steps of the line."""
 
     # ---- memory
 
-    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int]) -> None:
+    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int], side_by_side: Sequence[Any]) -> None:
         memory: dict[Slot, None] = {}
         table: dict[Slot, None] = {}
         for number, step in enumerate(self.steps):
@@ -187,6 +188,9 @@ class Writer:
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
         self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
         self._releases = releases(self.steps, self.arenas, lent)
+        alone = [value.slot for value in values_in(side_by_side) if value.alone and value.slot in memory]
+        if len(alone) > 1:
+            self.arenas.append(together(alone, len(self.steps)))
         self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
         """Whether a call overwrites or frees lent memory."""
         indices = itertools.count(self._given)
@@ -197,7 +201,7 @@ class Writer:
         for slot, arena in self._arena_of.items():
             slot.index = arena.index
         for slot in table:
-            slot.index = next(indices)
+            slot.index = next(indices) if slot not in self._arena_of else slot.index
         self.table_size = next(indices)
         """The number of addresses: given tensors, arenas, torch's results, results for the caller, and constants."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
