@@ -81,7 +81,7 @@ class Guard:
         self._call(b"", id(tensors), _MARK_ALONE, self._offset, marks.buffer_info()[0])
         return marks.tobytes()
 
-    def are_apart(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    def are_apart(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> bool:
         """Whether none of the plain `tensors` shares memory with another of them, or with one of `others`."""
         both = [*tensors, *others]
         try:
