@@ -3,7 +3,7 @@
 // A launch takes the CPU 3 to 6 us. A graph takes little more than one launch, however many it holds. It holds nothing
 // but kernels, their parameters and addresses. So a replay does what the launches would do, and owns no memory.
 //
-// In a loop, torch's allocator soon gives the same addresses at every turn, or alternates between two.
+// In a loop, torch's allocator soon gives the same addresses at every turn, or alternates between a few.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,8 +66,8 @@ public:
     }
 
 private:
-    static constexpr size_t kRecent = 2;  // calls that are remembered
-    static constexpr int kMade = 6;       // graphs, one after another: where addresses go on changing they cost too much
+    static constexpr size_t kRecent = 4;  // calls that are remembered
+    static constexpr int kMade = 12;      // graphs, one after another: where addresses go on changing they cost too much
     static constexpr int kTimed = 4;      // replays, before they are compared with launches
     static constexpr int kWorth = 2;      // times that replays must be quicker: the GPU begins a graph later than a launch
 
