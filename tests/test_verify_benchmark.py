@@ -70,6 +70,29 @@ def test_twice_eagers_error_and_an_ulp_are_allowed_whatever_the_switches_say(pre
     assert found.ok is ok, str(found)
 
 
+@pytest.mark.parametrize(("count", "allowed"), [(1, 20.1), (2, 8.3), (9, 2.7), (19, 2.0), (24, 2.0)])
+def test_few_numbers_may_be_further_off_than_eagers_happen_to_be(count, allowed):
+    original = model(forward=lambda m, x: m.fc(x).tanh().flatten()[:count])
+    with torch.no_grad():
+        exact = copy.deepcopy(original).double()(X.double())
+    eager = exact * (1 + 1e-5)  # an error that rounding does not change
+
+    class Perturbed(nn.Module):
+        def __init__(self, off):
+            super().__init__()
+            self.off = off
+
+        def forward(self, x):
+            return (exact * (1 + self.off)).to(x.dtype)
+
+    class Original(nn.Module):
+        def forward(self, x):
+            return exact if x.dtype == torch.float64 else eager.float()
+
+    assert fxfuse.verify(Original(), Perturbed(0.95 * allowed * 1e-5), (X,)).ok
+    assert not fxfuse.verify(Original(), Perturbed(1.1 * allowed * 1e-5), (X,)).ok
+
+
 def poke(value, places=((3, 2),)):
     def forward(m, x):
         y = m.fc(x).tanh().clone()
