@@ -10,7 +10,7 @@ from fxfuse.program import loops, memory, merge, values
 
 def test_results_that_leave_together_lie_side_by_side():
     slots = [memory.Slot("memory", f"v{number}", nbytes=nbytes) for number, nbytes in enumerate((4, 512, 513, 8))]
-    arena = memory.together(slots, 9)
+    arena = memory.side_by_side(slots, 9)
     assert [slot.offset for slot in slots] == [0, 512, 1024, 2048] and arena.size == 2560
     assert arena.last == 9, "it is there when the results are returned"
 

@@ -117,7 +117,7 @@ def arenas_of(
     return arenas
 
 
-def together(slots: Iterable[Slot], steps: int) -> Arena:
+def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
     """An arena for results that leave a program of so many steps, side by side. Sets the offsets of these slots."""
     blocks = [Block([slot], slot.first, steps, slot.nbytes) for slot in slots]
     size = 0

@@ -17,7 +17,7 @@ import torch
 
 from fxfuse.cuda import gpu
 from fxfuse.layout import contiguous_strides, is_dense
-from fxfuse.program.memory import Arena, arenas_of, releases, together
+from fxfuse.program.memory import Arena, arenas_of, releases, side_by_side
 from fxfuse.program.record import Recorder
 from fxfuse.program.values import (
     DICTS,
@@ -174,7 +174,7 @@ class Writer:
 
     # ---- memory
 
-    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int], side_by_side: Sequence[Any]) -> None:
+    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int], small: Sequence[Any]) -> None:
         memory: dict[Slot, None] = {}
         table: dict[Slot, None] = {}
         for number, step in enumerate(self.steps):
@@ -188,9 +188,9 @@ class Writer:
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
         self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
         self._releases = releases(self.steps, self.arenas, lent)
-        alone = [value.slot for value in values_in(side_by_side) if value.alone and value.slot in memory]
+        alone = [value.slot for value in values_in(small) if value.alone and value.slot in memory]
         if len(alone) > 1:
-            self.arenas.append(together(alone, len(self.steps)))
+            self.arenas.append(side_by_side(alone, len(self.steps)))
         self.borrows = bool(self._releases) or any(arena.lender is not None for arena in self.arenas)
         """Whether a call overwrites or frees lent memory."""
         indices = itertools.count(self._given)
