@@ -72,7 +72,7 @@ class Joint:
     large: tuple[int, ...]
     """The positions in `kept` of those of these tensors that are large enough to be lent."""
     small: tuple[int, ...]
-    """The numbers of the others among the forward's further tensors."""
+    """The further tensors of the forward, by number, that are too small to be lent."""
     draws: bool
     """Whether the forward draws random numbers."""
     reference: Traced

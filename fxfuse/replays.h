@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <type_traits>
@@ -30,8 +29,8 @@ public:
     }
 
     // Makes the launches of `list`, which has these addresses. Returns 0, or the code of an error as list.launch does.
-    template <class List>
-    int launch(const std::vector<uint64_t>& addresses, uint64_t context, const List& list) {
+    template <class Launches>
+    int launch(const std::vector<uint64_t>& addresses, uint64_t context, const Launches& list) {
         const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
         const auto stream = reinterpret_cast<cudaStream_t>(context);
         if (!lock.owns_lock() || !pays_ || is_captured(stream)) return list.launch(context);
@@ -117,8 +116,8 @@ private:
     }
 
     // The launches of a list as a graph, for a stream like this one; null if they cannot be captured.
-    template <class List>
-    static Graph captured(const List& list, cudaStream_t like) {
+    template <class Launches>
+    static Graph captured(const Launches& list, cudaStream_t like) {
         const Relaxed relaxed;
         int priority = 0;  // that of the graph's kernels
         cudaStreamGetPriority(like, &priority);

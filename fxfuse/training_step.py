@@ -48,8 +48,8 @@ class TrainingStep:
         """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
 
         Args:
-            fused: makes a module of a graph module, with its regions fused, and of the positions of results that may
-                share an allocation.
+            fused: makes a module, with its regions fused, of a graph module. Its second argument, which may be left
+                out, are the positions of results that may share an allocation.
             bound: a call of this kind.
             returned: what the graph itself returned in a call of this kind.
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).

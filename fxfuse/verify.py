@@ -55,8 +55,8 @@ def verify(
 
     It is ok if structure, dtypes and shapes are equal, NaN and ±inf stand in the same places, and the error is at most
     twice eager's own plus one ulp of the output's dtype, whatever precision torch's switches allow. Of an output of
-    less than 19 numbers, eager's error may be small by luck: there exp(3 / sqrt(numbers)) times is allowed. Neither the
-    models nor the inputs are changed.
+    fewer than 19 numbers, eager's error may be small by luck: exp(3 / sqrt(numbers)) times is allowed there. Neither
+    the models nor the inputs are changed.
 
     It is not ok, either, if something that decided the graph has changed since optimize(), in the model or the
     optimised one, and calls do not see it. The problem then names the module and the change.

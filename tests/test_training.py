@@ -2094,6 +2094,10 @@ def test_small_tensors_are_kept_in_one_allocation():
         backward(result)
     found = [step_of(fast, x), step_of(model, x)]
     assert_errors_as_eagers(*found, step_of(exact, *as_exact((x,))))
+    (step,) = made(fast)
+    (forward,) = state_of(step.forward).programs.programs
+    (shared,) = [line for line in forward.code.splitlines() if "kept = empty" in line]
+    assert f"(({forward.arena_size},)" not in shared, "what is kept is no memory for results at once"
 
 
 @pytest.mark.parametrize("autocast", [False, True])

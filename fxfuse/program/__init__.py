@@ -105,7 +105,7 @@ class Program:
         lent = next((each for each in constants if isinstance(each, Lent)), b"")
         writer = Writer(recorder, steps, kept, device, recorder.lent(lent), together)
         self.code = writer.code
-        self.arena_size = max((arena.size for arena in writer.arenas), default=0)
+        self.arena_size = writer.arena_size
         """Bytes of the largest arena. Arenas hold the results of kernels, except those that the caller gets."""
         self.launches = len(writer.launches) // 4
         self.calls = Counter(step.name for step in writer.steps if isinstance(step, Call))
@@ -313,7 +313,7 @@ class Programs:
         """Why the graph has no programs; None while it may have some."""
         self.programs: list[Program] = []
         self.together: Sequence[int] = ()
-        """Positions of results that may share an allocation: all of them go when the last of them goes."""
+        """Positions of results that may share an allocation. It is freed when the last of them is."""
         self.when_made: Callable[[int, Program], None] | None = None
         """Called with each new program: (how many were made so far, the program)."""
         self._made = 0

@@ -118,7 +118,11 @@ def arenas_of(
 
 
 def side_by_side(slots: Iterable[Slot], steps: int) -> Arena:
-    """An arena for results that leave a program of so many steps, side by side. Sets the offsets of these slots."""
+    """One allocation for results that leave a program together, one behind the other. Sets the offsets of these slots.
+
+    Args:
+        steps: how many the program has. The results live beyond the last one.
+    """
     blocks = [Block([slot], slot.first, steps, slot.nbytes) for slot in slots]
     size = 0
     for block in blocks:

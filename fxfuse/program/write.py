@@ -75,11 +75,12 @@ def release(tensors: Sequence[torch.Tensor]) -> None:
 
 def _mark_wanted(steps: Sequence[Launch | Call], output: Any) -> list[Launch | Call]:
     """Marks the values that Python needs as tensors (`Value.wanted`). Returns the steps without unneeded ones."""
-    for value in values_in(output):
+    results = values_in(output)
+    for value in results:
         value.wanted = value.leaves = value.slot.escapes = True
-    _mark_alone(values_in(output))
+    _mark_alone(results)
     kept: list[Launch | Call] = []
-    read = {value.slot for value in values_in(output)}
+    read = {value.slot for value in results}
     for step in reversed(steps):
         if isinstance(step, Launch):
             read.update(slots_of(step))
@@ -188,6 +189,8 @@ class Writer:
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
         self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
         self._releases = releases(self.steps, self.arenas, lent)
+        self.arena_size = max((arena.size for arena in self.arenas), default=0)
+        """Bytes of the largest arena of results that do not leave the program."""
         alone = [value.slot for value in values_in(small) if value.alone and value.slot in memory]
         if len(alone) > 1:
             self.arenas.append(side_by_side(alone, len(self.steps)))
@@ -201,7 +204,8 @@ class Writer:
         for slot, arena in self._arena_of.items():
             slot.index = arena.index
         for slot in table:
-            slot.index = next(indices) if slot not in self._arena_of else slot.index
+            if slot not in self._arena_of:
+                slot.index = next(indices)
         self.table_size = next(indices)
         """The number of addresses: given tensors, arenas, torch's results, results for the caller, and constants."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
