@@ -34,7 +34,7 @@ from fxfuse.cuda import (
     attention,
     codegen,
     conv2d,
-    depthwise_gradient,
+    conv2d_weight,
     gemm,
     gemm_problem,
     layer_norm,
@@ -209,14 +209,22 @@ def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
             yield from attention.candidates(replace(problem, batch=batch, largest_cluster=largest))[:1]
 
 
-def filter_gradients(output: torch.dtype) -> Iterator[Kernel]:
-    """Of depthwise convolutions, with every filter and stride."""
-    strides = (96 * IMAGE * IMAGE, 1, 96 * IMAGE, 96)
+def filter_gradients(precision: Precision, first: int | None) -> Iterator[Kernel]:
+    """Of 3x3 convolutions whose pixels are read 16 bytes at a time, or fewer; depthwise: every filter and stride."""
+    for channels, filters, side, images in ((256, 512, 28, 32), (64, 64, 56, 32), (66, 62, 14, 4)):
+        strides = (channels * side * side, 1, channels * side, channels)
+        of_dy = (filters * side * side, 1, filters * side, filters)
+        problem = conv2d_weight.Problem(
+            images, filters, channels, (side, side), (side, side), (3, 3), (1, 1), (1, 1), (1, 1), 1, precision, of_dy,
+            strides, hopper=True, shared_memory=HOPPER_SHARED,
+        )  # fmt: skip
+        yield from conv2d_weight.candidates(problem)[:first]
     for side, stride in itertools.product((3, 5, 7), (1, 2)):
-        yield from depthwise_gradient.candidates(
-            depthwise_gradient.Problem(
-                32, 96, (IMAGE, IMAGE), (IMAGE // stride, IMAGE // stride), (side, side), (stride, stride),
-                (side // 2, side // 2), output, strides, strides,
+        strides = (96 * IMAGE * IMAGE, 1, 96 * IMAGE, 96)
+        yield from conv2d_weight.candidates(
+            conv2d_weight.Problem(
+                32, 96, 96, (IMAGE, IMAGE), (IMAGE // stride, IMAGE // stride), (side, side), (stride, stride),
+                (side // 2, side // 2), (1, 1), 96, precision, strides, strides,
             )
         )  # fmt: skip
 
@@ -299,8 +307,11 @@ def sources(arch: int) -> dict[str, str]:
             found[f"loops {number} of {output}"] = text
         for kernel in gated(precision)[:first]:
             found[kernel.type] = codegen.generate(GATED_EPILOGUE, output, OPERANDS, kernel, columns=8)
-        for kernel in (*attentions(output, arch >= 90), *filter_gradients(output)):
-            found[kernel.type] = codegen.generate(Acc(), output, (), kernel)
+        alone = list(attentions(output, arch >= 90))
+        if precision != "fp16x3":
+            alone += filter_gradients(precision, first)
+        for kernel in alone:
+            found[kernel.type] = codegen.generate(Acc(), output, (), kernel, tf32=precision == "tf32")
         for kernel in kernels:
             by_channel = kernel.header == pointwise.PLANES_HEADER
             found[kernel.type] = codegen.generate(

@@ -295,55 +295,38 @@ def _convolution_backward(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], is_transposed: bool,
     output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """Computes the gradient of the bias by itself, and for a depthwise convolution the other two as well.
+    """Makes the gradients of x, of the filters and of the bias three operators, where there are kernels for them.
 
-    For the gradient of depthwise filters there is a kernel (program/depthwise_gradient.py). Without a stride, the
-    gradient of a depthwise convolution's x is a convolution with flipped filters. For a 1x1 convolution in
-    channels_last, that of x is a convolution with transposed filters, and that of the filters is a matrix product.
+    That is so for depthwise convolutions, and for those without groups in channels_last. Elsewhere only the bias's is
+    taken apart.
+
+    - The gradient of x is a convolution with flipped filters, unless there is a stride.
+    - That of the filters is an operator of ours (problem.py: "conv2d_weight").
     """
-    is_depthwise = x.shape[1] == groups == weight.shape[0] > 1 and not is_transposed and x.dim() == 4
-    is_of_pixels = (
-        x.dim() == 4
-        and math.prod(weight.shape[2:]) == groups == max(stride) == 1
-        and not (is_transposed or any(padding))
-        and x.dtype in RESULT_DTYPES
-        and all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, x))
-    )
-    if not wanted[2] and not is_of_pixels and (sum(wanted) == 1 or not is_depthwise):
+    is_of_images = x.dim() == 4 and not is_transposed and x.dtype in RESULT_DTYPES
+    is_depthwise = is_of_images and x.shape[1] == groups == weight.shape[0] > 1
+    is_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, x))
+    is_apart = is_depthwise or (is_of_images and groups == 1 and is_last)
+    along = [list(side) * (x.dim() - 2) if len(side) == 1 else list(side) for side in (stride, padding, dilation)]
+    taps = weight.shape[2:]
+    left = [step * (size - 1) - pad for size, pad, step in zip(taps, *along[1:], strict=True)]
+    flips = is_apart and wanted[0] and set(along[0]) == {1} and min(left) >= 0
+    by_torch = [wanted[0] and not flips, wanted[1] and not is_apart, False]
+    if by_torch == list(wanted):
         return NotImplemented
-
-    def taken(*wanted: bool) -> tuple[torch.Tensor | None, ...]:
-        sizes = (bias_sizes, stride, padding, dilation, is_transposed, output_padding, groups)
-        return _aten.convolution_backward(gradient, x, weight, *sizes, wanted)  # type: ignore[no-any-return]
-
     of_x = of_weight = None
-    if is_of_pixels:
-        of_x, of_weight = _of_pixels(gradient, x, weight, wanted)
-    elif not is_depthwise and any(wanted[:2]):
-        of_x, of_weight, _ = taken(*wanted[:2], False)
-    elif is_depthwise:
-        left = [side - 1 - before for side, before in zip(weight.shape[2:], padding, strict=True)]
-        if wanted[0] and set(stride) == set(dilation) == {1} and min(left) >= 0:
-            of_x = _aten.convolution(gradient, weight.flip(2, 3), None, [1, 1], left, [1, 1], False, [0, 0], groups)
-        elif wanted[0]:
-            of_x = taken(True, False, False)[0]
-        of_weight = taken(False, True, False)[1] if wanted[1] else None
+    if any(by_torch):
+        sides = (stride, padding, dilation, is_transposed, output_padding, groups)
+        of_x, of_weight, _ = _aten.convolution_backward(gradient, x, weight, bias_sizes, *sides, by_torch)
+    if flips:
+        filters = weight.flip(2, 3) if math.prod(taps) > 1 else weight
+        if not is_depthwise:
+            filters = filters.transpose(0, 1).contiguous(memory_format=torch.channels_last)
+        of_x = _aten.convolution(gradient, filters, None, [1, 1], left, along[2], False, [0, 0], groups)
+    if is_apart and wanted[1]:
+        of_weight = torch.ops.fxfuse.conv2d_weight(gradient, x, None, [], "acc", list(taps), *along, groups)
     of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
-
-
-def _of_pixels(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x and of the filters of a 1x1 convolution."""
-    of_x = of_weight = None
-    if wanted[0]:
-        turned = weight.transpose(0, 1).contiguous()
-        of_x = _aten.convolution(gradient, turned, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    if wanted[1]:
-        rows, pixels = (of.permute(0, 2, 3, 1).reshape(-1, of.shape[1]) for of in (gradient, x))
-        of_weight = torch.ops.fxfuse.pixel_mm(rows.t(), pixels, None, [], "acc").view(weight.shape)
-    return of_x, of_weight
 
 
 @functools.cache

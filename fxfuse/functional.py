@@ -1,4 +1,5 @@
-"""The fused operators: linear, gated_linear, matmul, mm, pixel_mm, addmm, bmm, conv2d, conv3d, layer_norm, pointwise.
+"""The fused operators: linear, gated_linear, matmul, mm, addmm, bmm, conv2d, conv2d_weight, conv3d, layer_norm,
+pointwise.
 
 Each is a function of this module and an operator in torch.ops.fxfuse. It takes the anchor's arguments, the other
 tensors that the epilogue reads, and the epilogue as text:
@@ -44,10 +45,10 @@ _OPTIONS: Final = {
     "gated_linear": "",
     "matmul": "",
     "mm": "",
-    "pixel_mm": "",
     "addmm": ", float beta, float alpha",
     "bmm": "",
     "conv2d": ", int[] stride, int[] padding, int[] dilation, int groups",
+    "conv2d_weight": ", int[] kernel, int[] stride, int[] padding, int[] dilation, int groups",
     "conv3d": ", int[] stride, int[] padding, int[] dilation, int groups",
     "layer_norm": ", int[] normalized_shape, float eps",
     "pointwise": ", bool overwrite",
@@ -360,10 +361,10 @@ linear = _function("linear")
 gated_linear = _function("gated_linear")
 matmul = _function("matmul")
 mm = _function("mm")
-pixel_mm = _function("pixel_mm")
 addmm = _function("addmm")
 bmm = _function("bmm")
 conv2d = _function("conv2d")
+conv2d_weight = _function("conv2d_weight")
 conv3d = _function("conv3d")
 layer_norm = _function("layer_norm")
 pointwise = _function("pointwise")

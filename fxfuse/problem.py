@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,20 +276,6 @@ def _mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tor
     return torch.mm(x, weight)
 
 
-def _pixel_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of a 1x1 convolution's filters, as torch computes it where all pixels are of one image.
-
-    x is the result's gradient (filters, pixels), the weight the convolution's input (pixels, channels).
-    """
-    if x.dtype == torch.float64:  # for comparisons; torch's convolutions would take much more memory
-        return torch.mm(x, weight)
-    images = [matrix[None, :, None].permute(0, 3, 1, 2) for matrix in (x.t(), weight)]
-    filters = x.new_empty(1).expand(x.shape[0], weight.shape[1], 1, 1)  # only its shape is read
-    options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
-    result: torch.Tensor = torch.ops.aten.convolution_backward(*images, filters, None, *options)[1]
-    return result.reshape(filters.shape[:2])
-
-
 def _bmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.bmm(x, weight)
 
@@ -306,6 +293,35 @@ def _conv2d(
         top, bottom, left, right = padding
         x, padding = F.pad(x, (left, right, top, bottom)), (0, 0)
     return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+
+
+def _conv2d_weight(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of a convolution's filters, in channels_last. x is its result's gradient, the weight its input."""
+    if x.dtype == torch.float64:  # for comparisons; torch's convolutions would take much more memory
+        return _conv2d_weight_by_taps(x, weight, kernel, stride, padding, dilation, groups)
+    filters = x.new_empty(1).expand(x.shape[1], weight.shape[1] // groups, *kernel)  # only its shape is read
+    options = (list(stride), list(padding), list(dilation), False, [0, 0], groups, [False, True, False])
+    result: torch.Tensor = torch.ops.aten.convolution_backward(x, weight, filters, None, *options)[1]
+    return result.contiguous(memory_format=torch.channels_last)
+
+
+def _conv2d_weight_by_taps(
+    dy: torch.Tensor, x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    """`_conv2d_weight`, one position of the filter after another."""
+    images = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).unflatten(1, (groups, -1))
+    gradient, taps = dy.unflatten(1, (groups, -1)), []
+    spans = [(size - 1) * step + 1 for size, step in zip(dy.shape[2:], stride, strict=True)]
+    for row, col in itertools.product(*map(range, kernel)):
+        y, z = row * dilation[0], col * dilation[1]
+        seen = images[..., y : y + spans[0] : stride[0], z : z + spans[1] : stride[1]]
+        taps.append(torch.einsum("ngkyx,ngcyx->gkc", gradient, seen).flatten(0, 1))
+    found = torch.stack(taps, -1).unflatten(-1, tuple(kernel))
+    return found.contiguous(memory_format=torch.channels_last)
 
 
 def _conv3d(
@@ -332,10 +348,10 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "gated_linear": _linear,
     "matmul": _matmul,
     "mm": _mm,
-    "pixel_mm": _pixel_mm,
     "addmm": _addmm,
     "bmm": _bmm,
     "conv2d": _conv2d,
+    "conv2d_weight": _conv2d_weight,
     "conv3d": _conv3d,
     "layer_norm": _layer_norm,
     "pointwise": _pointwise,
@@ -345,11 +361,11 @@ ANCHORS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 CONVOLUTIONS: Final[Mapping[str, int]] = {"conv2d": 2, "conv3d": 3}
 """The convolutions, and the number of dimensions that their filters move along."""
 
-PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "pixel_mm", "addmm", "bmm", *CONVOLUTIONS})
-"""The anchors that multiply x with a weight of its dtype. torch's switches for TF32 apply to them."""
-
-BY_CONVOLUTION: Final = frozenset({"pixel_mm", *CONVOLUTIONS})
+BY_CONVOLUTION: Final = frozenset({"conv2d_weight", *CONVOLUTIONS})
 """The products that torch computes as convolutions. torch's switch for TF32 in convolutions applies to them."""
+
+PRODUCTS: Final = frozenset({"linear", "gated_linear", "matmul", "mm", "addmm", "bmm", *BY_CONVOLUTION})
+"""The anchors that multiply x with a weight of its dtype. torch's switches for TF32 apply to them."""
 
 BY_ROWS: Final = frozenset({"linear", "gated_linear"})
 """The matrix products whose weight is (N, K). The others' is (K, N), and (batch, K, N) for bmm."""
@@ -419,6 +435,8 @@ def anchor_meta(problem: Problem) -> torch.Tensor:
         raise Refused(f"torch does not accept these tensors: {error}") from None
     if problem.kind in CONVOLUTIONS:
         return acc.as_strided(acc.shape, _convolution_strides(problem, acc.shape))
+    if problem.kind == "conv2d_weight":
+        return acc.as_strided(acc.shape, channels_last_strides(acc.shape))
     # a meta layer_norm keeps x's layout; torch's kernels make x contiguous first
     return acc.as_strided(acc.shape, contiguous_strides(acc.shape)) if problem.kind == "layer_norm" else acc
 

@@ -115,7 +115,7 @@ def of_anchor(
 ) -> tuple[int, ...] | None:
     """The shape of an anchor's result, which has x's dtype; None if torch must be asked.
 
-    The result is contiguous, but for convolutions, whose strides are not looked at here.
+    The result is contiguous, but for convolutions and gradients of their filters, whose strides are not looked at here.
 
     Args:
         options: of a convolution: checked to be in range, and the filters to fit into the padded image.
@@ -130,6 +130,8 @@ def of_anchor(
         return None
     if kind in ("conv2d", "conv3d"):
         return _of_convolution(options, x.shape, weight.shape)
+    if kind == "conv2d_weight":
+        return _of_filters(options, x.shape, weight.shape)
     is_contiguous = x.strides == contiguous_strides(x.shape)
     if kind in ("linear", "gated_linear"):
         fits = is_contiguous and len(weight.shape) == 2 and x.shape[-1:] == weight.shape[1:]
@@ -158,3 +160,16 @@ def _of_convolution(options: Mapping[str, Any], image: Sequence[int], filters: S
         for size, taps, stride, pad, step in zip(image[2:], filters[2:], *sizes, strict=True)
     )
     return (image[0], filters[0], *pixels)
+
+
+def _of_filters(options: Mapping[str, Any], gradient: Sequence[int], image: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of the filters of a convolution, if a gradient of this shape is one of its result."""
+    if (
+        len(gradient) != 4
+        or len(image) != 4
+        or options["groups"] < 1
+        or min(*options["stride"], *options["kernel"]) < 1
+    ):
+        return None
+    filters = (gradient[1], image[1] // options["groups"], *options["kernel"])
+    return filters if _of_convolution(options, image, filters) == tuple(gradient) else None

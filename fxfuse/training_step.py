@@ -18,13 +18,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from fxfuse import build, functional, plans, stream_capture
+from fxfuse import functional, plans, stream_capture
 from fxfuse.errors import FxfuseError
 from fxfuse.guard import Guard
 from fxfuse.joint import Joint
 from fxfuse.program import switches_of
 from fxfuse.program.binding import Bound
-from fxfuse.program.depthwise_gradient import foreseen
 from fxfuse.program.values import Lent, Refused, device_of
 from fxfuse.segments import buckets_now, segments
 from fxfuse.state import TorchRandomState
@@ -55,7 +54,6 @@ class TrainingStep:
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
         """
         self.joint, self._distinct = joint, first_of(bound.tensors)
-        build.begin(foreseen(joint.backward.graph))
         self.guard = Guard(bound.tensors, tables)
         """Knows a call of this kind by its tensors, and that the tables hold what they held."""
         self._changed = [self._distinct[number] for number in joint.changed]

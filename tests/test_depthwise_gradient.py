@@ -3,17 +3,19 @@
 Expected values come from torch in float64.
 """
 
-import types
 from dataclasses import replace
 
 import pytest
 import torch
 from emulator import available, launch
 from helpers import ON_GPU, kernels_launched
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxfuse.cuda import depthwise_gradient
-from fxfuse.program import depthwise_gradient as in_programs
+from fxfuse.cuda import depthwise_gradient, gpu, plan
+from fxfuse.cuda.codegen import CPP_TYPES
+from fxfuse.cuda.prepare import prepare
+from fxfuse.cuda.region import Region
+from fxfuse.expression import Acc
+from fxfuse.problem import Problem, TensorMeta, anchor_meta
 
 LAST = torch.channels_last
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -52,7 +54,7 @@ def drawn(images, channels, height, width, kernel, stride, padding):
 def described(dy, x, kernel, stride, padding, **device):
     return depthwise_gradient.Problem(
         images=x.shape[0], channels=x.shape[1], size=tuple(x.shape[2:]), out_size=tuple(dy.shape[2:]),
-        kernel=(kernel, kernel), stride=(stride, stride), padding=(padding, padding), element=x.dtype,
+        kernel=(kernel, kernel), stride=(stride, stride), padding=(padding, padding), element=CPP_TYPES[x.dtype],
         x_strides=x.stride(), dy_strides=dy.stride(), **device,
     )  # fmt: skip
 
@@ -117,57 +119,21 @@ def test_problems_without_a_kernel(other):
 @pytest.mark.parametrize(
     "shape", [*SHAPES, (8, 96, 56, 56, 7, 1, 3), (16, 32, 112, 112, 3, 1, 1), (4, 144, 75, 75, 5, 2, 2)]
 )
-def test_a_gpus_kernel(shape, dtype, device, monkeypatch):
+def test_a_gpus_kernel(shape, dtype, device):
     dy, x = (tensor.to(device, dtype) for tensor in drawn(*shape))
     kernel, stride, padding = shape[4:]
-    weight = torch.empty(x.shape[1], 1, kernel, kernel, dtype=dtype, device=device)
-    sizes = [[stride] * 2, [padding] * 2, [1, 1], False, [0, 0], x.shape[1]]
-    monkeypatch.setattr(in_programs.tune, "enabled", lambda: False)  # ours, however quick
-    made = in_programs.planned((dy, x, weight, None, *sizes, in_programs.FILTERS_ONLY), (None, weight, None))
+    sides = [(side, side) for side in (kernel, stride, padding, 1)]
+    given = dict(zip(("kernel", "stride", "padding", "dilation"), sides, strict=True), groups=x.shape[1])
+    metas = (TensorMeta.of(tensor, tensor.device) for tensor in (dy, x))
+    problem = Problem("conv2d_weight", tuple(given.items()), "acc", *metas, None, ())
+    acc = anchor_meta(problem)
+    region = Region(problem, gpu.capability(dy.device), prepare(problem, acc), Acc(), dtype, frozenset())
     want = gradient(dy.double(), x.double(), kernel, stride, padding)
-    for _ in range(2):  # the workspace holds what the first has left
-        have = made()[1].double()
-        assert float((have - want).norm() / want.norm()) < ERRORS[dtype]
-    assert len(kernels_launched(made)) == 1
-
-
-class Stacked(torch.nn.Module):
-    """Two depthwise convolutions and one that is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (torch.nn.Conv2d(8, 8, size, padding=1, groups=8, bias=False) for size in (3, 5))
-        self.third = torch.nn.Conv2d(8, 8, 3)
-
-    def forward(self, x):
-        return self.third(self.second(self.first(x)))
-
-
-def test_a_traced_graph_foretells_its_kernels(monkeypatch):
-    model = Stacked()
-    x = torch.randn(2, 8, 9, 9, requires_grad=True)
-    names = [name for name, _ in model.named_parameters()]
-
-    def gradients(x, *parameters):
-        made = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,))
-        return torch.autograd.grad(made.square().sum(), parameters)
-
-    parameters = [parameter.detach().requires_grad_() for parameter in model.parameters()]
-    graph = make_fx(gradients, tracing_mode="fake")(x, *parameters).graph
-    backward = [node for node in graph.nodes if "convolution_backward" in str(node.target)]
-    assert [node.args[-1][:2] for node in backward] == [[True, True], [True, True], [False, True]]
-    assert in_programs.foreseen(graph) == []  # on a CPU
-    monkeypatch.setattr(in_programs, "may_compute", lambda tensor: True)
-    monkeypatch.setattr(in_programs.gpu, "properties", lambda device: types.SimpleNamespace(multi_processor_count=108))
-    monkeypatch.setattr(in_programs.gpu, "capability", lambda device: (8, 0))
-    assert foretold(graph) == ["3x3"]  # of the others, the gradients of images are wanted, too
-    for node in backward:
-        node.args = (*node.args[:-1], in_programs.FILTERS_ONLY)
-    assert foretold(graph) == ["5x5", "3x3"]
-
-
-def foretold(graph):
-    """The sizes of the filters."""
-    found = in_programs.foreseen(graph)
-    assert all(source.architecture == (8, 0) for source in found)
-    return [source.label.split(", ")[1] for source in found]
+    found = plan._fused_candidates(region)
+    assert found
+    for candidate in found:
+        run = candidate.build()
+        for _ in range(2):  # the workspace holds what the first has left
+            have = run(dy, x, None, ()).double()
+            assert float((have - want).norm() / want.norm()) < ERRORS[dtype]
+        assert len(kernels_launched(lambda run=run: run(dy, x, None, ()))) == 1

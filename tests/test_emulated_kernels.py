@@ -301,6 +301,7 @@ def test_depthwise_convolution_by_tensor_cores_keeps_infinities_and_nan_in_their
         (70, 36, 130, "fp16x3", "nk", "mk"), (70, 36, 130, "fp16x3", "kn", "mk"),
         (5, 7, 40, "tf32x3", "kn", "km"), (70, 36, 130, "tf32x3", "kn", "km"), (136, 36, 130, "tf32x3", "kn", "km"),
         (70, 36, 130, "tf32", "kn", "km"), (5, 7, 40, "tf32", "kn", "km"),
+        (70, 36, 130, "bf16", "kn", "km"), (5, 7, 40, "fp16", "kn", "km"), (272, 72, 136, "fp16", "kn", "km"),
     ],
 )  # fmt: skip
 def test_matrix_product(m, n, k, precision, layout, of_x):
@@ -423,7 +424,7 @@ def test_matrix_product_by_warpgroups(precision, tile, layout, x_layout, monkeyp
         )  # fmt: skip
         want = F.relu(F.linear(x.double(), weight.double(), bias.double())).to(dtype)
         kernels = hoppers(gemm.candidates(problem))
-        assert kernels and (x_layout == "mk" or kernels == [*gemm.candidates(problem)])
+        assert kernels
         for kernel in kernels:
             out = torch.full((m, n), 99, dtype=dtype)
             launch(kernel, EPILOGUE, (own, other, out), (Operand(bias, (0, 0, 1)),))

@@ -32,7 +32,13 @@ CASES = {
     "matmul": problem("matmul", (40, 32), (32, 300), None, ((40, 300),), "acc + o0"),
     "bmm": problem("bmm", (3, 200, 32), (3, 32, 300), None, ((3, 200, 1), (300,)), "relu(acc * o0) + o1"),
     "bmm, many": problem("bmm", (400, 7, 9), (400, 9, 5), None, (), "acc * 2"),
-    "pixel_mm": problem("pixel_mm", (48, 900), (900, 300), None, (), "acc"),
+    "conv2d_weight": problem(
+        "conv2d_weight", (3, 40, 5, 4), (3, 300, 9, 7), None, (), "acc * 2",
+        (("kernel", (3, 2)), ("stride", (2, 2)), ("padding", (1, 1)), ("dilation", (1, 2)), ("groups", 1)),
+    ),
+    "conv2d_weight, depthwise": problem(
+        "conv2d_weight", (2, 40, 9, 7), (2, 40, 9, 7), None, (), "acc", (("kernel", (3, 3)), *CONV2D, ("groups", 40)),
+    ),
     "addmm": problem("addmm", (300, 32), (32, 300), (300,), (), "acc", (("beta", 2), ("alpha", 0.5))),
     "conv2d": problem(
         "conv2d", (3, 8, 9, 7), (40, 8, 3, 3), (40,), ((40, 1, 1), (3, 40, 9, 7)), "acc * o0 + o1",

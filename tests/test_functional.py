@@ -501,7 +501,6 @@ OPERATORS = {
     "matmul": ("matmul", randn(2, 3, 8), _W.t(), None, [], "relu(acc)"),
     "mm": ("mm", _X, _W.t(), None, [], "relu(acc)"),
     "mm of an expanded matrix": ("mm", randn(1, 8).expand(3, 8), _W.t(), None, [], "relu(acc)"),
-    "pixel_mm": ("pixel_mm", randn(9, 5).t(), randn(9, 8), None, [], "acc"),
     "addmm": ("addmm", _X, _W.t(), _B, [], "relu(acc)", 0.5, 2.0),
     "bmm": ("bmm", randn(2, 3, 8), randn(2, 5, 8).mT, None, [randn(5)], "relu(acc) * o0"),
     "conv2d": ("conv2d", _IMAGE, _FILTERS, randn(8), [], "relu(acc)", *_CONV),
@@ -514,6 +513,10 @@ OPERATORS = {
         "conv2d", channels_last(2, 4, 6, 6), _FILTERS, None, [randn(4, 4) > 0], "masked_fill(acc, o0, 0.5)", *_CONV,
     ),
     "conv2d of one image": ("conv2d", _IMAGE[0], _FILTERS, None, [], "relu(acc)", *_CONV),
+    "conv2d_weight": ("conv2d_weight", randn(2, 8, 4, 4), _IMAGE, None, [], "acc * 2", [3, 3], *_CONV),
+    "conv2d_weight in channels_last": (
+        "conv2d_weight", channels_last(2, 8, 6, 6), channels_last(2, 4, 6, 6), None, [], "acc", [1, 1], *_CONV,
+    ),
     "conv3d": ("conv3d", _VOLUME, randn(8, 4, 1, 3, 3), randn(8), [], "relu(acc)", *_CONV3D),
     "conv3d in channels_last_3d": (
         "conv3d", _VOLUME.to(memory_format=torch.channels_last_3d), randn(8, 4, 3, 1, 1), None, [randn(8, 1, 1, 1)],

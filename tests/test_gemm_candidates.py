@@ -412,9 +412,7 @@ def test_warpgroups_read_16_bits_in_every_order() -> None:
     for problem in (across, replace(across, x_layout="km")):
         tiles = {kernel.type.split("<Bf16, ")[1].split(", Major")[0] for kernel in by_warpgroups(problem)}
         assert tiles and not any(tile.startswith(("192, 192", "128, 96")) for tile in tiles)  # a product is a slab
-    # and nothing else reads x across rows
-    assert by_warpgroups(replace(across, x_layout="km")) == [*candidates(replace(across, x_layout="km"))]
-    assert not candidates(replace(across, x_layout="km", hopper=False))
+    assert candidates(replace(across, x_layout="km", hopper=False))
     assert not by_warpgroups(replace(across, weights=2))
 
 

@@ -207,7 +207,7 @@ def test_addresses_that_go_on_changing_make_few_graphs(lists: Lists) -> None:
     assert lists.state.made == 12 and lists.state.alive <= 4
 
 
-@pytest.mark.parametrize(("launch", "replay", "stays"), [(100, 900, False), (300, 850, False), (300, 100, True)])
+@pytest.mark.parametrize(("launch", "replay", "stays"), [(100, 900, False), (300, 900, False), (300, 100, True)])
 def test_replays_end_if_they_save_too_little(lists: Lists, launch: int, replay: int, stays: bool) -> None:
     lists.state.launch_us, lists.state.replay_us = launch, replay  # each of three launches, and all together
     target, source = numbers(0), numbers(0, 1)
@@ -257,7 +257,7 @@ class Rows(nn.Module):
         self.scale = nn.Parameter(torch.rand(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(5):
+        for _ in range(20):
             x = x + (x * self.scale).softmax(-1)
             x = x - x.softmax(0)
         return x
@@ -281,7 +281,7 @@ def rows() -> tuple[nn.Module, nn.Module, torch.Tensor]:
     model, x = Rows().cuda().eval(), torch.randn(96, 64, device="cuda")
     fast = fxfuse.optimize(model)
     with torch.no_grad():
-        for _ in range(8):
+        for _ in range(20):  # some before there is a program
             fast(x)
     return fast, copy.deepcopy(model).double(), x
 

@@ -9,9 +9,6 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
-from fxfuse.cuda.codegen import CPP_TYPES
 from fxfuse.cuda.gemm import shared_sums_bytes
 from fxfuse.cuda.kernel import Kernel
 
@@ -45,7 +42,8 @@ class Problem:
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
-    element: torch.dtype
+    element: str
+    """The C++ type of x's and dy's elements."""
     x_strides: tuple[int, int, int, int]
     dy_strides: tuple[int, int, int, int]
     multiprocessors: int = 108
@@ -68,7 +66,7 @@ def candidates(problem: Problem) -> list[Kernel]:
         return []
     turns = _WARPS // -(-kernel // height)
     splits = max(1, min(_BLOCKS * problem.multiprocessors // tiles, -(-strips // turns), _MOST_SPLITS))
-    element = CPP_TYPES[problem.element]
+    element = problem.element
     return [
         Kernel(
             name=f"depthwise filters' gradient {element.lower()}, {kernel}x{kernel}, stride {stride}, split {splits}",

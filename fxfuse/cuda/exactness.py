@@ -56,7 +56,9 @@ LEAST_TF32_ERROR: Final = 2.0**-15
 """A product with a larger relative error was computed in TF32. TF32 has 3e-4; float32 has at most 2e-6, for sums of
 16384."""
 MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
-"""Most rows and columns of a matrix product, and most filters of one image, that are computed in float64."""
+"""Most rows and columns of a matrix product, and most filters of one image, that are computed in float64.
+
+Of a gradient of filters, as many filters, and columns as channels."""
 ALLOWED: Final = {"normal": 1.25, "uniform": 1.25, "wide": 2.0}
 """A kernel's largest allowed error as a multiple of eager's, by the data of x and the weight. "wide" is
 normal * exp(4 * normal). There one or two products dominate a sum, so the last rounding of each counts."""
@@ -263,6 +265,11 @@ class Part:
             images = [[0]] if len(problem.x.shape) == self._moved + 2 else []
             self._of_dims: list[list[int] | None] = [*images, filters, *([None] * self._moved)]
             return
+        if problem.kind == "conv2d_weight":
+            grouped = dict(problem.options)["groups"] > 1
+            filters = _spread(problem.x.shape[1], problem.x.shape[1] if grouped else MOST_FILTERS)
+            self._of_dims = [filters, None if grouped else _spread(weight.shape[1], MOST_COLUMNS), None, None]
+            return
         rows: list[list[int] | None] = []
         room = MOST_ROWS
         for size in reversed(problem.x.shape[:-1]):
@@ -299,6 +306,12 @@ class Part:
             chosen = torch.tensor(filters, device=x.device)
             weight = weight.index_select(0, chosen)
             bias = None if bias is None else bias.index_select(0, chosen).double()
+            return run_anchor(self._problem.kind, options, x.double(), weight.double(), bias)
+        if self._problem.kind == "conv2d_weight":
+            x, weight = (
+                tensor if part is None else tensor.index_select(1, torch.tensor(part, device=tensor.device))
+                for tensor, part in zip((x, weight), self._of_dims, strict=False)
+            )
             return run_anchor(self._problem.kind, options, x.double(), weight.double(), bias)
         for dim, rows in enumerate(self._of_dims[:-1]):
             x = x.index_select(dim, torch.tensor(rows, device=x.device))

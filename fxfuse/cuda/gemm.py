@@ -6,7 +6,8 @@ are as accurate as the problem's precision promises (gemm_accuracy.py).
 
 Each thread block computes a tile. The device runs the thread blocks in waves of as many as it can hold. If the last
 wave does not fill the device, several thread blocks may share each of its tiles, a part of K each (split-K).
-A convolution on channels_last is a GEMM, too: the rows of x are windows, which the kernel gathers (`Windows`).
+A convolution on channels_last is a GEMM, too: the rows of x are windows, which the kernel gathers (`Windows`). So is
+the gradient of its filters, where the rows of the weight are windows.
 Nothing here needs a GPU.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import replace
 from typing import Final
 
 from fxfuse.cuda.gemm_accuracy import LEAST_WGMMA_TF32X3_K, fp16x3_chain, is_accurate, multiplier, summation
-from fxfuse.cuda.gemm_problem import MAX_ACCESS, RESERVED_SHARED, TILE_BYTES_OF_K, Problem, Tile
+from fxfuse.cuda.gemm_problem import MAX_ACCESS, RESERVED_SHARED, TILE_BYTES_OF_K, Problem, Tile, Windows
 from fxfuse.cuda.kernel import Kernel
 from fxfuse.cuda.precision import ELEMENT, MMA, Precision
 
@@ -161,8 +162,6 @@ def _tiles(problem: Problem) -> list[Tile]:
     hoppers: tuple[Tile, ...] = ()
     if _has_wgmma(problem):
         hoppers = WGMMA_TF32X3_TILES if problem.precision == "tf32x3" else WGMMA_TILES
-    if problem.x_layout == "km" and problem.element_bytes == 2:
-        tiles = ()  # only wgmma reads 16 bits across rows
     staged = [
         replace(tile, stages=depth, holds_k=True)
         if depth <= min(tile.stages, MOST_HELD)
@@ -176,6 +175,7 @@ def _has_wgmma(problem: Problem) -> bool:
     """Whether the kernels that use wgmma (warpgroup products) can run the problem."""
     if problem.precision == "tf32x3":
         offered = problem.k >= LEAST_WGMMA_TF32X3_K and multiplier(problem) == "Tf32x3"
+        offered = offered and problem.weight_windows is None
     else:
         offered = problem.precision in ("fp16", "bf16") and (problem.weights == 1 or problem.weight_layout == "nk")
     return problem.hopper and offered and min(_accesses(problem)) == MAX_ACCESS
@@ -365,7 +365,7 @@ def estimated_time(tile: Tile, problem: Problem, splits: int = 1) -> float:
 
 def _memory_time(problem: Problem) -> float:
     """Microseconds that device memory takes to read x and the weight and to write the result."""
-    elements = problem.x_elements + problem.batches * (problem.n * problem.k + problem.m * problem.n)
+    elements = problem.x_elements + problem.weight_elements + problem.batches * problem.m * problem.n
     return elements * problem.element_bytes / (_DEVICE_BYTES * problem.multiprocessors) + _FIRST_BYTES
 
 
@@ -384,14 +384,17 @@ def _fits(tile: Tile, problem: Problem) -> bool:
         return False  # spills three registers on sm_80
     if (problem.precision, tile.m, tile.n) == ("tf32", 256, 64) and problem.windows is None:
         return False  # spills on sm_80 where rows are not aligned
-    if problem.precision == "tf32x3" and multiplier(problem) == "Bf16x6" and tile.warps_n == 4 and tile.m in (16, 64):
+    sixfold = problem.precision == "tf32x3" and multiplier(problem) == "Bf16x6"
+    if sixfold and tile.warps_n == 4 and (tile.m in (16, 64) or problem.weight_windows is not None):
         return False  # spills a register or two on sm_80, with 64 rows where they are not aligned
-    # TileCopy's offsets within a tile have 32 bits.
+    # Offsets within a tile, or within the image of a window, have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
     x_rows = min(tile.m, problem.m)
     x_rows = x_rows if problem.x_layout == "mk" else problem.tile_k
     x_reach = x_rows * problem.x_stride if problem.windows is None else problem.windows.reach(x_rows)
-    if max(x_reach, weight_rows * problem.weight_stride) * problem.element_bytes >= 2**32:
+    of_weight = problem.weight_windows
+    weight_reach = weight_rows * problem.weight_stride if of_weight is None else of_weight.reach(1)
+    if max(x_reach, weight_reach) * problem.element_bytes >= 2**32:
         return False
     tiles_m, tiles_n = -(-problem.m // tile.m), -(-problem.n // tile.n)
     return tiles_n <= MAX_GRID_YZ and problem.batches * -(-tiles_m // BAND) <= MAX_GRID_YZ
@@ -419,6 +422,8 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
     family, header, rows = "gemm", HEADER, "MatrixRows"
     if problem.windows is not None:
         family, header, rows = "conv2d as gemm", WINDOWS_HEADER, "WindowRows"
+    elif problem.weight_windows is not None:
+        family, header, rows = "filters' gradient as gemm", WINDOWS_HEADER, "WindowColumns"
     elif problem.x_layout == "km":
         rows = "MatrixColumns"
     if problem.batches > 1:
@@ -462,14 +467,14 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
     """The struct Gemm::Problem of gemm.cuh, packed. Its last fields are those of MatrixRows, MatrixColumns or, in
-    windows.cuh, WindowRows::Host."""
+    windows.cuh, WindowRows::Host or WindowColumns::Host."""
     rows: tuple[int, ...] = (problem.x_stride,)
     if problem.batches > 1:
         rows = problem.x_stride, problem.batches, problem.x_step, problem.weight_step
     if problem.windows is not None:
-        of = problem.windows
-        sides = (*of.kernel, *of.stride, *of.padding, *of.dilation)
-        rows = (*of.size, of.channels, *of.out_size, *sides, *of.x_strides)
+        rows = _packed(problem.windows)
+    if problem.weight_windows is not None:
+        rows = problem.x_stride, *_packed(problem.weight_windows)
     return struct.pack(
         f"<{10 + len(rows)}q",
         problem.m,
@@ -486,16 +491,24 @@ def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0)
     )
 
 
+def _packed(windows: Windows) -> tuple[int, ...]:
+    """The fields of WindowRows::Host."""
+    sides = (*windows.kernel, *windows.stride, *windows.padding, *windows.dilation)
+    return (*windows.size, windows.channels, *windows.out_size, *sides, *windows.x_strides)
+
+
 def _accesses(problem: Problem) -> tuple[int, int]:
     """Bytes per access of x and of the weight: the largest powers of two that divide the addresses and strides."""
     size = problem.element_bytes
     x_rows = problem.m if problem.x_layout == "mk" else problem.k
     weight_rows = problem.n if problem.weight_layout == "nk" else problem.k
-    of_x = (problem.x_stride if x_rows > 1 else 0, problem.x_step)
+    of_x = [problem.x_stride if x_rows > 1 else 0, problem.x_step]
     of_weight = [problem.weight_stride if weight_rows > 1 else 0, problem.weight_step]
+    # beside windows, rows are not ragged
     if problem.windows is not None:
-        of_x = (0, 0)
-        of_weight.append(problem.k)  # there are no kernels for ragged rows of filters
+        of_x, of_weight = [], [*of_weight, problem.k]
+    if problem.weight_windows is not None:
+        of_x, of_weight = [*of_x, problem.m], []
     return (
         math.gcd(MAX_ACCESS, problem.x_alignment, *(step * size for step in of_x)),
         math.gcd(MAX_ACCESS, problem.weight_alignment, *(step * size for step in of_weight)),
@@ -504,7 +517,7 @@ def _accesses(problem: Problem) -> tuple[int, int]:
 
 def _is_ragged(problem: Problem) -> bool:
     """Whether a row of x or of the weight ends within one access (TileCopy)."""
-    if problem.windows is not None:
+    if problem.windows is not None or problem.weight_windows is not None:
         return False
     x_row = problem.k if problem.x_layout == "mk" else problem.m
     weight_row = problem.k if problem.weight_layout == "nk" else problem.n

@@ -20,7 +20,8 @@ STAGED_BY_WARPS = 8 * 16 * 64 * 4  # bytes behind the stages for the warps' stor
 
 @dataclass(frozen=True)
 class Windows:
-    """A convolution's windows as the rows of x. Row m holds the elements that output pixel m sees, channels fastest.
+    """A convolution's windows as the rows of a matrix. A row holds the elements that an output pixel sees, channels
+    fastest.
 
     Sides are (height, width), strides are in elements, channels are contiguous.
     """
@@ -41,6 +42,14 @@ class Windows:
         images = 1 + -(-pixels // (self.out_size[0] * self.out_size[1]))
         image, row, col = self.x_strides
         return (images - 1) * image + self.size[0] * row + self.size[1] * col
+
+    def elements(self, pixels: int) -> int:
+        """Number of elements that the windows of all images' `pixels` output pixels read from memory."""
+        seen = [
+            min(size, out * min(stride, kernel))
+            for size, out, stride, kernel in zip(self.size, self.out_size, self.stride, self.kernel, strict=True)
+        ]
+        return pixels // (self.out_size[0] * self.out_size[1]) * seen[0] * seen[1] * self.channels
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,9 @@ class Problem:
     windows: Windows | None = None
     """Set if the kernel gathers x. Then every pixel's channels are aligned to `x_alignment`, their size in bytes is a
     multiple of it, and `x_stride` means nothing."""
+    weight_windows: Windows | None = None
+    """Set if the kernel gathers the weight, whose rows are K windows: a gradient of filters. x is "km", and the same
+    holds for `weight_alignment`, which is at least 4, and `weight_stride`."""
     multiprocessors: int = 108
     """Multiprocessors of the device. This default and the next one are the A100's."""
     shared_memory: int = 164 * 1024
@@ -77,8 +89,7 @@ class Problem:
     weights: int = 1
     """2 for a gated linear: the epilogue also takes x's product with a second weight of the first one's layout."""
     x_layout: XLayout = "mk"
-    """"mk": rows of K elements. "km": rows of M elements (a weight's gradient); only with a "kn" weight, and in 16
-    bits only by wgmma."""
+    """"mk": rows of K elements. "km": rows of M elements (a weight's gradient); only with a "kn" weight."""
     batches: int = 1
     """Number of products. Their rows of out follow each other; x and weight are `x_step` and `weight_step` apart."""
     x_step: int = 0
@@ -108,17 +119,13 @@ class Problem:
     @property
     def x_elements(self) -> int:
         """Number of elements of x that are read from memory."""
-        if self.windows is None:
-            return self.batches * self.m * self.k
-        out_height, out_width = self.windows.out_size
-        images = self.m // (out_height * out_width)
-        seen = [
-            min(size, out * min(stride, kernel))
-            for size, out, stride, kernel in zip(
-                self.windows.size, self.windows.out_size, self.windows.stride, self.windows.kernel, strict=True
-            )
-        ]
-        return images * seen[0] * seen[1] * self.windows.channels
+        return self.batches * self.m * self.k if self.windows is None else self.windows.elements(self.m)
+
+    @property
+    def weight_elements(self) -> int:
+        """Number of elements of the weight that are read from memory."""
+        of = self.weight_windows
+        return self.batches * self.n * self.k if of is None else of.elements(self.k)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,10 @@ def _products(region: Region) -> int:
     """Number of multiply-adds of the anchor."""
     weight = anchor_weight(region.problem).shape
     kind = region.problem.kind
-    depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[-2]
+    if kind == "conv2d_weight":
+        depth = region.problem.x.shape[0] * math.prod(region.problem.x.shape[2:])
+    else:
+        depth = math.prod(weight[1:]) if kind in CONVOLUTIONS else weight[-1] if kind == "linear" else weight[-2]
     return math.prod(region.prepared.result_shape) * depth
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from fxfuse.cuda import conv2d, gemm, gemm_problem, gpu, layer_norm
+from fxfuse.cuda import conv2d, conv2d_weight, gemm, gemm_problem, gpu, layer_norm
 from fxfuse.cuda.conv2d_problem import Conv2dProblem
 from fxfuse.cuda.exactness import eager_error, precision_of
 from fxfuse.cuda.kernel import Kernel
@@ -111,32 +111,23 @@ def _rows(meta: TensorMeta, dimensions: int = 1) -> tuple[Input, int]:
     return _copied(meta, contiguous_strides(meta.shape)), features
 
 
-def _x_matrix(
-    problem: Problem, multiplied: Precision, layout: gemm_problem.Layout, by_wgmma: bool
-) -> tuple[Input, gemm_problem.XLayout, int]:
+def _x_matrix(problem: Problem, layout: gemm_problem.Layout) -> tuple[Input, gemm_problem.XLayout, int]:
     """x, its layout ("mk": K contiguous, "km": M contiguous) and its row stride.
 
     Args:
-        by_wgmma: whether wgmma can read the weight. In 16 bits, only wgmma reads x as "km".
+        layout: the weight's.
     """
     meta, batched = problem.x, problem.kind == "bmm"
     if len(meta.shape) == 2 + batched:
         (m, k), (of_m, of_k) = meta.shape[-2:], meta.strides[-2:]
         turned = of_m == 1 and of_k >= m > 1 < k
-        reads_it = multiplied in ("tf32x3", "tf32") or (by_wgmma and _is_read_whole(meta, of_k))
-        if turned and reads_it and layout == "kn" and problem.kind != "gated_linear":
+        if turned and layout == "kn" and problem.kind != "gated_linear":
             return Input(meta), "km", of_k
     if batched:
         within = Input(meta) if of_k == 1 or k == 1 else _copied(meta, contiguous_strides(meta.shape))
         return within, "mk", within.meta.strides[1]
     rows, stride = _rows(meta)
     return rows, "mk", stride
-
-
-def _is_read_whole(meta: TensorMeta, row_stride: int) -> bool:
-    """Whether every read of a 16-bit matrix, or of a batch of them, can have 16 bytes, as wgmma's kernels need."""
-    steps = (row_stride, *meta.strides[:-2])
-    return meta.dtype.itemsize == 2 and math.gcd(16, meta.alignment, *(step * 2 for step in steps)) == 16
 
 
 def _matrix(meta: TensorMeta, kind: str) -> tuple[Input, gemm_problem.Layout, int]:
@@ -188,8 +179,7 @@ def _prepare_gemm(problem: Problem, acc: torch.Tensor, multiplied: Precision) ->
     features_in, features_out = matrix.shape[::-1] if problem.kind in BY_ROWS else matrix.shape[-2:]
     weight, layout, weight_stride = _matrix(matrix, problem.kind)
     device = gpu.properties(problem.x.device)
-    by_wgmma = _is_hopper(device) and _is_read_whole(weight.meta, weight_stride)
-    x, x_layout, x_stride = _x_matrix(problem, multiplied, layout, by_wgmma)
+    x, x_layout, x_stride = _x_matrix(problem, layout)
     shape = tuple(acc.shape)
     judged_by = eager_error(problem) if multiplied in _EXACT else None
 
@@ -298,6 +288,47 @@ def _convert_unbatched(convert: Convert, x: torch.Tensor) -> torch.Tensor:
     return convert(x.unsqueeze(0))
 
 
+# ------------------------------------------------------------------------------- the gradient of conv2d's filters
+
+
+def _prepare_conv2d_weight(problem: Problem, acc: torch.Tensor, multiplied: Precision) -> Prepared:
+    dy, x, options = problem.x, anchor_weight(problem), dict(problem.options)
+    shape = tuple(acc.shape)
+    device = gpu.properties(dy.device)
+    judged_by = eager_error(problem) if multiplied in _EXACT else None
+
+    def candidates(result: Layout) -> Sequence[Kernel]:
+        described = conv2d_weight.Problem(
+            images=dy.shape[0],
+            filters=dy.shape[1],
+            channels=x.shape[1],
+            size=x.shape[2:],  # type: ignore[arg-type]
+            out_size=dy.shape[2:],  # type: ignore[arg-type]
+            kernel=options["kernel"],
+            stride=options["stride"],
+            padding=options["padding"],
+            dilation=options["dilation"],
+            groups=options["groups"],
+            precision=multiplied,
+            dy_strides=dy.strides,  # type: ignore[arg-type]
+            x_strides=x.strides,  # type: ignore[arg-type]
+            dy_alignment=dy.alignment,
+            x_alignment=x.alignment,
+            multiprocessors=device.multi_processor_count,
+            shared_memory=device.shared_memory_per_multiprocessor,
+            shared_memory_per_block=_shared_per_block(device),
+            hopper=_is_hopper(device),
+            eager_error=judged_by,
+        )
+        return conv2d_weight.candidates(described)
+
+    def splits_rows(result: Layout) -> bool:
+        return False  # there is one batch
+
+    grouping = functools.partial(group, groups=((), (0,), (2, 3, 1)))
+    return Prepared(Input(dy), Input(x), shape, channels_last_strides(shape), grouping, candidates, splits_rows, False)
+
+
 # ---------------------------------------------------------------------------------------------- conv3d
 
 
@@ -398,7 +429,12 @@ def _prepare_layer_norm(problem: Problem, acc: torch.Tensor, multiplied: Precisi
     return Prepared(x, None, shape, strides, grouping, candidates, splits_rows, grows=bool(leading))
 
 
-_FAMILIES = {"conv2d": _prepare_conv2d, "conv3d": _prepare_conv3d, "layer_norm": _prepare_layer_norm}
+_FAMILIES = {
+    "conv2d": _prepare_conv2d,
+    "conv2d_weight": _prepare_conv2d_weight,
+    "conv3d": _prepare_conv3d,
+    "layer_norm": _prepare_layer_norm,
+}
 
 
 def prepare(problem: Problem, acc: torch.Tensor, multiplied: Precision | None = None) -> Prepared:

@@ -41,8 +41,9 @@ class Anchor:
     kind: str
     """The fused operator's name.
 
-    "linear" and "gated_linear" have a weight (N, K); "matmul", "mm", "pixel_mm" and "addmm" have (K, N); in "bmm" both
-    sides have a batch. The others: "conv2d", "conv3d", "layer_norm", "pointwise" for a chain, whose acc is x itself."""
+    "linear" and "gated_linear" have a weight (N, K); "matmul", "mm" and "addmm" have (K, N); in "bmm" both sides have a
+    batch. "conv2d_weight" is the gradient of a convolution's filters: x is its result's gradient, the weight its input.
+    The others: "conv2d", "conv3d", "layer_norm", "pointwise" for a chain, whose acc is x itself."""
     x: Source
     weight: Source | None
     bias: Source | None = None
@@ -228,11 +229,6 @@ def _mm(root: nn.Module, x: Any, weight: Any) -> Anchor:
     return Anchor("mm", _tensor(x, "left side"), _weight_matrix(root, weight))
 
 
-def _pixel_mm(root: nn.Module, x: Any, weight: Any, bias: Any, operands: Any, epilogue: str) -> Anchor | None:
-    """The gradient of filters in a training step (decompositions.py); None if it has an epilogue already."""
-    return Anchor("pixel_mm", x, weight) if epilogue == "acc" else None
-
-
 def _bmm(root: nn.Module, x: Any, weight: Any) -> Anchor | None:
     """A product of batches for which fxfuse's kernels may be faster than a library; None for others.
 
@@ -263,6 +259,18 @@ def _conv2d(
     tensor = known_tensor(root, weight)
     options = _conv2d_options(stride, padding, dilation, groups, None if tensor is None else tensor.shape[-2:])
     return Anchor("conv2d", _tensor(x, "input"), weight, _optional_tensor(bias, "bias"), options)
+
+
+def _conv2d_weight(
+    root: nn.Module, x: Any, weight: Any, bias: Any, operands: Any, epilogue: str, kernel: Any, stride: Any,
+    padding: Any, dilation: Any, groups: Any,
+) -> Anchor | None:  # fmt: skip
+    """The gradient of filters in a training step (decompositions.py); None if it has an epilogue already."""
+    if epilogue != "acc":
+        return None
+    sides = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    options = {**{name: tuple(side) for name, side in sides.items()}, "groups": groups}
+    return Anchor("conv2d_weight", x, weight, options=options)
 
 
 def _conv3d(
@@ -321,14 +329,18 @@ _MM: Final = _Function("mm", {"input": REQUIRED, "mat2": REQUIRED}, _mm)
 _ADDMM: Final = _Function(
     "addmm", {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}, _addmm
 )
-_PIXEL_MM: Final = _Function(
-    "pixel_mm", dict.fromkeys(("x", "weight", "bias", "operands", "epilogue"), REQUIRED), _pixel_mm
-)
 _BMM: Final = _Function("bmm", {"input": REQUIRED, "mat2": REQUIRED}, _bmm)
 _CONV2D: Final = _Function(
     "conv2d",
     {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     _conv2d,
+)
+_CONV2D_WEIGHT: Final = _Function(
+    "conv2d_weight",
+    dict.fromkeys(
+        ("x", "weight", "bias", "operands", "epilogue", "kernel", "stride", "padding", "dilation", "groups"), REQUIRED
+    ),
+    _conv2d_weight,
 )
 _CONV3D: Final = _Function("conv3d", _CONV2D.params, _conv3d)
 _CONVOLUTION: Final = _Function(
@@ -361,7 +373,7 @@ _FUNCTIONS: Final[Mapping[Any, _Function]] = {
     torch.ops.aten.mm: _MM,
     torch.ops.aten.addmm: _ADDMM,
     torch.ops.aten.bmm: _BMM,
-    torch.ops.fxfuse.pixel_mm: _PIXEL_MM,
+    torch.ops.fxfuse.conv2d_weight: _CONV2D_WEIGHT,
     torch.ops.aten.conv2d: _CONV2D,
     torch.ops.aten.conv3d: _CONV3D,
     torch.ops.aten.convolution: _CONVOLUTION,

@@ -94,6 +94,8 @@ class Growth:
         elif self.anchor.kind in CONVOLUTIONS:
             moved = CONVOLUTIONS[self.anchor.kind]
             dimension, features, rank = -1 - moved, weight.shape[0], 2 + moved
+        elif self.anchor.kind == "conv2d_weight":
+            dimension, features, rank = -3, weight.shape[1] // self.anchor.options["groups"], 4
         else:
             dimension, features = -1, weight.shape[0 if self.anchor.kind == "linear" else 1]
         size = tensor.shape[dimension] if tensor.dim() >= -dimension else 1

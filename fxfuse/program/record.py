@@ -26,7 +26,7 @@ from fxfuse.cuda import gpu
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
-from fxfuse.program import attention, depthwise_gradient, merge
+from fxfuse.program import attention, merge
 from fxfuse.program.leaves import Leaves
 from fxfuse.program.loops import Loops, rows_pay
 from fxfuse.program.observed import Operation, Operators, function_of, places
@@ -404,8 +404,6 @@ class Recorder:
             return None
         if node.target is F.scaled_dot_product_attention:
             return attention.planned(args, kwargs, result, functools.partial(self._repeated, node, given))
-        if node.target is _aten.convolution_backward.default:
-            return depthwise_gradient.planned(args, result)
         return None
 
     def _repeated(self, node: fx.Node, given: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,10 +1,10 @@
 // out[m, n] = epilogue(sum over k of x[m, k] * weight[n, k]): linear, addmm and matmul. With Batched, many such
 // products of one size: bmm.
 //
-// x is (M, K), K contiguous, or in float32 (K, M), M contiguous (MatrixColumns: the gradient of a weight). The weight is
+// x is (M, K), K contiguous, or (K, M), M contiguous (MatrixColumns: the gradient of a weight). The weight is
 // (N, K), K contiguous (Major::kK: linear) or (K, N), N contiguous (Major::kMN: matmul, addmm). out is (M, N), N
-// contiguous. Rows may be padded: each matrix has a stride. Convolutions on channels_last gather the rows of x: see
-// windows.cuh.
+// contiguous. Rows may be padded: each matrix has a stride. Convolutions on channels_last gather the rows of x, and the
+// gradients of their filters gather the weight: see windows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,23 @@
 
 namespace fxfuse {
 
+// A weight that is a matrix. Rows of x say which weight they are multiplied with.
+struct MatrixWeight {
+    template <class Tile, int kThreads, int kAccess>
+    using WeightCopy = TileCopy<Tile, kThreads, kAccess>;
+
+    // The copy of the weight for `extent` columns of out from `col` on, and for `k` elements of K from `first` on.
+    // `stride`: of the weight's rows.
+    template <Major kMajor, class Copy, class Element>
+    __device__ __forceinline__ Copy copy_weight(const Element* weight, int64_t stride, int64_t col, int extent,
+                                                int64_t first, int k, uint32_t thread) const {
+        const Element* tile = kMajor == Major::kK ? weight + col * stride + first : weight + first * stride + col;
+        return Copy(tile, stride, extent, k, thread);
+    }
+};
+
 // Rows of x that lie a constant distance apart.
-struct MatrixRows {
+struct MatrixRows : MatrixWeight {
     static constexpr Major kMajor = Major::kK;
     static constexpr bool kBatched = false, kRagged = false;
 
@@ -75,6 +90,8 @@ struct Ragged : Rows {
 
     template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     using Copy = TileCopy<Tile, kThreads, kAccess, true>;
+    template <class Tile, int kThreads, int kAccess>
+    using WeightCopy = TileCopy<Tile, kThreads, kAccess, true>;
 };
 
 // kSums: see Sums. kAccessX, kAccessW: bytes that one read of x, and of the weight, may have (see TileCopy).
@@ -129,7 +146,7 @@ struct Gemm {
     using TileX = typename Config::template Tile<Rows::kMajor, kTileM>;
     using TileW = typename Config::template Tile<Config::kWeightMajor, kTileN>;
     using CopyX = typename Rows::template Copy<TileX, kThreads, Config::kAccessX>;
-    using CopyW = TileCopy<TileW, kThreads, Config::kAccessW, Rows::kRagged>;
+    using CopyW = typename Rows::template WeightCopy<TileW, kThreads, Config::kAccessW>;
     using ReadX = Fragments<TileX, Side::kA>;
     using ReadW = Fragments<TileW, Side::kB>;
     template <class Shape>
@@ -321,11 +338,10 @@ protected:
         const auto [first, k] = share_of(problem, origin);
         x = x_of(problem, x, origin.batch);
         weight = weight_of(problem, weight, origin.batch);
-        const Element* weight_tile = Config::kWeightMajor == Major::kK
-                                         ? weight + origin.col * problem.weight_stride + first
-                                         : weight + first * problem.weight_stride + origin.col;
         LoopOf<Shape> loop(rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, thread),
-                           CopyW(weight_tile, problem.weight_stride, cols, k, thread), thread);
+                           rows.template copy_weight<Config::kWeightMajor, CopyW>(weight, problem.weight_stride,
+                                                                                  origin.col, cols, first, k, thread),
+                           thread);
         // Without kSplits, split_tiles counts all tiles of K. Computing that number would take a register, and large
         // tiles have none left.
         const int tiles = !kSplits && Shape::kSums == Sums::kPromoted ? static_cast<int>(problem.split_tiles)

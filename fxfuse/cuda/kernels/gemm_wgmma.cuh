@@ -1,4 +1,4 @@
-// The matrix products of gemm.cuh, and convolutions on channels_last, by Hopper's wgmma (mainloop_wgmma.cuh), built for
+// The matrix products of gemm.cuh, and convolutions on channels_last and the gradients of their filters, by Hopper's wgmma (mainloop_wgmma.cuh), built for
 // sm_90a. x and the weight have 16-bit elements, and every read has 16 bytes.
 #pragma once
 
@@ -49,7 +49,7 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
     using Base::kFetchesAhead, Base::kStagedBytes, Base::kThreads, Base::kWeights, Base::tile_count;
     using Stages = WgmmaStages<Config, typename Base::TileX, typename Base::TileW>;
     using TileOfOne = typename Config::template Tile<Config::kWeightMajor, Base::kTileCols>;
-    using CopyOfOne = TileCopy<TileOfOne, kThreads, Config::kAccessW, Rows::kRagged>;
+    using CopyOfOne = typename Rows::template WeightCopy<TileOfOne, kThreads, Config::kAccessW>;
 
     struct CopyW {
         CopyOfOne first, last;  // the same if there is one weight
@@ -83,10 +83,9 @@ struct WgmmaGemm : TileAfterTile<Config_, Output_, Epilogue_> {
         const auto copy_w = [&] {
             const Origin at(problem, ahead);
             const auto copy = [&](const Element* weight) {
-                weight = Base::weight_of(problem, weight, at.batch);
-                return CopyOfOne(weight + at.col * (Config::kWeightMajor == Major::kK ? problem.weight_stride : 1),
-                                 problem.weight_stride, static_cast<int>(problem.n - at.col),
-                                 static_cast<int>(problem.k), thread);
+                return rows.template copy_weight<Config::kWeightMajor, CopyOfOne>(
+                    Base::weight_of(problem, weight, at.batch), problem.weight_stride, at.col,
+                    static_cast<int>(problem.n - at.col), 0, static_cast<int>(problem.k), thread);
             };
             return CopyW{copy(weights.of[0]), copy(weights.of[kWeights - 1])};
         };

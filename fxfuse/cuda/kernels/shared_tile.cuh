@@ -187,14 +187,17 @@ public:
     }
 };
 
-template <class Tile>
-class Fragments<Tile, Side::kB, Major::kMN, 2> {
+template <class Tile, Side kSide>
+class Fragments<Tile, kSide, Major::kMN, 2> {
     static constexpr int kStepBytes = kMmaBytesOfK / 2 * Tile::kRowBytes;
     uint32_t offset_;
 
 public:
     __device__ __forceinline__ Fragments(uint32_t first, uint32_t lane) {
-        offset_ = Tile::offset(lane % 16, first * 2 + lane / 16 * kChunkBytes);
+        // The matrices are in the same order as above; a lane addresses a row of K.
+        const uint32_t second_half = kSide == Side::kA ? lane / 16 : lane / 8 % 2;
+        const uint32_t next_chunk = kSide == Side::kA ? lane / 8 % 2 : lane / 16;
+        offset_ = Tile::offset(lane % 8 + second_half * 8, first * 2 + next_chunk * kChunkBytes);
     }
 
     __device__ __forceinline__ void load(uint32_t (&raw)[4], uint32_t shared, int index, int step) const {

@@ -1,6 +1,9 @@
-// Convolutions on channels_last as matrix products (gemm.cuh), an implicit GEMM: row m of x is the window of output
-// pixel m, in the order (kernel row, kernel column, channel) of a channels_last filter. This x is never stored: its
-// tiles are gathered from the images, with zeros outside.
+// Convolutions on channels_last, and the gradients of their filters, as matrix products (gemm.cuh): implicit GEMMs of
+// windows. The window of an output pixel has the order (kernel row, kernel column, channel) of a channels_last filter.
+// Windows are never stored: their tiles are gathered from the images, with zeros outside.
+//
+//   the convolution         row m of x is the window of output pixel m           WindowRows
+//   the filters' gradient   row k of the weight is the window of output pixel k  WindowColumns
 #pragma once
 
 #include <cstdint>
@@ -14,7 +17,7 @@
 namespace fxfuse {
 
 // Strides and offsets are in elements, channels contiguous. A tap is one position of the filter.
-struct WindowRows {
+struct WindowRows : MatrixWeight {
     static constexpr Major kMajor = Major::kK;
     static constexpr bool kBatched = false, kRagged = false;
 
@@ -41,7 +44,8 @@ struct WindowRows {
     static WindowRows make(const Host& host, int tile_k) {
         const auto narrow = [](int64_t value) { return static_cast<int>(value); };
         const int64_t taps = tile_k / host.channels;
-        return {FastDivisor(static_cast<unsigned>(host.out_height * host.out_width)),
+        return {{},
+                FastDivisor(static_cast<unsigned>(host.out_height * host.out_width)),
                 FastDivisor(static_cast<unsigned>(host.out_width)),
                 FastDivisor(static_cast<unsigned>(host.channels)),
                 FastDivisor(static_cast<unsigned>(host.kernel_width)),
@@ -185,6 +189,86 @@ struct WindowRows {
             return bits;
         }
     };
+};
+
+// x is the gradient of the convolution's result, (output pixels, filters).
+struct WindowColumns : MatrixColumns {
+    struct Host {
+        int64_t stride;  // of MatrixColumns
+        WindowRows::Host windows;
+    };
+
+    WindowRows windows;
+
+    static WindowColumns make(const Host& host, int tile_k) {
+        WindowColumns made;
+        made.stride = host.stride;
+        made.windows = WindowRows::make(host.windows, tile_k);
+        return made;
+    }
+
+    // A thread's share of filling tile after tile along K, with the interface of TileCopy. Its pieces of a tile belong
+    // to one tap and the same channels of different pixels.
+    template <class Tile, int kThreads, int kAccess>
+    class WeightCopy {
+        using T = typename Tile::Element;
+        static constexpr int kElements = kAccess / Tile::kElementBytes, kPiecesPerRow = Tile::kRowBytes / kAccess;
+        static constexpr int kRowsPerPass = kThreads / kPiecesPerRow, kPasses = Tile::kRows / kRowsPerPass;
+        static constexpr int kUnroll = kAccess == kChunkBytes ? kPasses : 4;  // see TileCopy
+        static_assert(Tile::kMajor == Major::kMN && kAccess >= 4, "cp.async moves at least 4 bytes");
+        static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
+
+        const WindowRows* windows_;
+        const T* images_;           // the first channel of this thread's pieces in the first image's first pixel
+        int y_, x_;                 // what its tap sees of output pixel (0, 0): a row and a column
+        int pixels_left_;           // from its next piece to the end of K
+        int out_height_;
+        uint32_t row_, byte_;       // of its first piece in the tile
+        ReductionDigits at_, step_;  // (column, row, image) of the next piece's output pixel, and from it to the next
+
+    public:
+        __device__ __forceinline__ WeightCopy(const WindowRows& windows, const T* images, int64_t col, int extent,
+                                              int64_t first, int k, uint32_t thread)
+            : windows_(&windows), row_(thread / kPiecesPerRow), byte_(thread % kPiecesPerRow * kAccess) {
+            // Columns beyond the last read what the first one reads: their results are never stored.
+            const int in_tile = static_cast<int>(byte_) / Tile::kElementBytes;
+            unsigned tap = static_cast<unsigned>(col) + static_cast<unsigned>(in_tile < extent ? in_tile : 0);
+            images_ = images + windows.channels.take(tap);
+            x_ = static_cast<int>(windows.kernel_width.take(tap)) * windows.dilation_w - windows.pad_w;
+            y_ = static_cast<int>(tap) * windows.dilation_h - windows.pad_h;
+            pixels_left_ = k - static_cast<int>(row_);
+            const unsigned out_width = windows.out_width.divisor;
+            out_height_ = static_cast<int>(windows.image_pixels.divisor / out_width);
+            at_ = ReductionDigits::of(static_cast<int>(first) + static_cast<int>(row_), static_cast<int>(out_width),
+                                      out_height_);
+            step_ = ReductionDigits::of(kRowsPerPass, static_cast<int>(out_width), out_height_);
+        }
+
+        // Starts to fill the tile at `shared` and goes on to the next one.
+        __device__ __forceinline__ void start(uint32_t shared) {
+#pragma unroll kUnroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const int y = y_ + at_.middle * windows_->stride_h, x = x_ + at_.fast * windows_->stride_w;
+                const bool inside = pixels_left_ > 0 && static_cast<unsigned>(y) < static_cast<unsigned>(windows_->height) &&
+                                    static_cast<unsigned>(x) < static_cast<unsigned>(windows_->width);
+                const T* source = images_ + at_.slow * windows_->x_image + (y * windows_->x_row + x * windows_->x_col);
+                const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
+                if constexpr (kAccess == kChunkBytes) {
+                    ptx::cp_async_16(destination, source, inside ? kAccess : 0);
+                } else {
+                    ptx::cp_async_small<kAccess>(destination, source, inside ? kAccess : 0);
+                }
+                at_.step(step_, static_cast<int>(windows_->out_width.divisor), out_height_);
+                pixels_left_ -= kRowsPerPass;
+            }
+        }
+    };
+
+    template <Major kMajor, class Copy, class Element>
+    __device__ __forceinline__ Copy copy_weight(const Element* images, int64_t, int64_t col, int extent, int64_t first,
+                                                int k, uint32_t thread) const {
+        return Copy(windows, images, col, extent, first, k, thread);
+    }
 };
 
 }  // namespace fxfuse
