@@ -68,8 +68,8 @@ private:
     static constexpr size_t kRecent = 4;  // calls that are remembered
     static constexpr int kMade = 12;      // graphs, one after another: where addresses go on changing they cost too much
     static constexpr int kTimed = 4;      // replays, before they are compared with launches
-    // What a replay must save of the CPU's time: the GPU begins a graph 2 us later than a launch, which is all that
-    // counts where the CPU is ahead.
+    // What a replay must save of the CPU's time: the GPU begins a graph later than a launch, and that is all that counts
+    // where the CPU is ahead.
     static constexpr std::chrono::nanoseconds kSaved{8000};
 
     // While one lives, another thread's capture forbids this thread nothing.

@@ -117,6 +117,12 @@ def convolution(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)
     return f"conv{moved}d", {**options, "groups": groups}, x, weight, bias
 
 
+def of_filters(gradient, image, kernel, stride=1, padding=0, dilation=1, groups=1):
+    sides = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    options = {name: (side, side) for name, side in sides.items()}
+    return "conv2d_weight", {**options, "groups": groups}, gradient, image, None
+
+
 ANCHORS = [
     *(
         convolution((2, 6, 9, 11), (8, 6 // groups, kernel, kernel), bias, stride, padding, dilation, groups)
@@ -126,6 +132,8 @@ ANCHORS = [
     ),
     convolution((2, 4, 5, 6, 7), (8, 4, 3, 3, 3), (8,), 2, 1),
     convolution((6, 9, 11), (8, 6, 3, 3)),  # no batch
+    of_filters((2, 8, 9, 11), (2, 6, 9, 11), 3, padding=1),
+    of_filters((2, 8, 4, 5), (2, 6, 9, 11), 3, 2, 1, 2, 2),
     ("linear", {}, (5, 6), (7, 6), (7,)),
     ("linear", {}, (2, 5, 6), (7, 6), None),
     ("linear", {}, (6,), (7, 6), (7,)),
@@ -142,6 +150,9 @@ ANCHORS = [
 ]
 REFUSED = [
     convolution((2, 6, 9, 11), (8, 5, 3, 3)),
+    of_filters((2, 8, 9, 11), (2, 6, 9, 11), 3),
+    of_filters((3, 8, 9, 11), (2, 6, 9, 11), 3, padding=1),
+    of_filters((8, 9, 11), (6, 9, 11), 3, padding=1),
     ("linear", {}, (5, 6), (7, 5), None),
     ("linear", {}, (5, 6), (7, 6), (6,)),
     ("mm", {}, (5, 6), (5, 7), None),
