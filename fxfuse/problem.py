@@ -320,7 +320,7 @@ def _conv2d_weight_by_taps(
         y, z = row * dilation[0], col * dilation[1]
         seen = images[..., y : y + spans[0] : stride[0], z : z + spans[1] : stride[1]]
         taps.append(torch.einsum("ngkyx,ngcyx->gkc", gradient, seen).flatten(0, 1))
-    found = torch.stack(taps, -1).unflatten(-1, tuple(kernel))
+    found: torch.Tensor = torch.stack(taps, -1).view(*taps[0].shape, *kernel)
     return found.contiguous(memory_format=torch.channels_last)
 
 

@@ -59,11 +59,6 @@ def problem_of(kind: str, tensors: Sequence[torch.Tensor], options: tuple[tuple[
     return Problem(kind, options, "acc", first, None, None, tuple(others), replayed=replayed)
 
 
-def source_of(kernel: Kernel, dtype: torch.dtype, capability: tuple[int, int]) -> build.Source:
-    """The source of a kernel, for results of this dtype."""
-    return build.Source(codegen.generate(Acc(), dtype, (), kernel), capability, kernel.name)
-
-
 def _candidate(
     kernel: Kernel, problem: Problem, expected: torch.Tensor, capability: tuple[int, int], count: int
 ) -> tune.Candidate:
@@ -72,7 +67,7 @@ def _candidate(
     assert operands is not None, "there are none"
 
     def compiled() -> Run:
-        launch = build.load(source_of(kernel, dtype, capability))
+        launch = build.load(build.Source(codegen.generate(Acc(), dtype, (), kernel), capability, kernel.name))
         queue = queue_by_address(problem, operands, kernel, launch)
 
         def run(x: torch.Tensor, weight: object, bias: object, others: Sequence[torch.Tensor]) -> torch.Tensor:
