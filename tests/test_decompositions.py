@@ -145,6 +145,8 @@ CONVOLUTIONS = {  # a convolution, its input, and whether its filters' gradient 
     "padded": (lambda: nn.Conv2d(8, 4, 1, padding=1), (2, 8, 9, 5), True),
     "in groups": (lambda: nn.Conv2d(8, 4, 1, groups=2), (2, 8, 9, 5), False),
     "3x3": (lambda: nn.Conv2d(8, 4, 3), (2, 8, 9, 5), True),
+    "3x3 of one channel": (lambda: nn.Conv2d(1, 4, 3, padding=1), (2, 1, 9, 5), True),
+    "3x3, one filter": (lambda: nn.Conv2d(8, 1, 3, padding=1), (2, 8, 9, 5), True),
     "padded more than its filters are large": (lambda: nn.Conv2d(8, 4, 3, padding=4), (2, 8, 9, 5), True),
     "dilated, of one side": (lambda: nn.Conv2d(8, 4, (1, 3), padding="same", dilation=2), (2, 8, 9, 5), True),
     "3x5 with a stride": (lambda: nn.Conv2d(8, 4, (3, 5), stride=(2, 1), padding=1), (2, 8, 9, 5), True),

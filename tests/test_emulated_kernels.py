@@ -18,6 +18,7 @@ from fxfuse.cuda import (
     conv2d,
     conv2d_direct,
     conv2d_few_pixels,
+    conv2d_weight,
     conv2d_wgmma,
     depthwise,
     gemm,
@@ -632,6 +633,49 @@ def test_windows_in_float32_by_warpgroups(splits):
     problem = dataclasses.replace(problem, multiprocessors=132)
     kernel = gemm._kernel(gemm.WGMMA_TF32X3_TILES[-1], problem, splits)
     check_convolution(kernel, x * 4099, weight, residual=splits > 1, precision="tf32x3", **options)
+
+
+NOT_IN_TF32 = (64, 64), (256, 64)  # they spill registers
+WEIGHT_TILES = [
+    *(("tf32", tile) for tile in gemm._TILES if min(tile.m, tile.n) >= 32 and (tile.m, tile.n) not in NOT_IN_TF32),
+    *(("bf16", tile) for tile in gemm.WGMMA_TILES if tile.n & (tile.n - 1) == 0),
+    ("bf16", gemm._TILES[6]), ("fp16", gemm._TILES[4]), ("tf32x3", gemm._TILES_TF32X3[3]),
+    ("tf32x3", gemm._TILES_TF32X3[5]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "tile"), WEIGHT_TILES, ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}"
+)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_windows_as_the_weight(precision, tile, stride, monkeypatch):
+    """Gradients of filters, of images that NaN surround in memory; more filters and columns than a tile has."""
+    monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,) if tile.wgmma else ())
+    for name in ("_TILES", "_TILES_TF32X3"):
+        monkeypatch.setattr(gemm, name, () if tile.wgmma else (tile,))
+    dtype, kernel, padding = PRECISIONS[precision], (3, 2), (1, 0)
+    channels, filters, size = 16, tile.m + 8, (12 + 2 * stride, 11 + stride)
+    out = tuple((s + 2 * pad - r) // stride + 1 for s, pad, r in zip(size, padding, kernel, strict=True))
+    dy = integers(3, filters, *out, dtype=dtype).to(memory_format=torch.channels_last)
+    around = torch.full((3, channels, size[0] + 2, size[1] + 2), math.nan, dtype=dtype)
+    x = around.to(memory_format=torch.channels_last)[:, :, 1:-1, 1:-1]
+    x.copy_(integers(3, channels, *size, dtype=dtype))
+    strides = dy.stride(), x.stride()
+    problem = conv2d_weight.Problem(
+        3, filters, channels, size, out, kernel, (stride, stride), padding, (1, 1), 1, precision, *strides,
+        multiprocessors=2, shared_memory=228 << 10, hopper=tile.wgmma, eager_error=(1e-6, 1e-6),
+    )  # fmt: skip
+    shape, sides = (filters, channels, *kernel), ([stride, stride], list(padding), [1, 1], False, [0, 0], 1)
+    weight = torch.empty(shape, dtype=torch.float64)
+    given = (dy.double(), x.double(), weight, None, *sides, [False, True, False])
+    want = torch.ops.aten.convolution_backward(*given)[1].to(dtype)
+    kernels = conv2d_weight.candidates(problem)
+    assert kernels
+    for each in kernels:
+        assert "WindowColumns" in each.type and f"{tile.m}x{tile.n}x" in each.name
+        have = torch.full(shape, 99, dtype=dtype).to(memory_format=torch.channels_last)
+        launch(each, "acc", (dy, x, have), tf32=precision == "tf32")
+        assert torch.equal(have, want), each.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
