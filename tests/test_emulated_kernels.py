@@ -640,7 +640,6 @@ WEIGHT_TILES = [
     *(("tf32", tile) for tile in gemm._TILES if min(tile.m, tile.n) >= 32 and (tile.m, tile.n) not in NOT_IN_TF32),
     *(("bf16", tile) for tile in gemm.WGMMA_TILES if tile.n & (tile.n - 1) == 0),
     ("bf16", gemm._TILES[6]), ("fp16", gemm._TILES[4]), ("tf32x3", gemm._TILES_TF32X3[3]),
-    ("tf32x3", gemm._TILES_TF32X3[5]),
 ]  # fmt: skip
 
 
