@@ -30,7 +30,7 @@ class Windows:
     channels: int
     out_size: tuple[int, int]
     kernel: tuple[int, int]
-    """At most MOST_TAPS each."""
+    """As the rows of x, at most MOST_TAPS each."""
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]

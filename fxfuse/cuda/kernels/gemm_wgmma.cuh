@@ -1,5 +1,5 @@
-// The matrix products of gemm.cuh, and convolutions on channels_last and the gradients of their filters, by Hopper's wgmma (mainloop_wgmma.cuh), built for
-// sm_90a. x and the weight have 16-bit elements, and every read has 16 bytes.
+// The matrix products of gemm.cuh, convolutions on channels_last, and the gradients of their filters, by Hopper's wgmma
+// (mainloop_wgmma.cuh), built for sm_90a. x and the weight have 16-bit elements, and every read has 16 bytes.
 #pragma once
 
 #include <cstdint>

@@ -219,11 +219,11 @@ struct WindowColumns : MatrixColumns {
         static_assert(kThreads % kPiecesPerRow == 0 && Tile::kRows % kRowsPerPass == 0, "every pass must be full");
 
         const WindowRows* windows_;
-        const T* images_;           // the first channel of this thread's pieces in the first image's first pixel
-        int y_, x_;                 // what its tap sees of output pixel (0, 0): a row and a column
-        int pixels_left_;           // from its next piece to the end of K
+        const T* images_;            // the first channel of this thread's pieces, in the first image's first pixel
+        int y_, x_;                  // the row and column that its tap sees from output pixel (0, 0)
+        int pixels_left_;            // from its next piece to the end of K
         int out_height_;
-        uint32_t row_, byte_;       // of its first piece in the tile
+        uint32_t row_, byte_;        // of its first piece in the tile
         ReductionDigits at_, step_;  // (column, row, image) of the next piece's output pixel, and from it to the next
 
     public:
@@ -249,8 +249,9 @@ struct WindowColumns : MatrixColumns {
 #pragma unroll kUnroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int y = y_ + at_.middle * windows_->stride_h, x = x_ + at_.fast * windows_->stride_w;
-                const bool inside = pixels_left_ > 0 && static_cast<unsigned>(y) < static_cast<unsigned>(windows_->height) &&
-                                    static_cast<unsigned>(x) < static_cast<unsigned>(windows_->width);
+                const bool is_row = static_cast<unsigned>(y) < static_cast<unsigned>(windows_->height);
+                const bool is_col = static_cast<unsigned>(x) < static_cast<unsigned>(windows_->width);
+                const bool inside = pixels_left_ > 0 && is_row && is_col;
                 const T* source = images_ + at_.slow * windows_->x_image + (y * windows_->x_row + x * windows_->x_col);
                 const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
                 if constexpr (kAccess == kChunkBytes) {
