@@ -10,8 +10,7 @@ import torch
 from emulator import available, launch
 from helpers import ON_GPU, kernels_launched
 
-from fxfuse.cuda import depthwise_gradient, gpu, plan
-from fxfuse.cuda.codegen import CPP_TYPES
+from fxfuse.cuda import conv2d_weight, depthwise_gradient, gpu, plan
 from fxfuse.cuda.prepare import prepare
 from fxfuse.cuda.region import Region
 from fxfuse.expression import Acc
@@ -20,6 +19,7 @@ from fxfuse.problem import Problem, TensorMeta, anchor_meta
 LAST = torch.channels_last
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of the results' norm: sums are float32's, and results rounded to the elements' type."""
+PRECISIONS = {torch.float32: "tf32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SHAPES = [
     # images, channels, height and width, kernel, stride, padding
     (2, 32, 7, 7, 7, 1, 3),
@@ -52,10 +52,11 @@ def drawn(images, channels, height, width, kernel, stride, padding):
 
 
 def described(dy, x, kernel, stride, padding, **device):
-    return depthwise_gradient.Problem(
-        images=x.shape[0], channels=x.shape[1], size=tuple(x.shape[2:]), out_size=tuple(dy.shape[2:]),
-        kernel=(kernel, kernel), stride=(stride, stride), padding=(padding, padding), element=CPP_TYPES[x.dtype],
-        x_strides=x.stride(), dy_strides=dy.stride(), **device,
+    channels = x.shape[1]
+    return conv2d_weight.Problem(
+        images=x.shape[0], filters=channels, channels=channels, size=tuple(x.shape[2:]), out_size=tuple(dy.shape[2:]),
+        kernel=(kernel, kernel), stride=(stride, stride), padding=(padding, padding), dilation=(1, 1), groups=channels,
+        precision=PRECISIONS[x.dtype], dy_strides=dy.stride(), x_strides=x.stride(), **device,
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def test_blocks_share_images_of_few_channels():
 @pytest.mark.parametrize(
     "other",
     [
-        {"kernel": (3, 5)}, {"stride": (1, 2)}, {"kernel": (9, 9)}, {"stride": (3, 3)},
+        {"kernel": (3, 5)}, {"stride": (1, 2)}, {"dilation": (1, 2)}, {"kernel": (9, 9)}, {"stride": (3, 3)},
         {"x_strides": (900, 100, 10, 1)}, {"dy_strides": (900, 100, 10, 1)}, {"images": 0},
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from fxfuse.cuda import depthwise_gradient, gemm, gemm_problem
 from fxfuse.cuda.conv2d_problem import access, same, varying
 from fxfuse.cuda.gemm_problem import MAX_ACCESS, Errors, Windows
 from fxfuse.cuda.kernel import Kernel
-from fxfuse.cuda.precision import ELEMENT, Precision, element_bytes
+from fxfuse.cuda.precision import Precision, element_bytes
 
 LEAST_ACCESS = 4  # bytes of one cp.async
 
@@ -64,31 +64,11 @@ def candidates(problem: Problem) -> Sequence[Kernel]:
     if min(problem.images, *problem.out_size, *problem.size) < 1:
         return ()
     if problem.groups == problem.filters == problem.channels:
-        of_depthwise = _depthwise(problem)
+        of_depthwise = depthwise_gradient.candidates(problem)
         if of_depthwise or problem.channels > 1:
             return of_depthwise
     product = _as_gemm(problem)
     return () if product is None else gemm.candidates(product)
-
-
-def _depthwise(problem: Problem) -> Sequence[Kernel]:
-    if problem.dilation != (1, 1):
-        return ()
-    return depthwise_gradient.candidates(
-        depthwise_gradient.Problem(
-            images=problem.images,
-            channels=problem.channels,
-            size=problem.size,
-            out_size=problem.out_size,
-            kernel=problem.kernel,
-            stride=problem.stride,
-            padding=problem.padding,
-            element=ELEMENT[problem.precision],
-            x_strides=problem.x_strides,
-            dy_strides=problem.dy_strides,
-            multiprocessors=problem.multiprocessors,
-        )
-    )
 
 
 def _as_gemm(problem: Problem) -> gemm_problem.Problem | None:

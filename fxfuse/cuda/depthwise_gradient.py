@@ -6,11 +6,14 @@ Nothing here needs a GPU.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fxfuse.cuda.gemm import shared_sums_bytes
 from fxfuse.cuda.kernel import Kernel
+from fxfuse.cuda.precision import ELEMENT
+
+if TYPE_CHECKING:
+    from fxfuse.cuda.conv2d_weight import Problem
 
 HEADER: Final = "depthwise_gradient.cuh"
 _CHANNELS: Final = 32
@@ -25,37 +28,13 @@ _MOST_SPLITS: Final = 2**15
 _MAX_GRID_Y: Final = 65535
 
 
-@dataclass(frozen=True)
-class Problem:
-    """out[c, 0, r, s] = sum over n, p, q of dy[n, c, p, q] * x[n, c, y, z], a sum over images and pixels.
-
-    Here y = p * stride + r - padding, and z follows in the same way from q and s. Channels are contiguous in x and dy.
-    Strides are in elements, in the order of the tensors' dimensions.
-    """
-
-    images: int
-    channels: int
-    size: tuple[int, int]
-    """Height and width of x."""
-    out_size: tuple[int, int]
-    """Height and width of dy."""
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    element: str
-    """The C++ type of x's and dy's elements."""
-    x_strides: tuple[int, int, int, int]
-    dy_strides: tuple[int, int, int, int]
-    multiprocessors: int = 108
-
-
 def candidates(problem: Problem) -> list[Kernel]:
     """The kernel that can run `problem`, in a list; empty if there is none. The filter has to be a small square.
 
     Its tensors are dy, x, the output (channels, 1, kernel, kernel), contiguous, and a workspace.
     """
     (kernel, width), (stride, other) = problem.kernel, problem.stride
-    if kernel != width or stride != other or (kernel, stride) not in _SHARES:
+    if kernel != width or stride != other or (kernel, stride) not in _SHARES or problem.dilation != (1, 1):
         return []
     channels = problem.channels
     if channels > 1 and (problem.x_strides[1], problem.dy_strides[1]) != (1, 1):
@@ -66,7 +45,7 @@ def candidates(problem: Problem) -> list[Kernel]:
         return []
     turns = _WARPS // -(-kernel // height)
     splits = max(1, min(_BLOCKS * problem.multiprocessors // tiles, -(-strips // turns), _MOST_SPLITS))
-    element = problem.element
+    element = ELEMENT[problem.precision]
     return [
         Kernel(
             name=f"depthwise filters' gradient {element.lower()}, {kernel}x{kernel}, stride {stride}, split {splits}",
