@@ -1,10 +1,21 @@
-"""Which kernels compute the gradient of a convolution's filters. What they compute: test_emulated_plans.py."""
+"""Kernels for the gradient of a convolution's filters: which there are, and what they compute on the emulated GPU.
 
+Inputs are small integers, so that results must equal float64's.
+"""
+
+import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from emulator import available, launch
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
 
 from fxfuse.cuda import conv2d_weight, gemm
+
+LAST = torch.channels_last
 
 
 def images(count, channels, *side):
@@ -74,3 +85,68 @@ def test_depthwise_filters_have_a_kernel_of_their_own():
     (kernel,) = conv2d_weight.candidates(problem(64, 64, groups=64))
     assert kernel.name.startswith("depthwise filters' gradient float, 3x3")
     assert not conv2d_weight.candidates(problem(64, 64, kernel=9, groups=64))
+
+
+# ----------------------------------------------------------------------------------- generated convolutions
+
+DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
+TILES = {"tf32": gemm._TILES[4], "bf16": gemm._TILES[5]}  # 128x64, 64x128
+
+
+@st.composite
+def convolutions(draw):
+    """Sizes of a convolution, and how its input and its result's gradient lie in memory."""
+    pair = st.tuples
+    kernel, stride = draw(pair(*[st.integers(1, 5)] * 2)), draw(pair(*[st.integers(1, 3)] * 2))
+    padding, dilation = draw(pair(*[st.integers(0, 4)] * 2)), draw(pair(*[st.integers(1, 3)] * 2))
+    size = draw(pair(*[st.integers(1, 14)] * 2))
+    out = [
+        (side + 2 * pad - step * (taps - 1) - 1) // move + 1
+        for side, taps, move, pad, step in zip(size, kernel, stride, padding, dilation, strict=True)
+    ]
+    assume(min(out) >= 1)
+    images, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]))
+    filters, gaps = draw(st.integers(1, 150)), draw(pair(*[st.booleans()] * 2))
+    return images, channels, filters, size, tuple(out), kernel, stride, padding, dilation, gaps
+
+
+def drawn(images, channels, size, dtype, has_gaps):
+    """Images in channels_last; with gaps they are parts of larger ones, of which all else is NaN."""
+    numbers = torch.Generator().manual_seed(images + channels + sum(size))
+    values = torch.randint(-3, 4, (images, channels, *size), generator=numbers).to(dtype)
+    if not has_gaps:
+        return values.to(memory_format=LAST)
+    around = torch.full((images, channels, size[0] + 3, size[1] + 2), math.nan, dtype=dtype).to(memory_format=LAST)
+    part = around[:, :, 2:-1, 1:-1]
+    part.copy_(values)
+    return part
+
+
+@pytest.mark.skipif(not available(), reason="the emulation needs Linux and g++ 12 or newer")
+@pytest.mark.parametrize("multiprocessors", [1, 40])
+@pytest.mark.parametrize("precision", DTYPES)
+@seed(1)
+@settings(
+    max_examples=60, deadline=None, database=None, phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)  # fmt: skip
+@given(case=convolutions())
+def test_generated_convolutions(case, precision, multiprocessors):
+    images, channels, filters, size, out, kernel, stride, padding, dilation, (x_has_gaps, dy_has_gaps) = case
+    dtype = DTYPES[precision]
+    x, dy = drawn(images, channels, size, dtype, x_has_gaps), drawn(images, filters, out, dtype, dy_has_gaps)
+    made = conv2d_weight.Problem(
+        images, filters, channels, size, out, kernel, stride, padding, dilation, 1, precision, dy.stride(), x.stride(),
+        math.gcd(16, dy.data_ptr()), math.gcd(16, x.data_ptr()), multiprocessors=multiprocessors,
+    )  # fmt: skip
+    with mock.patch.multiple(gemm, _TILES=(TILES[precision],), WGMMA_TILES=()):
+        kernels = conv2d_weight.candidates(made)
+    shape = (filters, channels, *kernel)
+    options = (list(stride), list(padding), list(dilation), False, [0, 0], 1, [False, True, False])
+    empty = torch.empty(shape, dtype=torch.float64)
+    want = torch.ops.aten.convolution_backward(dy.double(), x.double(), empty, None, *options)[1].to(dtype)
+    for each in kernels:
+        have = torch.full(shape, 99, dtype=dtype).to(memory_format=LAST)
+        launch(each, "acc", (dy, x, have), tf32=precision == "tf32")
+        assert torch.equal(have, want), each.name
+    assert kernels or dy_has_gaps or (precision == "bf16" and channels % 2 == 1)
