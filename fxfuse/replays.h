@@ -56,7 +56,7 @@ public:
         if (!is_known) {
             if (recent_.size() == kRecent) recent_.erase(recent_.begin());
             recent_.push_back({addresses, nullptr});
-        } else if (made_ < kMade) {
+        } else if (made_ < kMade + replayed_.count / kRepaid) {
             ++made_;
             recent_.back().graph = captured(list, stream);
             if (recent_.back().graph == nullptr) give_up();
@@ -66,7 +66,9 @@ public:
 
 private:
     static constexpr size_t kRecent = 4;  // calls that are remembered
-    static constexpr int kMade = 12;      // graphs, one after another: where addresses go on changing they cost too much
+    // Graphs that are made, one after another, and replays that repay one more. Where addresses go on changing, graphs cost
+    // too much; in a long loop they change now and then.
+    static constexpr int kMade = 12, kRepaid = 64;
     static constexpr int kTimed = 4;      // replays, before they are compared with launches
     // What a replay must save of the CPU's time: the GPU begins a graph later than a launch, and that is all that counts
     // where the CPU is ahead.
@@ -101,7 +103,7 @@ private:
 
     struct Times {
         std::chrono::nanoseconds shortest = std::chrono::nanoseconds::max();
-        int count = 0;
+        int64_t count = 0;
 
         void add(const Stopwatch& watch) {
             shortest = std::min<std::chrono::nanoseconds>(shortest, std::chrono::steady_clock::now() - watch.start);
@@ -149,7 +151,7 @@ private:
     std::mutex mutex_;
     std::vector<Call> recent_;
     Times launched_, replayed_;  // the CPU's time
-    int made_ = 0;
+    int64_t made_ = 0;
     bool pays_ = true;  // unless replays turn out to save too little, or to be impossible
 };
 

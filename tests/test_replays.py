@@ -207,6 +207,15 @@ def test_addresses_that_go_on_changing_make_few_graphs(lists: Lists) -> None:
     assert lists.state.made == 12 and lists.state.alive <= 4
 
 
+def test_in_a_long_loop_addresses_may_change_now_and_then(lists: Lists) -> None:
+    targets, source = [numbers(0) for _ in range(20)], numbers(0, 1)
+    for target in targets:
+        for _ in range(102):
+            lists.launch(target, source)
+    assert all(target[0] == 102 * 111 for target in targets)
+    assert (lists.state.made, lists.state.replayed) == (20, 2000)
+
+
 @pytest.mark.parametrize(("launch", "replay", "stays"), [(100, 900, False), (300, 900, False), (300, 100, True)])
 def test_replays_end_if_they_save_too_little(lists: Lists, launch: int, replay: int, stays: bool) -> None:
     lists.state.launch_us, lists.state.replay_us = launch, replay  # each of three launches, and all together
