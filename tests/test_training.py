@@ -2111,8 +2111,8 @@ def test_a_step_keeps_memory_and_no_views_of_it(autocast):
         for _ in range(6):
             result = fast(x)
             kept = result.grad_fn.unseen
-            # with an older torch, what shares an allocation is a view of its bytes
-            assert not any(each._is_view() and each._base.dtype != torch.uint8 for each in kept)
+            # with an older torch, what shares an allocation is a view of all of it
+            assert not any(each._is_view() and each._base.dim() > 1 for each in kept)
             own = {each.data_ptr() for each in (*fast.parameters(), x, result)}
             memory = sorted((each.data_ptr(), each.nbytes) for each in kept if each.data_ptr() not in own)
             assert all(begin + size <= end for (begin, size), (end, _) in itertools.pairwise(memory))
