@@ -240,6 +240,23 @@ def test_other_problems_are_measured_anew(gpu, other):
     assert gpu.measured
 
 
+def test_gradients_of_filters_share_a_choice_among_images_of_like_number_and_size(gpu):
+    def key(images, filters, channels, side, kernel=3):
+        metas = (
+            TensorMeta.of(
+                torch.empty(images, count, side, side).to(torch.bfloat16, memory_format=torch.channels_last), CPU
+            )
+            for count in (filters, channels)
+        )
+        sides = {"kernel": kernel, "stride": 1, "padding": kernel // 2, "dilation": 1}
+        options = (*((name, (value, value)) for name, value in sides.items()), ("groups", 1))
+        return tune._key(Problem("conv2d_weight", options, "acc", *metas, None, ()))
+
+    assert key(20, 64, 32, 28) == key(32, 64, 32, 30)
+    for other in ((20, 63, 32, 28), (20, 64, 31, 28), (20, 64, 32, 40), (40, 64, 32, 28), (20, 64, 32, 28, 5)):
+        assert key(*other) != key(20, 64, 32, 28)
+
+
 @pytest.mark.parametrize("error", [BuildError, ZeroDivisionError, KeyError, MemoryError])
 def test_a_candidate_that_does_not_compile_is_left_out(gpu, error, caplog):
     gpu.times = {"b": 1.0}

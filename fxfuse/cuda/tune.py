@@ -42,7 +42,7 @@ from fxfuse.errors import (
     UnsupportedError,
 )
 from fxfuse.locks import free_in_children
-from fxfuse.problem import CONVOLUTIONS, Draft, Pass, Plan, Problem, Run, TensorMeta, postpone
+from fxfuse.problem import BY_CONVOLUTION, Draft, Pass, Plan, Problem, Run, TensorMeta, anchor_weight, postpone
 
 logger = logging.getLogger("fxfuse")
 
@@ -442,13 +442,15 @@ def _key(problem: Problem, other: tuple[str, int] | None = None) -> str:
         rows = math.prod(meta.shape[:-1])
         return ((rows - 1).bit_length(), len(meta.shape), meta.strides[-1:] == (1,), meta.dtype, meta.alignment)
 
+    by_images = problem.kind == "conv2d_weight"  # both sides are images, whose number and sizes change
     parts = (
         *(other or _gpu(problem.x.device)), gpu.torch_version(), gpu.cuda_version(),
         build.package_digest(), _generators(),
         problem.kind, problem.options, problem.epilogue, *ops.own_code(problem.expression), problem.pool,
         precision_of(problem), problem.replayed,
-        tensor(problem.x, False) if problem.kind in CONVOLUTIONS else leading(problem.x),
-        problem.weight and tensor(problem.weight, True),
+        tensor(problem.x, False) if problem.kind in BY_CONVOLUTION else leading(problem.x),
+        problem.weight and tensor(problem.weight, not by_images),
+        *([problem.x.shape[1], anchor_weight(problem).shape[1]] if by_images else []),
         problem.bias and tensor(problem.bias, True),
         [tensor(operand, operand.is_parameter) for operand in problem.operands],
     )  # fmt: skip
