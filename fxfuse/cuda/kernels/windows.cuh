@@ -249,9 +249,9 @@ struct WindowColumns : MatrixColumns {
 #pragma unroll kUnroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int y = y_ + at_.middle * windows_->stride_h, x = x_ + at_.fast * windows_->stride_w;
-                const bool is_row = static_cast<unsigned>(y) < static_cast<unsigned>(windows_->height);
-                const bool is_col = static_cast<unsigned>(x) < static_cast<unsigned>(windows_->width);
-                const bool inside = pixels_left_ > 0 && is_row && is_col;
+                const bool inside = pixels_left_ > 0 &&
+                                    static_cast<unsigned>(y) < static_cast<unsigned>(windows_->height) &&
+                                    static_cast<unsigned>(x) < static_cast<unsigned>(windows_->width);
                 const T* source = images_ + at_.slow * windows_->x_image + (y * windows_->x_row + x * windows_->x_col);
                 const uint32_t destination = shared + Tile::offset(row_ + pass * kRowsPerPass, byte_);
                 if constexpr (kAccess == kChunkBytes) {
