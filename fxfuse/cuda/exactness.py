@@ -58,7 +58,7 @@ LEAST_TF32_ERROR: Final = 2.0**-15
 MOST_ROWS, MOST_COLUMNS, MOST_FILTERS = 256, 256, 32
 """Most rows and columns of a matrix product, and most filters of one image, that are computed in float64.
 
-Of a gradient of filters, as many filters, and columns as channels."""
+Of a gradient of filters, at most MOST_FILTERS filters and MOST_COLUMNS channels are."""
 ALLOWED: Final = {"normal": 1.25, "uniform": 1.25, "wide": 2.0}
 """A kernel's largest allowed error as a multiple of eager's, by the data of x and the weight. "wide" is
 normal * exp(4 * normal). There one or two products dominate a sum, so the last rounding of each counts."""
