@@ -19,9 +19,10 @@ EAGER, COMPILE, REDUCE, OWN, GRAPH = "eager", "torch.compile", "reduce-overhead"
 PEERS = (EAGER, COMPILE, REDUCE)
 Call = Callable[[], Any]
 """Of one contestant, with its arguments."""
-WARM = 8
+WARM = 12
 """Calls after which a contestant is at its speed: CUDA graphs begin at the second one and fxfuse's programs at the
-third, at which Dynamo captures what fx cannot trace; programs of training steps begin a few calls behind that."""
+third, at which Dynamo captures what fx cannot trace; programs of training steps begin a few calls behind that, and
+CUDA graphs of steps four calls later."""
 APART = 0.2
 """Part of a result's norm that rounding does not explain."""
 FOLDERS = re.compile(r"(?<![\w.])/\S*?/(?=[\w.-]+/[\w.-]+\.py)")
@@ -79,8 +80,9 @@ def warmed(
     failed = {}
     for name, call in list(calls.items()):
         try:
-            for _ in range(WARM):
-                result = call()
+            for _ in range(WARM - 1):
+                call()  # nobody keeps what it returns: CUDA graphs of steps would copy gradients from then on
+            result = call()
             wait(device)
             if name in PEERS:
                 found = distance(expected := calls[EAGER](), result)

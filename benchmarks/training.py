@@ -8,8 +8,10 @@ From torchvision and transformers, with random weights. "bfloat16" is torch.auto
 gradients to None, computes a loss and its gradients (steps.py); there is no optimiser. Errors are those of all
 parameters' gradients against float64, as a part of their norm, with dropout left out.
 
-With --graph, forward, loss and backward are one CUDA graph of each contestant, captured by torch.cuda.graph once it is
-at its speed; memory is then what the graph holds. Whoever waits for the GPU in a step has no graph, and is left out.
+With `--compare torch.compile reduce-overhead` there are CUDA graphs of torch.compile's and of fxfuse's, too: of the
+forward and of the backward. With --graph, forward, loss and backward are one CUDA graph of each contestant, captured by
+torch.cuda.graph once it is at its speed; memory is then what the graph holds. Whoever waits for the GPU in a step has
+no graph, and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from contestants import COMPILE, EAGER, OWN, Call, Contestant, captured, measured, told, wait, warmed
+from contestants import COMPILE, EAGER, GRAPH, OWN, REDUCE, Call, Contestant, captured, measured, told, wait, warmed
 from networks import IMAGE
 from steps import CALLS, autocast, error, explained, left_to_torch, step, without_dropout
 from suite import PRECISIONS, arguments, provenance, read, write
@@ -124,6 +126,11 @@ class Row:
         peers = [self.wall(name) for name in (EAGER, COMPILE) if name in self.contestants]
         return min(peers, default=math.nan) / self.wall(OWN)
 
+    @property
+    def gain_of_graphs(self) -> float:
+        """Of the time of torch.compile's CUDA graphs."""
+        return self.wall(REDUCE) / self.wall(GRAPH)
+
 
 def _step(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, precision: str) -> Call:
     parameters = list(model.parameters())
@@ -174,8 +181,12 @@ def measure(
     calls: dict[str, Call] = {EAGER: _step(model, model, x, precision)}
     if COMPILE in compare:
         calls[COMPILE] = _step(model, torch.compile(model), x, precision)
+    if REDUCE in compare:
+        calls[REDUCE] = _step(model, torch.compile(model, mode="reduce-overhead"), x, precision)
     fast = fxfuse.optimize(model)
     calls[OWN] = _step(model, fast, x, precision)
+    if REDUCE in compare:
+        calls[GRAPH] = _step(model, fxfuse.optimize(model, cuda_graphs=True), x, precision)
     first, left_out = {}, {}
     for contestant, call in list(calls.items()):
         began = time.perf_counter()
@@ -202,7 +213,8 @@ def measure(
 
 def render(rows: Sequence[Row]) -> str:
     """A table; contestants' columns are in the order of its first line."""
-    names = (EAGER, COMPILE, OWN)
+    every = (EAGER, COMPILE, REDUCE, OWN, GRAPH)
+    names = [name for name in every if name not in (REDUCE, GRAPH) or any(name in row.contestants for row in rows)]
     table = []
     for row in rows:
         each = [Contestant(**row.contestants[name]) if name in row.contestants else None for name in names]
@@ -218,13 +230,13 @@ def render(rows: Sequence[Row]) -> str:
                 row.network, row.precision, listed(row.errors, ".1e"), column(lambda one: f"{one.wall:.2f}"),
                 column(lambda one: f"{one.gpu:.2f}"), column(lambda one: str(one.kernels)),
                 column(lambda one: f"{one.memory:.0f}"), f"{listed(row.first, '.1f')} ({row.first_steps})",
-                f"{row.gain:.2f}",
+                f"{row.gain:.2f}", *[f"{row.gain_of_graphs:.2f}"][: REDUCE in names],
                 "; ".join([*(f"{name}: {why}" for name, why in row.left_out.items()), row.why_not]),
             )
         )  # fmt: skip
     headers = (
         "network", "precision", "error", "wall, ms", "GPU, ms", "kernels", "memory, MB", "first steps, s",
-        "best peer / fxfuse", "remarks",
+        "best peer / fxfuse", *["reduce-overhead / graphs"][: REDUCE in names], "remarks",
     )  # fmt: skip
     order = f"Columns with several numbers: {', '.join(names)}. In parentheses, how many steps were the first."
     return f"{order}\n\n{tabulate(table, headers=headers, tablefmt='github', disable_numparse=True)}"
@@ -234,7 +246,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="networks whose names contain one of these")
     parser.add_argument("--precisions", nargs="*", default=["float32"], choices=["float32", "bfloat16"])
-    parser.add_argument("--compare", nargs="*", default=[COMPILE], choices=[COMPILE])
+    parser.add_argument("--compare", nargs="*", default=[COMPILE], choices=[COMPILE, REDUCE])
     parser.add_argument("--graph", action="store_true", help="whole steps as CUDA graphs")
     parser.add_argument("--small", action="store_true", help="small models and inputs")
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time for each row")
@@ -243,6 +255,8 @@ def main() -> None:
     device = torch.device(given.device)
     if given.graph and device.type != "cuda":
         parser.error("--graph needs a GPU")
+    if given.graph and REDUCE in given.compare:
+        parser.error(f"--graph captures whole steps, and {REDUCE} captures parts of them: compare one at a time")
     results = "training-graph" if given.graph else "training"
     facts = provenance(device, given.commit)
     heading = ", ".join(f"{key} {value}" for key, value in facts.items())

@@ -56,7 +56,8 @@ def compile_graph(
         mode: torch.compile's. On a GPU "reduce-overhead" sets the option `cuda_graphs`. Elsewhere it changes nothing,
             and a warning says so once. Candidates are measured in every mode, so "max-autotune" adds nothing.
         options: torch.compile's: `strict`, `fp32` and `cuda_graphs`, as fxfuse.optimize takes them. CUDA graphs capture
-            the second call of a kind, since there is no example, and read parameters and buffers in place.
+            the second call of a kind without gradients, since there is no example, and read parameters and buffers in
+            place.
 
     The first call computes with torch and compiles all kernels that it would have needed, in parallel.
 
@@ -65,22 +66,20 @@ def compile_graph(
     if mode is not None and mode not in _MODES:
         raise FxfuseError(f"torch.compile's backend 'fxfuse' has no mode {mode!r}; it has {', '.join(_MODES)}")
     given = dict(options or {})
-    known = [*(item.name for item in dataclasses.fields(Settings)), "cuda_graphs"]
+    known = [item.name for item in dataclasses.fields(Settings)]
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise FxfuseError(
             f"torch.compile's backend 'fxfuse' has no option {unknown[0]!r}; it has {', '.join(known)}, "
             "which are fxfuse.optimize's"
         )
-    cuda_graphs = given.pop("cuda_graphs", mode == REDUCE_OVERHEAD and _on_gpu(gm, example_inputs))
-    if not isinstance(cuda_graphs, bool):
-        raise FxfuseError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
+    given.setdefault("cuda_graphs", mode == REDUCE_OVERHEAD and _on_gpu(gm, example_inputs))
     settings, callers = Settings(**given), _callers(gm)
     if has_parts(gm, example_inputs):
         by_parts = compiled_by_parts(gm, example_inputs, settings, lambda half: _graphs.update({half: callers}))
         if by_parts is not None:
             return by_parts
-    fused = fused_graph(gm, settings, Replays(lends=True) if cuda_graphs else False)
+    fused = fused_graph(gm, settings, Replays(lends=True) if settings.cuda_graphs else False)
     _graphs[fused] = callers
     return prepared(fused)
 

@@ -1,5 +1,7 @@
 """optimize(..., cuda_graphs=True): a call of the whole model as one CUDA graph instead of one launch after another.
 
+Calls that need gradients have other graphs (step_graphs.py).
+
 `Replays` decides for each call.
 
 - *Kinds of call.* A kind is the shapes, strides and dtypes of the tensors, the values of the other arguments, and
@@ -22,30 +24,30 @@ import itertools
 import logging
 import operator
 import threading
-import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
-from fxfuse import build, recapture, stream_capture
+from fxfuse import build, cuda_capture, recapture, stream_capture
 from fxfuse.cuda.precision import tf32_allowed
+from fxfuse.cuda_capture import Unfit
 from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
 from fxfuse.guard import Guard
-from fxfuse.program import copies
 from fxfuse.state import Draws, draws_without_readers, unchanged
 
 logger = logging.getLogger("fxfuse")
 
 GRAPHS: Final = 8
 """Most kinds of call for which a model keeps graphs. Each graph keeps the memory of all intermediate results."""
+WITH_GRADIENTS: Final = "it is called with gradients; torch.no_grad() and torch.inference_mode() switch them off"
+"""The reason why such calls have no graph here; training steps have graphs of their own (step_graphs.py)."""
 KINDS_REMEMBERED: Final = 64
 """Most kinds of call that are remembered because they have come once."""
-WARM_UP_CALLS: Final = 2
 
 Forward: TypeAlias = Callable[..., Any]
 """A module's forward, self first."""
@@ -54,10 +56,6 @@ Key: TypeAlias = tuple[Any, ...]
 _CONSTANTS: Final = (bool, int, str, torch.dtype, torch.device, torch.memory_format, torch.Size)
 _TENSORS: Final = (torch.Tensor, nn.Parameter)
 _dtype: Final[Callable[..., Any]] = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-
-
-class Unfit(Exception):
-    """A call cannot be a graph; the message says why."""
 
 
 # ------------------------------------------------------------------------------------- arguments, results
@@ -154,170 +152,6 @@ def _that_live_on(before: Any, now: Any) -> set[int]:
     return same
 
 
-def _buffer(leaf: torch.Tensor) -> torch.Tensor:
-    buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    return buffer.copy_(leaf.detach())
-
-
-def _copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns a copy of the result, with the same strides, as it is at the time of its call."""
-    shape, strides = result.shape, result.stride()
-    expanded = [size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)]
-    if any(expanded):
-        once = _copying(result[tuple(slice(0, 1) if repeated else slice(None) for repeated in expanded)])
-        return lambda: once().expand(shape)
-    if torch.empty_like(result).stride() == strides:  # clone is one call of torch instead of two
-        return result.clone
-    dtype, device = result.dtype, result.device
-    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(result)
-
-
-def _copying_into(buffers: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """A function that copies tensors into the buffers by one launch; None if there is no kernel for that.
-
-    It returns False if it cannot read the tensors where they are.
-    """
-    try:
-        return copies.launch_of(buffers) if buffers and buffers[0].is_cuda else None
-    except (FxfuseError, build.NotBuilt) as error:
-        logger.info("fxfuse: torch copies arguments: %s", error)
-        return None
-
-
-def _overwrite(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if len(buffers) == 1:
-        buffers[0].copy_(values[0])
-    elif buffers:
-        torch._foreach_copy_(buffers, values)
-
-
-# ------------------------------------------------------------------------------------------- one graph
-
-
-class Pool:
-    """The memory that all graphs of a model share: they are replayed one after another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.handle = torch.cuda.graph_pool_handle()
-        self.capturing = torch.cuda.Stream(device)
-        self._used_by = torch.cuda.current_stream(device)
-        self._latest_use: tuple[int, int] | None = None
-
-    def use(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Makes the current stream wait for the stream that used the graphs last.
-
-        Args:
-            buffers: the buffers of one graph. The list must exist as long as the graph, because it is known by its id.
-        """
-        use = torch._C._cuda_getCurrentRawStream(self.device.index), id(buffers)
-        if use == self._latest_use:
-            return
-        self._latest_use = use
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self._used_by:
-            stream.wait_stream(self._used_by)
-            self._used_by = stream
-        for buffer in buffers:
-            buffer.record_stream(stream)
-
-
-class Graph:
-    """torch's CUDA graph of one call. Only this class and Pool need a GPU."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._graph = torch.cuda.CUDAGraph()
-
-    def warm_up(self, call: Callable[[], Any]) -> None:
-        """Runs `call` until everything that happens once is done (compiling, measuring, cuDNN's search).
-
-        Raises Unfit if the CPU waits for the GPU.
-        """
-        stream = torch.cuda.current_stream(self._pool.device)
-        self._pool.capturing.wait_stream(stream)
-        with torch.cuda.stream(self._pool.capturing):
-            for _ in range(WARM_UP_CALLS):
-                call()
-            with _waiting_noticed():  # waiting would fail in a capture, and torch's allocator would not recover
-                call()
-        stream.wait_stream(self._pool.capturing)
-
-    def capture(self, call: Callable[[], Any]) -> Any:
-        """Captures `call` and returns its results: tensors that every replay overwrites."""
-        pool = self._pool
-        with torch.cuda.device(pool.device):
-            try:
-                # other threads may go on allocating and synchronising
-                with (
-                    _own_workspaces(),
-                    torch.cuda.graph(self._graph, pool.handle, pool.capturing, capture_error_mode="thread_local"),
-                ):
-                    return call()
-            except Exception:
-                _recover(pool)
-                raise
-
-    def replay(self) -> None:
-        self._graph.replay()  # on the current stream of the device of its capture, whichever device is current
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Inside, cuBLAS allocates new workspaces, from the graph's pool. No later call gets them.
-
-    torch keeps a workspace for each stream. A graph would go on writing into that of its warm-up, which others may
-    free: every capture by torch.compile frees it, and in newer torch the end of any graph captured on this stream.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-def _recover(pool: Pool) -> None:
-    """Cleans up after a failed capture, in which torch's allocator and its random generator go on capturing."""
-    with contextlib.suppress(Exception):  # torch may have done this
-        torch._C._cuda_endAllocateToPool(pool.device.index, pool.handle)
-        torch._C._cuda_releasePool(pool.device.index, pool.handle)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=pool.capturing, capture_error_mode="thread_local"):
-        torch.zeros(1, device=pool.device)  # any completed capture ends the generator's
-
-
-@contextlib.contextmanager
-def _waiting_noticed() -> Iterator[None]:
-    """Raises Unfit at the end if the CPU waited for the GPU inside."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-    if waits:
-        raise Unfit(f"it waits for the GPU ({waits[0].filename}:{waits[0].lineno})")
-
-
-_recording: Final = threading.local()
-
-
-@contextlib.contextmanager
-def _preparing() -> Iterator[None]:
-    """Inside, models do not replay, and autocast keeps no copies of weights: a graph would read them after they are
-    freed."""
-    cached = torch.is_autocast_cache_enabled()
-    _recording.active = True
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        _recording.active = False
-
-
 class Recording:
     """A captured call, which can be replayed for other calls of its kind."""
 
@@ -326,7 +160,7 @@ class Recording:
 
     def __init__(
         self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any],
-        lent: Sequence[torch.Tensor], pool: Pool,
+        lent: Sequence[torch.Tensor], pool: cuda_capture.Pool,
     ) -> None:  # fmt: skip
         """Captures forward(module, *args, **kwargs). Raises Unfit.
 
@@ -336,12 +170,17 @@ class Recording:
         leaves: list[torch.Tensor] = []
         flatten([args, kwargs], leaves)
         device = pool.device
-        self._pool, self._graph = pool, Graph(pool)
+        self._pool, self._graph = pool, cuda_capture.Graph(pool)
         overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers, perhaps
         # the caller may be in inference mode, whose tensors may not be overwritten outside of it
-        with torch.inference_mode(False), torch.no_grad(), unchanged(module, tensors=overwritten), _preparing():
-            self._buffers = [_buffer(leaf) for leaf in leaves]
-            buffers = iter(self._buffers)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            unchanged(module, tensors=overwritten),
+            cuda_capture.preparing(),
+        ):
+            self._buffers = cuda_capture.Buffers.like(leaves)
+            buffers = iter(self._buffers.tensors)
             args, kwargs = map_tensors((tuple(args), kwargs), lambda _: next(buffers))
             versions, draws = self._versions(), Draws(module)
             before: dict[str, Any] = {}
@@ -358,7 +197,7 @@ class Recording:
             with stream_capture.keeping() as self._kept:
                 results = self._graph.capture(lambda: forward(module, *args, **kwargs))
         self._shared = _that_live_on(before["results"], results)
-        kept = [*self._buffers, *module.parameters(), *module.buffers(), *lent]
+        kept = [*self._buffers.tensors, *module.parameters(), *module.buffers(), *lent]
         storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         copies: dict[int, Callable[[], torch.Tensor]] = {}
 
@@ -367,23 +206,21 @@ class Recording:
                 raise Unfit(f"a result is on {result.device}")
             if result.numel() and result.untyped_storage().data_ptr() in storages:
                 raise Unfit("a result is a view of an argument, a parameter or a buffer")
-            copies.setdefault(id(result), _copying(result))
+            copies.setdefault(id(result), cuda_capture.copying(result))
             return result
 
         self._results = map_tensors(results, check, shared=self._shared)
         self._copies = copies
         """The function that copies each tensor among the results, by its id. A tensor may occur several times."""
-        self._copy_arguments = _copying_into(self._buffers)
 
     def _versions(self) -> list[int]:
-        return [buffer._version for buffer in self._buffers]
+        return [buffer._version for buffer in self._buffers.tensors]
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Replays the graph for a call of this kind with the tensors `leaves`. Returns the results."""
         with torch.no_grad():
-            self._pool.use(self._buffers)
-            if self._copy_arguments is None or not self._copy_arguments(leaves):
-                _overwrite(self._buffers, leaves)
+            self._pool.use(self._buffers.tensors)
+            self._buffers.fill(leaves)
             for draw in self._draws:
                 draw()
             self._graph.replay()
@@ -478,6 +315,10 @@ class _State:
                 return f"a parameter or buffer is on {tensor.device}"
         return None
 
+    def has_gradients(self) -> bool:
+        """Whether a parameter may get a gradient."""
+        return any(tensor.requires_grad for tensor in self._parameters)
+
     def has_modes(self) -> bool:
         """Whether all modules are in the same modes as before."""
         return self._read_modes() == self._modes
@@ -515,7 +356,7 @@ class _State:
         if not tensors:
             raise Unfit("neither the model nor its arguments have tensors")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
-            raise Unfit("it is called with gradients; torch.no_grad() and torch.inference_mode() switch them off")
+            raise Unfit(WITH_GRADIENTS)
         return tensors[0].device
 
 
@@ -634,7 +475,7 @@ class Replays:
         self._split: _Split | None = None
         self._lock = threading.RLock()
         self._state: _State | None = None
-        self._pool: Pool | None = None
+        self._pool: cuda_capture.Pool | None = None
         self._latest: _Latest | None = None
         self._met: set[Key] = set()
         self._found: dict[Key, Recording | Unfit] = {}
@@ -660,7 +501,10 @@ class Replays:
 
     def call(self, module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """forward(module, *args, **kwargs), replayed if that is possible."""
-        if getattr(_recording, "active", False):
+        if cuda_capture.is_preparing():
+            return forward(module, *args, **kwargs)
+        if torch.is_grad_enabled() and self._state is not None and self._state.has_gradients():
+            self.refused[WITH_GRADIENTS] += 1
             return forward(module, *args, **kwargs)
         with self._lock:
             again = self._recorded_again(args, kwargs)
@@ -732,8 +576,8 @@ class Replays:
                 return None
             if self.graphs >= GRAPHS:
                 raise Unfit(f"there are {GRAPHS} graphs for other kinds of call")
-            if self._pool is None or self._pool.device != device:
-                self._pool = Pool(device)
+            if self._pool is None or self._pool.device != device or not self.graphs:  # it ends with its last graph
+                self._pool = cuda_capture.Pool(device)
             with stream_capture.replaying():
                 found = self._found[key] = _record(module, forward, args, kwargs, lent, self._pool)
         if isinstance(found, Unfit):
@@ -743,14 +587,12 @@ class Replays:
 
 def _record(
     module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any], lent: Sequence[torch.Tensor],
-    pool: Pool,
+    pool: cuda_capture.Pool,
 ) -> Recording | Unfit:  # fmt: skip
     logger.info("fxfuse: a CUDA graph of %s is captured", type(module).__name__)
     try:
         return Recording(module, forward, args, kwargs, lent, pool)
     except Unfit as unfit:
-        return unfit
+        return Unfit(str(unfit))  # without its traceback, which would keep the graph and its memory
     except Exception as error:  # of the model (its call will raise it again), or of what cannot be captured
-        cause = error.__context__ or error  # ending a failed capture raises another exception
-        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        return Unfit(f"capturing it fails: {text}")
+        return Unfit(cuda_capture.reason_of(error))

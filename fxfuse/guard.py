@@ -97,6 +97,15 @@ class Guard:
         return versions
 
 
+def beginning(tensor: torch.Tensor) -> int:
+    """The address at which a tensor's storage begins.
+
+    The storage itself is not asked: torch would make a Python object for it, which would be one more owner of the
+    memory. Memory with two owners is not lent.
+    """
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+
+
 @functools.cache
 def _offset() -> int:
     """The offset, in a tensor's Python object, of the pointer to its C++ object."""

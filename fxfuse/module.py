@@ -600,7 +600,9 @@ def _trained(forward: Callable[..., Any]) -> Callable[..., Any]:
         if training is None:
             assert state.captured.graph is not None
             fused = functools.partial(_fused_half, state.settings)
-            state.training = training = Training(state.captured.root, state.captured.graph, fused)
+            state.training = training = Training(
+                state.captured.root, state.captured.graph, fused, state.settings.cuda_graphs
+            )
         return training.call(functools.partial(forward, self), args, kwargs)
 
     return _with_own_code(trained)

@@ -60,7 +60,9 @@ def optimize(
             place at any time. They may also move to other memory; the graphs are then captured again. Whatever a
             forward does in Python, or reads from attributes that are no tensors, is fixed at the capture. The report
             says which calls ran without a graph, and why. With strict=True, UnsupportedError is raised if the example's
-            call cannot be captured.
+            call cannot be captured. Training steps of a kind that comes again and again have two graphs, one of the
+            forward and one of the backward; parameters' gradients then lie in the graph's memory until they are set to
+            None.
 
     Returns a GraphModule that behaves as the model does: train() and eval(), to(), half(), state_dict(),
     load_state_dict(), gradients, copy.deepcopy and pickle included. Later changes are seen as follows:
@@ -87,7 +89,7 @@ def optimize(
         raise FxfuseError("optimize takes Python modules; optimize the model before torch.jit compiles it")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     _check_parameters(model)
-    settings = Settings(strict, fp32)
+    settings = Settings(strict, fp32, cuda_graphs)
     before = settings
     if isinstance(model, FusedModule):
         before, model = state_of(model).settings, state_of(model).captured.root

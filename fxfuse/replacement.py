@@ -29,16 +29,18 @@ class Settings:
 
     strict: bool = False
     fp32: str = "exact"
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strict, bool):
-            raise FxfuseError(f"strict is True or False, not {self.strict!r}")
+        for name in ("strict", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise FxfuseError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.fp32 not in ("exact", "fast"):
             raise FxfuseError(f'fp32 is "exact" or "fast", not {self.fp32!r}')
 
     def changed(self) -> dict[str, Any]:
-        """Keyword arguments for the fused operators: the settings that differ from their defaults."""
-        return {name: value for name, value in vars(self).items() if value != getattr(Settings, name)}
+        """Keyword arguments for the fused operators: the settings of kernels that differ from their defaults."""
+        return {name: vars(self)[name] for name in ("strict", "fp32") if vars(self)[name] != getattr(Settings, name)}
 
 
 _region_numbers: Final = itertools.count(1)

@@ -41,13 +41,15 @@ CALLS_BEFORE_CAPTURE: Final = 4
 class Training:
     """The training steps of one graph."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, fused: Callable[..., nn.Module]) -> None:
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, fused: Callable[..., nn.Module], cuda_graphs: bool = False
+    ) -> None:
         """
         Args:
             graph: the captured graph, of torch's operations.
-            fused: as for TrainingStep.
+            fused, cuda_graphs: as for TrainingStep.
         """
-        self._root, self._captured, self._fused = root, graph, fused
+        self._root, self._captured, self._fused, self._cuda_graphs = root, graph, fused, cuda_graphs
         self._lock = free_in_children(threading.RLock())
         self._begin()
 
@@ -130,7 +132,7 @@ class Training:
                 given = [tensors[at] for at in first_of(tensors)]
                 with progress.steps("capture", 1, f"a training step of {type(self._root).__name__}"):
                     joint = joint_of(self._root, self._graph, binding.values(bound), attributes, given)
-                step = TrainingStep(joint, self._fused, bound, returned, self._leaves.tables)
+                step = TrainingStep(joint, self._fused, bound, returned, self._leaves.tables, self._cuda_graphs)
             except Refused as refused:
                 self.reason = str(refused)
                 logger.info("fxfuse: gradients come from torch: %s", self.reason)

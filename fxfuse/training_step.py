@@ -20,13 +20,14 @@ from torch import nn
 
 from fxfuse import functional, plans, stream_capture
 from fxfuse.errors import FxfuseError
-from fxfuse.guard import Guard
+from fxfuse.guard import Guard, beginning
 from fxfuse.joint import Joint
 from fxfuse.program import switches_of
 from fxfuse.program.binding import Bound
 from fxfuse.program.values import Lent, Refused, device_of
 from fxfuse.segments import buckets_now, segments
 from fxfuse.state import TorchRandomState
+from fxfuse.step_graphs import Flight, StepGraphs
 
 logger = logging.getLogger("fxfuse")
 
@@ -42,7 +43,7 @@ class TrainingStep:
 
     def __init__(
         self, joint: Joint, fused: Callable[..., nn.Module], bound: Bound, returned: Returned,
-        tables: Sequence[dict[Any, Any]],
+        tables: Sequence[dict[Any, Any]], cuda_graphs: bool = False,
     ) -> None:  # fmt: skip
         """Raises Refused if the results of the graph share memory, or if the memory that it changes is shared.
 
@@ -52,6 +53,7 @@ class TrainingStep:
             bound: a call of this kind.
             returned: what the graph itself returned in a call of this kind.
             tables: dictionaries that must hold the same objects at every call (`Leaves.tables`).
+            cuda_graphs: whether the forward and the backward are to be CUDA graphs.
         """
         self.joint, self._distinct = joint, first_of(bound.tensors)
         self.guard = Guard(bound.tensors, tables)
@@ -91,6 +93,11 @@ class TrainingStep:
             self._lendable.insert(0, large)
             behind.update(segment.kept)
         self._is_prepared = False
+        self.replays: StepGraphs | None = None
+        """Its CUDA graphs, if there are to be any."""
+        if cuda_graphs and _on_gpu(device):
+            given = [bound.tensors[at] for at in self._distinct]
+            self.replays = StepGraphs(self, given, set(map(id, bound.attributes)))
         self._constants, self._settings, self.autocast = bound.constants, settings_of(device), _autocast()
         self._addresses = array("Q", bytes(8 * len(bound.tensors)))
 
@@ -131,11 +138,16 @@ class TrainingStep:
         # the state of a GPU's generator cannot be read while draws are captured
         random = TorchRandomState() if self.joint.draws and not is_captured else None
         torch._C._set_grad_enabled(False)  # torch.no_grad takes 3 us
+        flight: Flight | None = None
         try:
-            results, more = self.run_forward(given)
+            replayed = None if self.replays is None or is_captured else self.replays.forward(given)
+            if replayed is None:
+                results, more = self.run_forward(given)
+            else:
+                results, more, flight = replayed
         finally:
             torch._C._set_grad_enabled(True)
-        call = _Call(self, given, self.guard.versions(given), random)
+        call = _Call(self, given, self.guard.versions(given), random, flight)
         token: tuple[torch.Tensor, ...] = ()
         for number in range(len(self.segments) - 1, 0, -1):
             # results get these segments in their history: a segment that kept a result itself would never be freed
@@ -147,15 +159,17 @@ class TrainingStep:
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """The results, and the tensors that are kept beside them. The first call also prepares the backward."""
         if self._is_prepared:
-            return self._forwarded(given)
+            with self._watched():
+                return self.forwarded(given)
         self._is_prepared = True
         with plans.preparing_together():
-            found = self._forwarded(given)
+            found = self.forwarded(given)
             self._try_backward(given, *found)
         return found
 
-    def _forwarded(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
-        with _without_autocast():
+    def forwarded(self, given: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
+        """As `run_forward`, and nothing else."""
+        with self._launching():
             found = self.forward.forward(*given)  # not a call: it has no hooks
         lying = [_lying(result, strides) for result, strides in zip(found, self._strides, strict=False)]
         results, more = _alone(lying, found), found[self.joint.results :]
@@ -170,13 +184,19 @@ class TrainingStep:
         try:
             zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) for meta in self.joint.gradients]
             values = self.begun(zeros)
-            there = (*given, *results, *more)
-            for number, ways in enumerate(self.ways):
-                kept = ways.joined(ways.seen(there), ways.unseen(there))
+            for number in range(len(self.segments)):
+                kept = self.kept_of(number, given, results, more)
                 # True, as in a real backward. There is no program yet, which would overwrite lent memory
                 _, values = self.run_segment(number, kept, values, True)
         except torch.cuda.OutOfMemoryError:  # then the kernels are compiled at the first backward
             logger.info("fxfuse: too little memory to prepare the backward beside the forward")
+
+    def kept_of(
+        self, number: int, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], more: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The tensors of a forward that a segment takes."""
+        there = (*given, *results, *more)
+        return [there[at] for at in self._kept[number]]
 
     def begun(self, gradients: Sequence[torch.Tensor]) -> Values:
         """The first values of a backward: the gradients of results, by name, in the traced strides."""
@@ -201,14 +221,27 @@ class TrainingStep:
         if are_batched:
             found = segment.graph(*kept, *taken, Lent())
         else:
-            lent = self._lent(number, kept) if is_last else Lent()
-            with _without_autocast():
+            lent = self._lent(number, kept) if is_last and not self._may_replay() else Lent()
+            with self._launching():
                 found = self.backwards[number].forward(*kept, *taken, lent)
         if not segment.passes:
             return found, {}
         count = len(segment.gradients)
         there = {**values, **dict(zip(segment.makes, found[count:], strict=True))}
         return found[:count], {name: value for name, value in there.items() if name in segment.passes}
+
+    def _may_replay(self) -> bool:
+        """Whether there are or may be CUDA graphs of it. What their forward keeps stays where it is."""
+        return self.replays is not None and self.replays.reason is None
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.replays is None else self.replays.watched()
+
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        """A context for running the graphs: without autocast, and with kernels chosen for replays if there are any."""
+        with _without_autocast(), stream_capture.replaying() if self._may_replay() else contextlib.nullcontext():
+            yield
 
     def _lent(self, number: int, kept: Sequence[torch.Tensor]) -> Lent:
         """Marks the kept tensors that are lent: large ones made for the backward alone, which nothing else needs.
@@ -219,6 +252,10 @@ class TrainingStep:
         for place, mark in zip(places, self.guard.alone([kept[place] for place in places]), strict=True):
             marks[place] = mark
         return Lent(marks) if any(marks) else Lent()  # the same kind of call as if the graph were kept
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -241,9 +278,9 @@ class _Ways:
             taken: what the segment takes, by position among the given tensors, the results and `more`.
             more: what the forward keeps beside its results.
         """
-        known = {_beginning(tensor) for tensor in (*given, *results)}
+        known = {beginning(tensor) for tensor in (*given, *results)}
         first = len(given) + len(results)
-        own = {first + at for at, tensor in enumerate(more) if _beginning(tensor) not in known}
+        own = {first + at for at, tensor in enumerate(more) if beginning(tensor) not in known}
         seen, unseen = [at for at in taken if at not in own], [at for at in taken if at in own]
         self.seen, self.unseen = _getter(seen), _getter(unseen)
         """Each selects some of the taken tensors: those that others have, too; those that only the backward has."""
@@ -271,6 +308,8 @@ class _Call(NamedTuple):
     """The version counter of each given tensor after the forward."""
     random: TorchRandomState | None
     """The random state before the call, if the call draws random numbers."""
+    flight: Flight | None
+    """The replay that ran the forward; None if it was not replayed."""
 
     def of(self, number: int) -> list[torch.Tensor]:
         """The given tensors whose gradients a segment computes."""
@@ -294,22 +333,13 @@ def _alone(results: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> tu
     """
     if not any(result._is_view() for result in results):
         return tuple(results)
-    shares = Counter(map(_beginning, found))
+    shares = Counter(map(beginning, found))
     return tuple(
         torch.ops.aten._unsafe_view.default(result, result.shape).as_strided_(result.shape, result.stride())
-        if result._is_view() and shares[_beginning(result)] == 1
+        if result._is_view() and shares[beginning(result)] == 1
         else result
         for result in results
     )
-
-
-def _beginning(tensor: torch.Tensor) -> int:
-    """The address at which a tensor's storage begins.
-
-    The storage itself is not asked: torch would make a Python object for it, which would be one more owner of the
-    memory. Memory with two owners is not lent.
-    """
-    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def first_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -380,7 +410,16 @@ class _Function(torch.autograd.Function):
             kept = step.ways[number].joined(seen, ctx.unseen)
             if is_last:
                 ctx.unseen = ()
-            found, values = step.run_segment(number, kept, handed.values, is_last, handed.are_batched)
+            replayed = call.flight.backward(handed.values) if call.flight is not None and is_last else None
+            if replayed is not None:
+                found = replayed
+            else:
+                with step._watched():
+                    found, values = step.run_segment(number, kept, handed.values, is_last, handed.are_batched)
+                if is_last and call.flight is not None:
+                    call.flight.is_over = True
+                elif is_last and step.replays is not None:
+                    step.replays.completed()
             if handed.defined is not None:
                 depends = map(step.joint.depends.__getitem__, numbers)
                 found = [

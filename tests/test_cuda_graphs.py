@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 
 import fxfuse
-from fxfuse import cuda_graphs, plans
+from fxfuse import cuda_capture, cuda_graphs, plans
 from fxfuse.module import state_of
 from fxfuse.program.observed import Operators
 from fxfuse.state import seed as seed_all
@@ -32,8 +33,15 @@ ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8,
 
 
 class PoolStandIn:
+    """As torch's pools, it ends with the last of its graphs."""
+
     def __init__(self, device):
-        self.device = device
+        self.device, self.graphs, self.was_used = device, weakref.WeakSet(), False
+
+    def captures(self, graph):
+        assert self.graphs or not self.was_used, "this pool has ended"
+        self.graphs.add(graph)
+        self.was_used = True
 
     def use(self, buffers):
         pass
@@ -41,12 +49,13 @@ class PoolStandIn:
 
 class GraphStandIn:
     def __init__(self, pool):
-        pass
+        self.pool = pool
 
     def warm_up(self, call):
         call()
 
     def capture(self, call):
+        self.pool.captures(self)
         self.call, self.results = call, []
         value = call()
         cuda_graphs.map_tensors(value, lambda result: self.results.append(result) or result)
@@ -56,18 +65,21 @@ class GraphStandIn:
         results = iter(self.results)
 
         def overwrite(new):
-            next(results).untyped_storage().copy_(new.untyped_storage())
+            count = new.untyped_storage().nbytes() // new.element_size()
+            # the old result's storage is not asked: that makes a Python object, which is one more owner of the memory
+            with torch.no_grad():
+                next(results).detach().as_strided((count,), (1,), 0).copy_(new.detach().as_strided((count,), (1,), 0))
             return new
 
-        with cuda_graphs._preparing(), torch.random.fork_rng():  # a graph draws nothing on a CPU
+        with cuda_capture.preparing(), torch.random.fork_rng():  # a graph draws nothing on a CPU
             cuda_graphs.map_tensors(self.call(), overwrite)
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda tensor: tensor.device.type == "cpu")
-    monkeypatch.setattr(cuda_graphs, "Pool", PoolStandIn)
-    monkeypatch.setattr(cuda_graphs, "Graph", GraphStandIn)
+    monkeypatch.setattr(cuda_capture, "Pool", PoolStandIn)
+    monkeypatch.setattr(cuda_capture, "Graph", GraphStandIn)
 
 
 @pytest.fixture
@@ -375,6 +387,18 @@ class TestRefusals:
         assert not replays
         assert report(fast)[0] == "0 CUDA graphs captured" and "2 calls without" in report(fast)[1]
         assert reason in report(fast)[1]
+
+    def test_a_capture_that_gave_no_graph_harms_no_other(self, replays):
+        def forward(m, x):
+            return x[:2] if x.shape[0] == 5 else m.fc(x).relu()
+
+        model = Net(forward, fc=linear()).eval()
+        fast = fxfuse.optimize(model, (X,), cuda_graphs=True)
+        fast(X)
+        assert "view of an argument" in report(fast)[1]
+        for _ in range(3):
+            torch.testing.assert_close(fast(X[:4]), model(X[:4]))
+        assert len(replays) == 2
 
     def test_what_is_drawn_and_never_read_is_drawn_at_each_replay(self, replays):
         """As wav2vec's layers, which ask only in training whether they are left out."""
@@ -709,7 +733,7 @@ class TestDynamosGraphs:
             x = randn(5, 8, seed=seed)
             torch.testing.assert_close(fast(x), model(x))
         assert len(replays) == 4 and compiled_report(self.others) == ("1 CUDA graph captured",)
-        assert [buffer.shape for buffer in replays[0]._buffers] == [X.shape]
+        assert [buffer.shape for buffer in replays[0]._buffers.tensors] == [X.shape]
 
     @pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("half", "another module")])
     def test_changes_of_weights_are_seen(self, name, replays):

@@ -12,6 +12,7 @@ from torch import fx, nn
 from fxfuse import plans
 from fxfuse.backend import compiled_graphs
 from fxfuse.channels_last import Layouts, bytes_of
+from fxfuse.cuda_graphs import WITH_GRADIENTS
 from fxfuse.deploy import LoadedModule
 from fxfuse.errors import FxfuseError
 from fxfuse.graph_breaks import parts_of
@@ -21,6 +22,7 @@ from fxfuse.problem import Plan
 from fxfuse.replacement import FusedRegion
 from fxfuse.report.data import CHAIN, Operations, RegionReport, Report, SkippedReport
 from fxfuse.report.work import work_of
+from fxfuse.step_graphs import StepGraphs
 from fxfuse.training import CALLS_BEFORE_CAPTURE
 
 _T = TypeVar("_T")
@@ -119,11 +121,14 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
     replays = state_of(fast).replays
     if replays is None:
         return ()
+    trainings = [state_of(module).training for _, module in _traces(fast)]
+    has_steps = any(step.replays for training in trainings if training is not None for step in training.steps)
     refused = (
-        f"{count} call{'' if count == 1 else 's'} without a CUDA graph: {reason}"
+        f"{count} {_plural('call', count)} without a CUDA graph: {reason}"
         for reason, count in replays.refused.items()
+        if not (has_steps and reason == WITH_GRADIENTS)  # the lines on training say more
     )
-    return (f"{replays.graphs} CUDA graph{'' if replays.graphs == 1 else 's'} captured", *refused)
+    return (f"{replays.graphs} CUDA {_plural('graph', replays.graphs)} captured", *refused)
 
 
 def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
@@ -206,10 +211,30 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
         yield f"gradients of {what} come from torch where {plans.IN_PARTS}"
     for step in training.steps:
         yield f"in training, {what} keeps {step.joint.kept_bytes / 2**20:.1f} MB for the backward"
+        yield from _step_graphs_report(what, step.replays)
         for name, graph in step.graphs:
             assert isinstance(graph, FusedModule)
             yield from _programs_of(f"in training, the {name} of {what}", graph)
         yield from (f"in training, {line}" for line in _layouts_report(step.joint.layouts, ""))
+
+
+def _step_graphs_report(what: str, graphs: StepGraphs | None) -> Iterator[str]:
+    """How often a training step was replayed as CUDA graphs, and why not more often."""
+    if graphs is None:
+        return
+    if graphs.reason is not None:
+        yield f"in training, {what} has no CUDA graphs: {graphs.reason}"
+    if graphs.replays:
+        yield f"in training, {what} was replayed as CUDA graphs: {graphs.replays} {_plural('step', graphs.replays)}"
+    if graphs.waited:
+        yield (
+            f"in training, {graphs.waited} {_plural('step', graphs.waited)} of {what} ran without CUDA graphs: "
+            "the backward of an earlier call was still to come"
+        )
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
 
 
 def _programs_of(what: str, module: FusedModule) -> Iterator[str]:
