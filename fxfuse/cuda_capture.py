@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +158,14 @@ class Graph:
 
     def replay(self) -> None:
         self._graph.replay()  # on the current stream of the device of its capture, whichever device is current
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can be allocated on a GPU, of the driver and of torch's allocator."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager

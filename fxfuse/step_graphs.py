@@ -37,6 +37,10 @@ STEPS_BEFORE: Final = 3
 MOST_CAPTURES: Final = 8
 """The number of captures after which the graphs of one kind of step are given up: its parameters move all the time."""
 
+ROOM: Final = 4
+"""How often what the forward keeps must fit into the free memory before a capture. The graphs hold it for good, and
+about as much again for the backward's results. Steps that are not replayed need as much beside that."""
+
 
 class Replayed(NamedTuple):
     """What a replay of the forward gives."""
@@ -164,6 +168,12 @@ class StepGraphs:
     def _capture(self, given: Sequence[torch.Tensor]) -> None:
         if self.captures == MOST_CAPTURES:
             self.reason = f"its parameters have moved after each of {MOST_CAPTURES} captures"
+            return
+        kept, free = self._step.joint.kept_bytes, cuda_capture.free_memory(self._step.device)
+        if free < ROOM * kept:
+            self.reason = (
+                f"too little memory: its forward keeps {kept / 2**20:.0f} MB, and {free / 2**20:.0f} MB are free"
+            )
             return
         self.captures += 1
         logger.info("fxfuse: the forward and the backward of a training step are captured as CUDA graphs")

@@ -378,6 +378,20 @@ def test_arguments_that_graphs_cannot_have(name, device):
     assert any(what in line for line in fxfuse.explain(fast).training)
 
 
+def test_graphs_need_free_memory(device, monkeypatch):
+    """What they hold must leave room for steps that are not replayed."""
+    free = [2.0**40]
+    monkeypatch.setattr(cuda_capture, "free_memory", lambda device: free[0])
+    model, fast = twins(mlp(), device)
+    assert_trains_as(model, fast, 6, 8)
+    assert graphs_of(fast).captures == 1
+    free[0] = 4.0 * made(fast)[0].joint.kept_bytes  # of 6 rows
+    assert_trains_as(model, fast, 9, 8)
+    more, fewer = (step.replays for step in made(fast))
+    assert (more.captures, fewer.captures) == (0, 1)
+    assert any("too little memory" in line for line in fxfuse.explain(fast).training)
+
+
 def test_the_report(device):
     model, fast = twins(mlp(), device)
     assert_trains_as(model, fast, 6, 8, steps=WARM + 2)
