@@ -41,6 +41,12 @@ ROOM: Final = 4
 """How often what the forward keeps must fit into the free memory before a capture. The graphs hold it for good, and
 about as much again for the backward's results. Steps that are not replayed need as much beside that."""
 
+graph_is_kept: Final[Callable[[], bool] | None] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", None
+)
+"""Whether the running backward keeps its graph (`retain_graph`), so that there may be another one. None: older versions
+of torch do not say so."""
+
 
 class Replayed(NamedTuple):
     """What a replay of the forward gives."""
@@ -98,6 +104,8 @@ class StepGraphs:
         self._lock = threading.RLock()
 
     def _why_unfit(self, given: Sequence[torch.Tensor]) -> str | None:
+        if graph_is_kept is None:
+            return "this version of torch does not say whether a backward keeps its graph"
         if len(self._step.segments) > 1:
             return "its backward has parts, between which DistributedDataParallel sends gradients"
         if not self._step.joint.changed <= set(self._fixed):

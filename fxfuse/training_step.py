@@ -27,7 +27,7 @@ from fxfuse.program.binding import Bound
 from fxfuse.program.values import Lent, Refused, device_of
 from fxfuse.segments import buckets_now, segments
 from fxfuse.state import TorchRandomState
-from fxfuse.step_graphs import Flight, StepGraphs
+from fxfuse.step_graphs import Flight, StepGraphs, graph_is_kept
 
 logger = logging.getLogger("fxfuse")
 
@@ -455,10 +455,7 @@ def _begun(call: _Call, gradients: Sequence[torch.Tensor | None]) -> _Handed:
     return _Handed(values, defined, are_batched)
 
 
-_keeps_graph: Final[Callable[[], bool]] = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
-"""Whether the running backward keeps its graph (`retain_graph`), so that there may be another one."""
+_keeps_graph: Final[Callable[[], bool]] = graph_is_kept or (lambda: True)
 
 
 _IS_GRADS_BATCHED: Final[Any] = torch._C._parse_dispatch_key("Batched")
