@@ -85,6 +85,28 @@ def copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(result)
 
 
+def copying_together(results: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """The same for results of one dtype in one memory. Their copies share memory as they do."""
+    if len(results) == 1:
+        copy = copying(results[0])
+        return lambda: [copy()]
+    first = min(int(result.storage_offset()) for result in results)
+    memory = results[0].as_strided((max(map(_end, results)) - first,), (1,), first)
+    shapes = [(result.shape, result.stride(), int(result.storage_offset()) - first) for result in results]
+
+    def copies() -> list[torch.Tensor]:
+        copy = memory.clone()
+        return [copy.as_strided(*shape) for shape in shapes]
+
+    return copies
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The position in its storage behind a tensor's last element."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + (reach + 1 if tensor.numel() else 0)
+
+
 # ------------------------------------------------------------------------------------------- one graph
 
 

@@ -37,7 +37,7 @@ from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.cuda_capture import Unfit
 from fxfuse.errors import FxfuseError
 from fxfuse.functional import autocast_dtype
-from fxfuse.guard import Guard
+from fxfuse.guard import Guard, beginning
 from fxfuse.state import Draws, draws_without_readers, unchanged
 
 logger = logging.getLogger("fxfuse")
@@ -199,19 +199,20 @@ class Recording:
         self._shared = _that_live_on(before["results"], results)
         kept = [*self._buffers.tensors, *module.parameters(), *module.buffers(), *lent]
         storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        copies: dict[int, Callable[[], torch.Tensor]] = {}
+        groups: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
 
         def check(result: torch.Tensor) -> torch.Tensor:
             if result.device != device:
                 raise Unfit(f"a result is on {result.device}")
             if result.numel() and result.untyped_storage().data_ptr() in storages:
                 raise Unfit("a result is a view of an argument, a parameter or a buffer")
-            copies.setdefault(id(result), cuda_capture.copying(result))
+            groups.setdefault((beginning(result), result.dtype), {})[id(result)] = result
             return result
 
         self._results = map_tensors(results, check, shared=self._shared)
-        self._copies = copies
-        """The function that copies each tensor among the results, by its id. A tensor may occur several times."""
+        self._copies = [(list(group), cuda_capture.copying_together(list(group.values()))) for group in groups.values()]
+        """For each memory, the ids of the results in it, and the function that copies them. A tensor may occur several
+        times among the results."""
 
     def _versions(self) -> list[int]:
         return [buffer._version for buffer in self._buffers.tensors]
@@ -224,7 +225,9 @@ class Recording:
             for draw in self._draws:
                 draw()
             self._graph.replay()
-            copies = {name: copy() for name, copy in self._copies.items()}
+            copies = {
+                name: copy for names, copying in self._copies for name, copy in zip(names, copying(), strict=True)
+            }
         return map_tensors(self._results, lambda result: copies[id(result)], shared=self._shared)
 
 

@@ -1,9 +1,10 @@
 """optimize(..., cuda_graphs=True) in training: what is replayed, that gradients are eager's, and whose they are.
 
-Without a GPU a stand-in takes the place of torch's CUDA graphs (test_cuda_graphs.py). Models are in float64, so that
+Without a GPU a stand-in takes the place of torch's CUDA graphs (fuzz/graphs.py). Models are in float64, so that
 results that belong to another call, or that a replay has overwritten, cannot hide behind rounding.
 """
 
+import contextlib
 import copy
 import gc
 import random
@@ -11,9 +12,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.graphs import steps_on_a_cpu
 from helpers import ON_GPU, Net, Net2, linear, randn
 from test_captured_steps import forbidden
-from test_cuda_graphs import GraphStandIn, PoolStandIn, graph_launches
+from test_cuda_graphs import graph_launches
 from test_training import Attention, convolutional, made, mlp, weighed, with_dropout
 from torch import nn
 
@@ -29,34 +31,16 @@ WARM: int = STEPS_BEFORE + 1
 """Steps before the first that is replayed: torch runs the first, while it is not known whether there is a second."""
 
 
-class StepStandIn(GraphStandIn):
-    """A capture runs nothing: it leaves the model's buffers alone."""
-
-    buffers = ()
-
-    def capture(self, call):
-        before = [buffer.clone() for buffer in self.buffers]
-        value = super().capture(call)
-        for buffer, old in zip(self.buffers, before, strict=True):
-            buffer.copy_(old)
-        return value
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        monkeypatch.setattr(training_step, "_on_gpu", lambda device: True)
-        monkeypatch.setattr(cuda_capture, "Pool", PoolStandIn)
-        monkeypatch.setattr(cuda_capture, "Graph", StepStandIn)
-    return request.param
+def device(request):
+    with steps_on_a_cpu() if request.param == "cpu" else contextlib.nullcontext():
+        yield request.param
 
 
 def twins(model, device):
     """The model, and an optimised copy."""
     model = model.double().to(device)
-    other = copy.deepcopy(model)
-    StepStandIn.buffers = list(other.buffers())
-    return model, fxfuse.optimize(other, cuda_graphs=True)
+    return model, fxfuse.optimize(copy.deepcopy(model), cuda_graphs=True)
 
 
 def data(*shape, device, seed=0, wants=False):
@@ -420,10 +404,8 @@ def test_copies_have_graphs_of_their_own(device):
 def test_dynamos_graphs(device):
     torch.manual_seed(0)
     model = convolutional().double().to(device)
-    other = copy.deepcopy(model)
-    StepStandIn.buffers = list(other.buffers())
     torch._dynamo.reset()
-    fast = torch.compile(other, backend="fxfuse", options={"cuda_graphs": True})
+    fast = torch.compile(copy.deepcopy(model), backend="fxfuse", options={"cuda_graphs": True})
     for seed in range(WARM + 6):
         x = data(4, 3, 10, 10, device=device, seed=seed)
         torch.testing.assert_close(train(fast, x), train(model, x))

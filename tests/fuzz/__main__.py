@@ -22,9 +22,9 @@ from typing import Any
 LIMIT_S = {"cpu": 90.0, "cuda": 300.0}
 """A model that takes longer is a finding; on a GPU it waits for compilers."""
 
-RUNS = ("without programs", "merged", "as it is")
+RUNS = ("without programs", "merged", "as it is", "replayed")
 """How one model after another is run: without programs what calls of single regions do is looked at, too; merged on a
-CPU are programs as on a GPU (loops.py)."""
+CPU are programs as on a GPU (loops.py); replayed are calls and training steps as CUDA graphs (graphs.py)."""
 
 
 def _options() -> argparse.Namespace:
@@ -56,6 +56,7 @@ def _work(options: argparse.Namespace) -> None:
 
     from . import drive, faults
     from .draw import draw
+    from .graphs import replayed
     from .interpret import interpreted, sampled, without_programs
     from .loops import interpreted_loops
     from .minimise import minimise
@@ -76,7 +77,9 @@ def _work(options: argparse.Namespace) -> None:
                 stack.enter_context(without_programs())
             if run == "merged" and options.device == "cpu":
                 stack.enter_context(interpreted_loops())
-            case = draw(seed, options.slow, options.device, programs=run == "merged")
+            if run == "replayed":
+                stack.enter_context(replayed(options.device))
+            case = draw(seed, options.slow, options.device, programs=run == "merged", repeats=run == "replayed")
             if options.fault:
                 with faults.planted(options.fault):
                     finding = drive.run(case)

@@ -442,12 +442,15 @@ class Case:
         ]
 
 
-def draw(seed: int, slow: float = 0.01, device: str = "cpu", programs: bool = False) -> Case:
+def draw(
+    seed: int, slow: float = 0.01, device: str = "cpu", programs: bool = False, repeats: bool = False
+) -> Case:  # fmt: skip
     """The model of this seed; on a GPU, where kernels take seconds to compile, of few operations in short regions.
 
     Args:
         slow: which part of the steps exports or compiles.
         programs: draw what programs merge, and calls that are repeated.
+        repeats: draw many calls of few kinds, as CUDA graphs need them.
     """
     dice = random.Random(seed)
     torch.manual_seed(seed)
@@ -463,7 +466,10 @@ def draw(seed: int, slow: float = 0.01, device: str = "cpu", programs: bool = Fa
         _add(case, dice, scope, names, k, programs)
     a, b = names[-1], dice.choice(names)
     case.output = dice.choice(OUTPUTS).format(a=a, b=b)
-    for _ in range(dice.randint(4, 9)):
+    for _ in range(dice.randint(12, 20) if repeats else 0):
+        what = "call" if dice.random() < 0.8 else dice.choice(STEPS)
+        case.steps.append((what, dice.choice((3, 3, 3, 3, 5)), dice.choice(("plain", "plain", "plain", "sliced"))))
+    for _ in range(0 if repeats else dice.randint(4, 9)):
         what = dice.choice(SLOW_STEPS) if dice.random() < slow else dice.choice(STEPS)
         if programs and dice.random() < 0.4:
             what = "repeat"

@@ -138,7 +138,9 @@ class _Kernel:
         """Results that lie where it reads."""
         read = {one.slot for one in self._loops.reads}
         if self._loops.into is not None and self._loops.output.slot in read:
-            raise AssertionError("a kernel overwrites a part of what it reads")
+            if not loops.is_apart_or_in_place(self._loops):
+                raise AssertionError("a kernel overwrites a part of what it reads")
+            read.remove(self._loops.output.slot)
         return [store.output for store in self._loops.stores if store.output.slot in read]
 
     def read(self) -> torch.Tensor:
