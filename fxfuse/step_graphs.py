@@ -38,8 +38,8 @@ MOST_CAPTURES: Final = 8
 """The number of captures after which the graphs of one kind of step are given up: its parameters move all the time."""
 
 ROOM: Final = 4
-"""How often what the forward keeps must fit into the free memory before a capture. The graphs hold it for good, and
-about as much again for the backward's results. Steps that are not replayed need as much beside that."""
+"""How often what the forward keeps must fit into the free memory before a capture. The graphs hold it for good, and at
+most about as much again for the backward's results. Steps that are not replayed need as much beside that."""
 
 graph_is_kept: Final[Callable[[], bool] | None] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", None

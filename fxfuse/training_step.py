@@ -221,7 +221,7 @@ class TrainingStep:
         if are_batched:
             found = segment.graph(*kept, *taken, Lent())
         else:
-            lent = self._lent(number, kept) if is_last and not self._may_replay() else Lent()
+            lent = self._lent(number, kept) if is_last else Lent()
             with self._launching():
                 found = self.backwards[number].forward(*kept, *taken, lent)
         if not segment.passes:
@@ -231,7 +231,7 @@ class TrainingStep:
         return found[:count], {name: value for name, value in there.items() if name in segment.passes}
 
     def _may_replay(self) -> bool:
-        """Whether there are or may be CUDA graphs of it. What their forward keeps stays where it is."""
+        """Whether there are or may be CUDA graphs of it, which use the memory of what their forward keeps again."""
         return self.replays is not None and self.replays.reason is None
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
@@ -249,8 +249,9 @@ class TrainingStep:
         No later segment takes them, and no other tensor owns their memory.
         """
         marks, places = bytearray(len(kept)), self._lendable[number]
-        for place, mark in zip(places, self.guard.alone([kept[place] for place in places]), strict=True):
-            marks[place] = mark
+        lent = Lent.STAYS if self._may_replay() else 1
+        for place, is_alone in zip(places, self.guard.alone([kept[place] for place in places]), strict=True):
+            marks[place] = lent * is_alone
         return Lent(marks) if any(marks) else Lent()  # the same kind of call as if the graph were kept
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.graphs import steps_on_a_cpu
-from helpers import ON_GPU, Net, Net2, linear, randn
+from helpers import ON_GPU, Net, Net2, linear, randn, relative_error
 from test_captured_steps import forbidden
 from test_cuda_graphs import graph_launches
 from test_training import Attention, convolutional, made, mlp, weighed, with_dropout
@@ -21,6 +21,7 @@ from torch import nn
 
 import fxfuse
 from fxfuse import cuda_capture, training_step
+from fxfuse.module import state_of
 from fxfuse.step_graphs import MOST_CAPTURES, STEPS_BEFORE, graph_is_kept
 
 pytestmark = pytest.mark.skipif(
@@ -167,6 +168,26 @@ def test_gradients_are_the_graphs_own_memory(device):
     train(fast, data(6, 8, device=device))
     assert [parameter.grad.data_ptr() for parameter in fast.parameters()] == before
     assert replays(fast) == 2
+
+
+def test_the_backward_has_its_results_in_what_the_forward_keeps(device):
+    """As without graphs, but it frees nothing: the next replay needs that memory again."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 4)).to(device)
+    for cuda_graphs in (False, True):
+        fast = fxfuse.optimize(copy.deepcopy(model), cuda_graphs=cuda_graphs)
+        for seed in range(WARM + 4):
+            x = randn(4096, 256, seed=seed).to(device)
+            for have, want in zip(train(fast, x, False), train(model, x, False), strict=True):
+                assert relative_error(have, want) < 1e-3
+        (step,) = made(fast)
+        (program,) = state_of(step.backwards[0]).programs.programs
+        assert not (cuda_graphs and "release(" in program.code)
+        if device == "cpu":  # a GPU's program has other steps
+            assert "uint8)" not in program.code, "there is room in what the forward keeps"
+            assert cuda_graphs or "release(" in program.code
+    assert replays(fast) == 4
 
 
 def test_results_belong_to_the_caller(device):

@@ -102,8 +102,8 @@ class Program:
         device = device_of(tensors)
         assert device is not None, "others are not recorded"
         steps, kept = without_constants(in_one_launch(_merged(recorder, device)), recorder.output)
-        lent = next((each for each in constants if isinstance(each, Lent)), b"")
-        writer = Writer(recorder, steps, kept, device, recorder.lent(lent), together)
+        lent = next((each for each in constants if isinstance(each, Lent)), Lent())
+        writer = Writer(recorder, steps, kept, device, recorder.lent(lent), together, frees=not lent.stays)
         self.code = writer.code
         self.arena_size = writer.arena_size
         """Bytes of the largest arena. Arenas hold the results of kernels, except those that the caller gets."""

@@ -25,8 +25,15 @@ class Lent(bytes):
     """An argument of a graph: for each tensor of the call one byte, which says whether its memory is lent.
 
     After the last read of lent memory, the program may place results there. Such memory has no other owner, and nobody
-    reads it after the call (`Guard.alone`).
+    reads it after the call (`Guard.alone`). The program may also free it, unless the byte is STAYS.
     """
+
+    STAYS: Final = 2
+
+    @property
+    def stays(self) -> bool:
+        """Whether lent memory stays allocated: CUDA graphs use it again."""
+        return self.STAYS in self
 
 
 @dataclass(eq=False)

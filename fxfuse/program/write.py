@@ -137,13 +137,14 @@ class Writer:
 
     def __init__(
         self, recorder: Recorder, steps: Sequence[Launch | Call], kept: Sequence[Slot], device: torch.device,
-        lent: Mapping[Slot, int], together: Sequence[int] = (),
+        lent: Mapping[Slot, int], together: Sequence[int] = (), frees: bool = True,
     ) -> None:  # fmt: skip
         """
         Args:
             kept: memory that was filled while the call was recorded (constants.py).
             lent: given memory that results may take after its last use, and its sizes in bytes.
             together: positions of results that may share an allocation (`Programs.together`).
+            frees: whether lent memory may be freed.
         """
         self.names: dict[str, Any] = {"reinterpret": reinterpret}
         self.launches = array("Q")
@@ -168,14 +169,16 @@ class Writer:
         self._read: set[int] = set()
         for slot in kept:
             slot.kind, self.names[slot.name] = "constant", slot.constant
-        self._assign_slots(kept, lent, [recorder.output[place] for place in together])
+        self._assign_slots(kept, lent, [recorder.output[place] for place in together], frees)
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
         """The program's text; and, by number of each line that makes launches or calls torch, the steps of the line."""
 
     # ---- memory
 
-    def _assign_slots(self, kept: Sequence[Slot], lent: Mapping[Slot, int], small: Sequence[Any]) -> None:
+    def _assign_slots(
+        self, kept: Sequence[Slot], lent: Mapping[Slot, int], small: Sequence[Any], frees: bool
+    ) -> None:  # fmt: skip
         memory: dict[Slot, None] = {}
         table: dict[Slot, None] = {}
         for number, step in enumerate(self.steps):
@@ -188,7 +191,7 @@ class Writer:
         changed = {slot for step in self.steps for slot in written_by(step)}
         lent = {slot: nbytes for slot, nbytes in lent.items() if not slot.escapes and slot not in changed}
         self.arenas = arenas_of(self.steps, [slot for slot in memory if not slot.escapes], lent)
-        self._releases = releases(self.steps, self.arenas, lent)
+        self._releases = releases(self.steps, self.arenas, lent) if frees else {}
         self.arena_size = max((arena.size for arena in self.arenas), default=0)
         """Bytes of the largest arena of results that do not leave the program."""
         alone = [value.slot for value in values_in(small) if value.alone and value.slot in memory]
