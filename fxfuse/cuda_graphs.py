@@ -350,6 +350,8 @@ class _State:
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be in one graph."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
+            raise Unfit(WITH_GRADIENTS)
         if self._unfit is not None:
             raise Unfit(self._unfit)
         tensors = [*self.tensors[:1], *leaves]
@@ -358,8 +360,6 @@ class _State:
                 raise Unfit(f"an argument is on {tensor.device}")
         if not tensors:
             raise Unfit("neither the model nor its arguments have tensors")
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
-            raise Unfit(WITH_GRADIENTS)
         return tensors[0].device
 
 

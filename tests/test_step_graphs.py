@@ -309,7 +309,7 @@ def test_parameters_that_move_all_the_time(device):
         for each in (model, fast):
             move(each)
     assert graphs_of(fast).captures == MOST_CAPTURES and "moved" in graphs_of(fast).reason
-    assert any("moved" in line for line in fxfuse.explain(fast).training)
+    assert any("moved" in line for line in fxfuse.explain(fast).cuda_graphs)
 
 
 def test_parameters_that_move_at_every_step(device):
@@ -384,7 +384,7 @@ def test_arguments_that_graphs_cannot_have(name, device):
         torch.testing.assert_close(fast.fc.weight.grad, model.fc.weight.grad)
     assert graphs_of(fast).replays == 0
     what = "share memory" if name == "expanded" else "is on cpu"
-    assert any(what in line for line in fxfuse.explain(fast).training)
+    assert any(what in line for line in fxfuse.explain(fast).cuda_graphs)
 
 
 def test_graphs_need_free_memory(device, monkeypatch):
@@ -398,20 +398,21 @@ def test_graphs_need_free_memory(device, monkeypatch):
     assert_trains_as(model, fast, 9, 8)
     more, fewer = (step.replays for step in made(fast))
     assert (more.captures, fewer.captures) == (0, 1)
-    assert any("too little memory" in line for line in fxfuse.explain(fast).training)
+    assert any("too little memory" in line for line in fxfuse.explain(fast).cuda_graphs)
 
 
 def test_the_report(device):
     model, fast = twins(mlp(), device)
     assert_trains_as(model, fast, 6, 8, steps=WARM + 2)
-    assert any("was replayed as CUDA graphs: 2 steps" in line for line in fxfuse.explain(fast).training)
-    assert not any("called with gradients" in line for line in fxfuse.explain(fast).cuda_graphs)
+    assert fxfuse.explain(fast).cuda_graphs == ("2 training steps of the model replayed, each as two CUDA graphs",)
+    result = fast(data(6, 8, device=device))
+    assert_trains_as(model, fast, 6, 8, steps=1)
+    assert "1 training step of the model without CUDA graphs: the backward of an" in str(fxfuse.explain(fast))
+    del result
     without = fxfuse.optimize(mlp().double().to(device))
-    assert_trains_as(model, without, 6, 8, steps=0)
     for _ in range(3):
         train(without, data(6, 8, device=device))
-    assert made(without)[0].replays is None
-    assert not any("CUDA graph" in line for line in fxfuse.explain(without).training)
+    assert made(without)[0].replays is None and fxfuse.explain(without).cuda_graphs == ()
 
 
 def test_copies_have_graphs_of_their_own(device):

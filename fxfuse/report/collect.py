@@ -121,14 +121,41 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
     replays = state_of(fast).replays
     if replays is None:
         return ()
-    trainings = [state_of(module).training for _, module in _traces(fast)]
-    has_steps = any(step.replays for training in trainings if training is not None for step in training.steps)
-    refused = (
+    steps = [
+        (path, step.replays)
+        for path, module in _traces(fast)
+        if (training := state_of(module).training) is not None
+        for step in training.steps
+        if step.replays is not None
+    ]
+    lines = (
+        [f"{replays.graphs} CUDA {_plural('graph', replays.graphs)} captured"] if replays.graphs or not steps else []
+    )
+    lines += (
         f"{count} {_plural('call', count)} without a CUDA graph: {reason}"
         for reason, count in replays.refused.items()
-        if not (has_steps and reason == WITH_GRADIENTS)  # the lines on training say more
+        if not (steps and reason == WITH_GRADIENTS)  # those have graphs of their own
     )
-    return (f"{replays.graphs} CUDA {_plural('graph', replays.graphs)} captured", *refused)
+    for path, graphs in steps:
+        lines += _step_graphs_report(f"'{path}'" if path else "the model", graphs)
+    return tuple(lines)
+
+
+def _step_graphs_report(what: str, graphs: StepGraphs) -> Iterator[str]:
+    """How often a training step was replayed as two CUDA graphs, and why not more often."""
+    if graphs.reason is not None:
+        yield f"training steps of {what} have no CUDA graphs: {graphs.reason}"
+    if graphs.replays:
+        yield f"{graphs.replays} training {_plural('step', graphs.replays)} of {what} replayed, each as two CUDA graphs"
+    if graphs.waited:
+        yield (
+            f"{graphs.waited} training {_plural('step', graphs.waited)} of {what} without CUDA graphs: the backward of "
+            "an earlier call was still to come"
+        )
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
 
 
 def _traces(fast: FusedModule) -> Iterator[tuple[str, FusedModule]]:
@@ -211,30 +238,10 @@ def _training_report(path: str, module: FusedModule) -> Iterator[str]:
         yield f"gradients of {what} come from torch where {plans.IN_PARTS}"
     for step in training.steps:
         yield f"in training, {what} keeps {step.joint.kept_bytes / 2**20:.1f} MB for the backward"
-        yield from _step_graphs_report(what, step.replays)
         for name, graph in step.graphs:
             assert isinstance(graph, FusedModule)
             yield from _programs_of(f"in training, the {name} of {what}", graph)
         yield from (f"in training, {line}" for line in _layouts_report(step.joint.layouts, ""))
-
-
-def _step_graphs_report(what: str, graphs: StepGraphs | None) -> Iterator[str]:
-    """How often a training step was replayed as CUDA graphs, and why not more often."""
-    if graphs is None:
-        return
-    if graphs.reason is not None:
-        yield f"in training, {what} has no CUDA graphs: {graphs.reason}"
-    if graphs.replays:
-        yield f"in training, {what} was replayed as CUDA graphs: {graphs.replays} {_plural('step', graphs.replays)}"
-    if graphs.waited:
-        yield (
-            f"in training, {graphs.waited} {_plural('step', graphs.waited)} of {what} ran without CUDA graphs: "
-            "the backward of an earlier call was still to come"
-        )
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 def _programs_of(what: str, module: FusedModule) -> Iterator[str]:
