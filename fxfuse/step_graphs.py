@@ -1,12 +1,12 @@
-"""optimize(..., cuda_graphs=True): a training step's forward and its backward, each as one CUDA graph.
+"""optimize(..., cuda_graphs=True): a training step's forward and each segment of its backward as a CUDA graph.
 
-- *When.* After some steps of a kind both graphs have programs. Then both are captured, in the next step.
-- *Arguments.* Parameters and buffers are read where they lie. If one has moved, both are captured again. Other
+- *When.* After some steps of a kind its graphs have programs. Then all are captured, in the next step.
+- *Arguments.* Parameters and buffers are read where they lie. If one has moved, all are captured again. Other
   arguments, and the gradients of results, are copied into buffers before a replay.
 - *What the forward keeps for the backward* stays in the graphs' memory. So a forward is replayed only if the backward
   of the replay before is over, or can never come. Meanwhile calls run one launch after another.
 - *Results* are copied: callers often have the last ones at the next call. *Gradients* are not: those of parameters are
-  usually gone by then. If one is still there at the next backward, that runs one launch after another, and both graphs
+  usually gone by then. If one is still there at the next backward, that runs one launch after another, and all graphs
   are captured again. From then on gradients are copied, too.
 """
 
@@ -60,19 +60,24 @@ class Replayed(NamedTuple):
 class Flight:
     """A replay of the forward whose backward may come."""
 
-    def __init__(self, graphs: StepGraphs, pair: _Pair) -> None:
-        self._graphs, self._pair = graphs, pair
+    def __init__(self, graphs: StepGraphs, own: _Graphs) -> None:
+        self._graphs, self._own = graphs, own
+        self._is_replayed = False
+        """Whether the segments of the backward so far were replayed."""
         self.is_over = False
         """Whether the backward is over, so that the next forward may overwrite what this one has kept."""
 
-    def backward(self, values: Values) -> list[torch.Tensor | None] | None:
-        """The gradients, by a replay; None if some of the last replay's are still in use.
+    def backward(self, number: int, values: Values) -> tuple[list[torch.Tensor | None], Values] | None:
+        """A segment's gradients, and the values that later segments take, by a replay.
+
+        None if it has to run one launch after another: gradients of the last replay are still in use.
 
         Args:
-            values: the gradients of results (`TrainingStep.begun`).
+            number: of the segment.
+            values: as `TrainingStep.run_segment` takes them.
         """
-        found = self._graphs.backward(self._pair, values)
-        self.is_over = found is not None
+        found = self._graphs.backward(self._own, number, values) if self._is_replayed or number == 0 else None
+        self._is_replayed = found is not None
         return found
 
 
@@ -99,15 +104,13 @@ class StepGraphs:
         self._steps = 0
         """The number of steps since then that ran one launch after another."""
         self._copies_gradients = False
-        self._pair: _Pair | None = None
+        self._graphs: _Graphs | None = None
         self._flight: Callable[[], Flight | None] = lambda: None
         self._lock = threading.RLock()
 
     def _why_unfit(self, given: Sequence[torch.Tensor]) -> str | None:
         if graph_is_kept is None:
             return "this version of torch does not say whether a backward keeps its graph"
-        if len(self._step.segments) > 1:
-            return "its backward has parts, between which DistributedDataParallel sends gradients"
         if not self._step.joint.changed <= set(self._fixed):
             return "it overwrites an argument"
         for at, each in enumerate(given):
@@ -126,28 +129,30 @@ class StepGraphs:
             if flight is not None and not flight.is_over:
                 self.waited += 1
                 return None
-            pair = self._pair_for(given)
-            if pair is None:
+            graphs = self._graphs_for(given)
+            if graphs is None:
                 return None
-            results = pair.forward(given)
+            results = graphs.forward(given)
             self.replays += 1
-            flight = Flight(self, pair)
+            flight = Flight(self, graphs)
             self._flight = weakref.ref(flight)
-            return Replayed(results, pair.more, flight)
+            return Replayed(results, graphs.more, flight)
 
-    def backward(self, pair: _Pair, values: Values) -> list[torch.Tensor | None] | None:
+    def backward(
+        self, graphs: _Graphs, number: int, values: Values
+    ) -> tuple[list[torch.Tensor | None], Values] | None:  # fmt: skip
         """As `Flight.backward`."""
         with self._lock:
-            if not pair.may_replay_backward():
-                self._copies_gradients, self._pair = True, None
+            if number == 0 and graphs.has_gradients_in_use():
+                self._copies_gradients, self._graphs = True, None
                 return None
-            if not pair.has_backward:
+            if number == graphs.backwards:
                 try:
-                    pair.capture_backward()
+                    graphs.capture_backward()
                 except Exception as error:
                     self._give_up(error)
                     return None
-            return pair.backward(values)
+            return graphs.backward(number, values)
 
     def completed(self) -> None:
         """Counts a step that ran one launch after another."""
@@ -164,14 +169,14 @@ class StepGraphs:
         if waits:
             self.reason = waits[0]
 
-    def _pair_for(self, given: Sequence[torch.Tensor]) -> _Pair | None:
-        """Both graphs, captured if it is time for it."""
+    def _graphs_for(self, given: Sequence[torch.Tensor]) -> _Graphs | None:
+        """The graphs, captured if it is time for it."""
         addresses = [given[at].data_ptr() for at in self._fixed]
         if addresses != self._addresses:
-            self._addresses, self._pair, self._steps = addresses, None, 0
-        if self._pair is None and self._steps >= STEPS_BEFORE:
+            self._addresses, self._graphs, self._steps = addresses, None, 0
+        if self._graphs is None and self._steps >= STEPS_BEFORE:
             self._capture(given)
-        return self._pair
+        return self._graphs
 
     def _capture(self, given: Sequence[torch.Tensor]) -> None:
         if self.captures == MOST_CAPTURES:
@@ -186,13 +191,13 @@ class StepGraphs:
         self.captures += 1
         logger.info("fxfuse: the forward and the backward of a training step are captured as CUDA graphs")
         try:
-            self._pair = _Pair(self._step, given, self._fixed, self._copies_gradients)
+            self._graphs = _Graphs(self._step, given, self._fixed, self._copies_gradients)
         except Exception as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         """Notes the reason why there are no graphs: whatever cannot be captured may raise anything."""
-        self._pair, self.reason = None, cuda_capture.reason_of(error)
+        self._graphs, self.reason = None, cuda_capture.reason_of(error)
         logger.info("fxfuse: a training step has no CUDA graphs", exc_info=error)
 
 
@@ -202,8 +207,20 @@ def _stays(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
-class _Pair:
-    """The graph of the forward and that of the backward."""
+class _Backward(NamedTuple):
+    """The graph of a segment of the backward."""
+
+    graph: cuda_capture.Graph
+    hand_out: list[Callable[[], torch.Tensor | None]]
+    """Functions that return the gradients."""
+    lent: list[torch.Tensor]
+    """The gradients that are not copied: each has memory of its own."""
+    values: Values
+    """What later segments take."""
+
+
+class _Graphs:
+    """The graph of the forward and those of the backward's segments."""
 
     def __init__(
         self, step: TrainingStep, given: Sequence[torch.Tensor], fixed: Sequence[int], copies_gradients: bool
@@ -215,7 +232,7 @@ class _Pair:
             copies_gradients: whether all gradients are copied.
         """
         self._step, self._copies_gradients = step, copies_gradients
-        # torch ends a pool with the last of its graphs, so the pair that takes the place of this one has another
+        # torch ends a pool with the last of its graphs, so those that take the place of these have another
         self._pool = cuda_capture.Pool(step.device)
         self._moving = [at for at in range(len(given)) if at not in set(fixed)]
         self._changed = sorted(step.joint.changed)
@@ -236,41 +253,45 @@ class _Pair:
                 stream_capture.keep(buffer for _, graph in step.graphs for buffer in graph.buffers())
                 self._results, self.more = self._forward.capture(lambda: step.forwarded(self._there))
         self._copies = [cuda_capture.copying(result) for result in self._results]
-        self._backward: cuda_capture.Graph | None = None
-        self._lent: list[torch.Tensor] = []
-        """The gradients that are not copied: each has memory of its own."""
-        self._hand_out: list[Callable[[], torch.Tensor | None]] = []
-        """Functions that return the gradients."""
+        self._backwards: list[_Backward] = []
 
     def capture_backward(self) -> None:
-        """Captures the backward, in the thread that runs backwards: programs are for its dispatch keys."""
-        joint = self._step.joint
+        """Captures the next segment, in the thread that runs backwards: programs are for its dispatch keys."""
+        step, number = self._step, len(self._backwards)
         seen = [
-            result.detach().requires_grad_() if number in joint.differentiable else result
-            for number, result in enumerate(self._results)
+            result.detach().requires_grad_() if at in step.joint.differentiable else result
+            for at, result in enumerate(self._results)
         ]
-        kept = self._step.kept_of(0, self._there, seen, self.more)
-        values = dict(zip(joint.tangents, self._arrived.tensors, strict=True))
+        kept = step.kept_of(number, self._there, seen, self.more)
+        if number == 0:
+            taken = dict(zip(step.joint.tangents, self._arrived.tensors, strict=True))
+        else:
+            taken = self._backwards[-1].values
 
-        def run() -> list[torch.Tensor | None]:
-            found, _ = self._step.run_segment(0, kept, values, True)
+        def run() -> tuple[list[torch.Tensor | None], Values]:
+            found, values = step.run_segment(number, kept, taken, True)
             # a view's base would be one more owner of its memory
-            return [gradient if gradient is None else gradient.detach() for gradient in found]
+            return [gradient if gradient is None else gradient.detach() for gradient in found], values
 
         graph = cuda_capture.Graph(self._pool)
-        with torch.no_grad(), cuda_capture.preparing(), stream_capture.keeping() as self._kept_by_backward:
-            gradients = graph.capture(run)
-        others = {beginning(each) for each in (*self._there, *self._arrived.tensors, *self._results, *self.more)}
+        with torch.no_grad(), cuda_capture.preparing(), stream_capture.keeping() as kept_alive:
+            gradients, values = graph.capture(run)
+        self._kept.update(kept_alive)
+        others = {
+            beginning(each)
+            for each in (*self._there, *self._arrived.tensors, *self._results, *self.more, *values.values())
+        }
         owners = Counter(beginning(gradient) for gradient in gradients if gradient is not None)
+        own = _Backward(graph, [], [], values)
         for gradient in gradients:
             if gradient is None:
-                self._hand_out.append(lambda: None)
+                own.hand_out.append(lambda: None)
             elif self._copies_gradients or beginning(gradient) in others or owners[beginning(gradient)] > 1:
-                self._hand_out.append(cuda_capture.copying(gradient))
+                own.hand_out.append(cuda_capture.copying(gradient))
             else:
-                self._lent.append(gradient)
-                self._hand_out.append(gradient.detach)
-        self._backward = graph
+                own.lent.append(gradient)
+                own.hand_out.append(gradient.detach)
+        self._backwards.append(own)
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Replays the forward. Returns the results."""
@@ -281,18 +302,19 @@ class _Pair:
         return tuple(copy() for copy in self._copies)
 
     @property
-    def has_backward(self) -> bool:
-        """Whether the backward is captured."""
-        return self._backward is not None
+    def backwards(self) -> int:
+        """The number of the backward's segments that are captured."""
+        return len(self._backwards)
 
-    def may_replay_backward(self) -> bool:
-        """Whether nobody uses the gradients of the last replay."""
-        return all(self._step.guard.alone(self._lent))
+    def has_gradients_in_use(self) -> bool:
+        """Whether somebody uses gradients of the last replay."""
+        return not all(self._step.guard.alone([gradient for each in self._backwards for gradient in each.lent]))
 
-    def backward(self, values: Values) -> list[torch.Tensor | None]:
-        """Replays the backward. Returns the gradients."""
-        assert self._backward is not None
+    def backward(self, number: int, values: Values) -> tuple[list[torch.Tensor | None], Values]:
+        """Replays a segment of the backward."""
+        backward = self._backwards[number]
         self._pool.use(self._buffers)
-        self._arrived.fill(list(values.values()))
-        self._backward.replay()
-        return [hand_out() for hand_out in self._hand_out]
+        if number == 0:
+            self._arrived.fill(list(values.values()))
+        backward.graph.replay()
+        return [hand_out() for hand_out in backward.hand_out], backward.values

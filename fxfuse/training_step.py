@@ -230,6 +230,17 @@ class TrainingStep:
         there = {**values, **dict(zip(segment.makes, found[count:], strict=True))}
         return found[:count], {name: value for name, value in there.items() if name in segment.passes}
 
+    def finished(self, flight: Flight | None) -> None:
+        """Notes that the last backward of a call is over.
+
+        Args:
+            flight: the replay that ran its forward, if it was replayed.
+        """
+        if flight is not None:
+            flight.is_over = True
+        elif self.replays is not None:
+            self.replays.completed()
+
     def _may_replay(self) -> bool:
         """Whether there are or may be CUDA graphs of it, which use the memory of what their forward keeps again."""
         return self.replays is not None and self.replays.reason is None
@@ -411,16 +422,15 @@ class _Function(torch.autograd.Function):
             kept = step.ways[number].joined(seen, ctx.unseen)
             if is_last:
                 ctx.unseen = ()
-            replayed = call.flight.backward(handed.values) if call.flight is not None and is_last else None
+            flight = call.flight if is_last else None
+            replayed = None if flight is None else flight.backward(number, handed.values)
             if replayed is not None:
-                found = replayed
+                found, values = replayed
             else:
                 with step._watched():
                     found, values = step.run_segment(number, kept, handed.values, is_last, handed.are_batched)
-                if is_last and call.flight is not None:
-                    call.flight.is_over = True
-                elif is_last and step.replays is not None:
-                    step.replays.completed()
+            if is_last and number + 1 == len(step.segments):
+                step.finished(flight)
             if handed.defined is not None:
                 depends = map(step.joint.depends.__getitem__, numbers)
                 found = [

@@ -23,15 +23,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import linear, randn, skip_if_python
+from fuzz.graphs import steps_on_a_cpu
+from helpers import KNOWS_THE_LAST_BACKWARD, linear, randn, skip_if_python
 from test_training import assert_errors_as_eagers
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 import fxfuse
+from fxfuse import step_graphs
 from fxfuse.backend import compiled_graphs
 from fxfuse.module import state_of
+from fxfuse.step_graphs import StepGraphs
 from fxfuse.training_step import TrainingStep
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
@@ -268,6 +271,7 @@ WAYS = {
     "compiled inside": lambda model, wrap: wrap(torch.compile(model, backend="fxfuse")),
     "optimised outside": lambda model, wrap: fxfuse.optimize(wrap(model)),
 }
+REPLAYED = {"replayed": lambda model, wrap: wrap(fxfuse.optimize(model, cuda_graphs=True))}
 OF_A_MODEL = pytest.mark.parametrize("way", ["optimised", "compiled"])
 
 
@@ -292,7 +296,7 @@ def assert_trains_as_eager(name, wrap, way="optimised", fused=STEPS - 1, seed=No
     exact = train((exact_wrap or wrap)(copy.deepcopy(model).double()), **options)
     run, backwards = TrainingStep.begun, []
     with mock.patch.object(TrainingStep, "begun", lambda *args: backwards.append(args[0]) or run(*args)):
-        found = train(WAYS[way](model, wrap), **options)
+        found = train({**WAYS, **REPLAYED}[way](model, wrap), **options)
     for kind, have in found.items():
         assert_errors_as_eagers(have, expected[kind], exact[kind], where=kind)
     if not backwards:
@@ -402,6 +406,26 @@ def test_accumulated_gradients(as_views, bucket_cap_mb):
     wrap = ddp(gradient_as_bucket_view=as_views, bucket_cap_mb=bucket_cap_mb)
     with graphs_of_tiny_buckets():
         return assert_trains_as_eager("batch norm", wrap, fused=2 * STEPS - 1, loss_of=accumulated_loss)
+
+
+@KNOWS_THE_LAST_BACKWARD
+@pytest.mark.parametrize("loss_of", [plain_loss, accumulated_loss])
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY])
+@on_both_ranks
+def test_steps_that_are_cuda_graphs(bucket_cap_mb, as_views, loss_of):
+    """A stand-in takes the place of CUDA graphs."""
+    run, replays = StepGraphs.backward, []
+    wrap = ddp(gradient_as_bucket_view=as_views, bucket_cap_mb=bucket_cap_mb)
+    with (
+        graphs_of_tiny_buckets(),
+        steps_on_a_cpu(),
+        mock.patch.object(step_graphs, "STEPS_BEFORE", 2),
+        mock.patch.object(StepGraphs, "backward", lambda *args: replays.append(found := run(*args)) or found),
+    ):
+        parameters = assert_trains_as_eager("batch norm", wrap, "replayed", loss_of=loss_of)
+    assert sum(found is not None for found in replays) >= 2
+    return parameters
 
 
 @on_both_ranks

@@ -13,20 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.graphs import steps_on_a_cpu
-from helpers import ON_GPU, Net, Net2, linear, randn, relative_error
+from helpers import KNOWS_THE_LAST_BACKWARD, ON_GPU, Net, Net2, linear, randn, relative_error
 from test_captured_steps import forbidden
 from test_cuda_graphs import graph_launches
-from test_training import Attention, convolutional, made, mlp, weighed, with_dropout
+from test_segments import CASES, buckets, model_of
+from test_training import Attention, convolutional, floats, made, mlp, weighed, with_dropout
 from torch import nn
 
 import fxfuse
 from fxfuse import cuda_capture, training_step
 from fxfuse.module import state_of
-from fxfuse.step_graphs import MOST_CAPTURES, STEPS_BEFORE, graph_is_kept
+from fxfuse.step_graphs import MOST_CAPTURES, STEPS_BEFORE
 
-pytestmark = pytest.mark.skipif(
-    graph_is_kept is None, reason="this version of torch does not say whether a backward keeps its graph"
-)
+pytestmark = KNOWS_THE_LAST_BACKWARD
 
 WARM: int = STEPS_BEFORE + 1
 """Steps before the first that is replayed: torch runs the first, while it is not known whether there is a second."""
@@ -62,7 +61,7 @@ def train(model, x, learns=True, zero="before"):
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= 0.01 * parameter.grad
-    return [result.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+    return [*(each.detach() for each in floats(result)), *gradients, *(buffer.clone() for buffer in model.buffers())]
 
 
 def graphs_of(fast):
@@ -102,6 +101,22 @@ def test_steps_are_replayed(name, zero, device):
     assert_trains_as(model, fast, *shape, zero=zero)
     assert replays(fast) >= 3
     assert graphs_of(fast).captures == 1 and graphs_of(fast).waited == 0
+
+
+@pytest.mark.parametrize("zero", ["before", "no"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
+def test_segments_of_the_backward_are_replayed(name, zero, device):
+    """As under DistributedDataParallel; with gradients that are gone at the next step, and with accumulated ones."""
+    model, x = model_of(name)
+    model, fast = twins(model, device)
+    with buckets():
+        for seed in range(WARM + 6):
+            x = (x if name == "tied weights" else data(*x.shape, device=device, seed=seed)).to(device)
+            for each in (model, fast):
+                each.zero_grad(seed % 2 == 0)
+            torch.testing.assert_close(train(fast, x, False, zero), train(model, x, False, zero))
+    (step,) = made(fast)
+    assert len(step.segments) > 1 and replays(fast) >= 4
 
 
 def test_programs_are_captured(device, monkeypatch):
@@ -522,9 +537,14 @@ OFTEN, SELDOM = ["step", "zero", "learn", "forward", "backward"], [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("in_segments", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_anything_in_any_order(seed, device):
-    both = Both(device, seed)
+def test_anything_in_any_order(seed, in_segments, device):
+    with buckets() if in_segments else contextlib.nullcontext():
+        do_anything(Both(device, seed))
+
+
+def do_anything(both):
     for _ in range(WARM):
         both.step()
         both.zero()

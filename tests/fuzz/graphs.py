@@ -18,7 +18,7 @@ import torch
 
 import fxfuse
 from fxfuse import cuda_capture, cuda_graphs, training_step
-from fxfuse.step_graphs import StepGraphs, _Pair
+from fxfuse.step_graphs import StepGraphs, _Graphs
 
 
 class PoolStandIn:
@@ -81,7 +81,7 @@ class GraphStandIn:
 @contextlib.contextmanager
 def steps_on_a_cpu() -> Iterator[None]:
     """Inside, training steps on a CPU have graphs, too, unless they draw random numbers."""
-    why_unfit, capture, capture_backward = StepGraphs._why_unfit, StepGraphs._capture, _Pair.capture_backward
+    why_unfit, capture, capture_backward = StepGraphs._why_unfit, StepGraphs._capture, _Graphs.capture_backward
 
     def why_unfit_here(graphs: StepGraphs, given: Sequence[torch.Tensor]) -> str | None:
         return "it draws" if graphs._step.joint.draws else why_unfit(graphs, given)
@@ -90,9 +90,9 @@ def steps_on_a_cpu() -> Iterator[None]:
         with mock.patch.object(GraphStandIn, "changed", [given[at] for at in graphs._step.joint.changed]):
             capture(graphs, given)
 
-    def captured_backward(pair: _Pair) -> None:
-        with mock.patch.object(GraphStandIn, "changed", pair.more):  # it is lent to the backward
-            capture_backward(pair)
+    def captured_backward(graphs: _Graphs) -> None:
+        with mock.patch.object(GraphStandIn, "changed", graphs.more):  # it is lent to the backward
+            capture_backward(graphs)
 
     with (
         mock.patch.object(training_step, "_on_gpu", lambda device: True),
@@ -100,7 +100,7 @@ def steps_on_a_cpu() -> Iterator[None]:
         mock.patch.object(cuda_capture, "Graph", GraphStandIn),
         mock.patch.object(StepGraphs, "_why_unfit", why_unfit_here),
         mock.patch.object(StepGraphs, "_capture", captured),
-        mock.patch.object(_Pair, "capture_backward", captured_backward),
+        mock.patch.object(_Graphs, "capture_backward", captured_backward),
     ):
         yield
 
