@@ -419,7 +419,7 @@ def test_graphs_need_free_memory(device, monkeypatch):
 def test_the_report(device):
     model, fast = twins(mlp(), device)
     assert_trains_as(model, fast, 6, 8, steps=WARM + 2)
-    assert fxfuse.explain(fast).cuda_graphs == ("2 training steps of the model replayed, each as two CUDA graphs",)
+    assert fxfuse.explain(fast).cuda_graphs == ("2 training steps of the model replayed as CUDA graphs",)
     result = fast(data(6, 8, device=device))
     assert_trains_as(model, fast, 6, 8, steps=1)
     assert "1 training step of the model without CUDA graphs: the backward of an" in str(fxfuse.explain(fast))

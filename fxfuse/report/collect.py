@@ -142,11 +142,11 @@ def _graphs_report(fast: FusedModule) -> tuple[str, ...]:
 
 
 def _step_graphs_report(what: str, graphs: StepGraphs) -> Iterator[str]:
-    """How often a training step was replayed as two CUDA graphs, and why not more often."""
+    """How often a training step was replayed as CUDA graphs, and why not more often."""
     if graphs.reason is not None:
         yield f"training steps of {what} have no CUDA graphs: {graphs.reason}"
     if graphs.replays:
-        yield f"{graphs.replays} training {_plural('step', graphs.replays)} of {what} replayed, each as two CUDA graphs"
+        yield f"{graphs.replays} training {_plural('step', graphs.replays)} of {what} replayed as CUDA graphs"
     if graphs.waited:
         yield (
             f"{graphs.waited} training {_plural('step', graphs.waited)} of {what} without CUDA graphs: the backward of "
