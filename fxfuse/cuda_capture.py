@@ -18,6 +18,7 @@ import torch
 from fxfuse import build
 from fxfuse.errors import FxfuseError
 from fxfuse.program import copies
+from fxfuse.program.values import ALIGNMENT, alignment
 
 logger = logging.getLogger("fxfuse")
 
@@ -53,11 +54,14 @@ class Buffers:
             return None
 
     @classmethod
-    def like(cls, arguments: Sequence[torch.Tensor]) -> Buffers:
-        """Buffers with the arguments' sizes, strides, dtypes and values."""
-        tensors = [
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in arguments
-        ]
+    def like(cls, arguments: Sequence[torch.Tensor], are_aligned: bool = True) -> Buffers:
+        """Buffers with the arguments' sizes, strides, dtypes and values.
+
+        Args:
+            are_aligned: whether their addresses may have a larger alignment than the arguments' (`alignment`). Programs
+                are for one.
+        """
+        tensors = [_empty_like(each, ALIGNMENT if are_aligned else alignment(each)) for each in arguments]
         for tensor, argument in zip(tensors, arguments, strict=True):
             tensor.copy_(argument.detach())
         return cls(tensors)
@@ -70,6 +74,15 @@ class Buffers:
             self.tensors[0].copy_(arguments[0])
         elif self.tensors:
             torch._foreach_copy_(self.tensors, arguments)
+
+
+def _empty_like(tensor: torch.Tensor, aligned: int) -> torch.Tensor:
+    """A tensor with the same sizes, strides and dtype, and with this alignment."""
+    shape, strides, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if aligned == ALIGNMENT:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    first = aligned // tensor.element_size()
+    return torch.empty(first + _reach(tensor), dtype=dtype, device=device).as_strided(shape, strides, first)
 
 
 def copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -91,7 +104,8 @@ def copying_together(results: Sequence[torch.Tensor]) -> Callable[[], list[torch
         copy = copying(results[0])
         return lambda: [copy()]
     first = min(int(result.storage_offset()) for result in results)
-    memory = results[0].as_strided((max(map(_end, results)) - first,), (1,), first)
+    end = max(int(result.storage_offset()) + _reach(result) for result in results)
+    memory = results[0].as_strided((end - first,), (1,), first)
     shapes = [(result.shape, result.stride(), int(result.storage_offset()) - first) for result in results]
 
     def copies() -> list[torch.Tensor]:
@@ -101,10 +115,11 @@ def copying_together(results: Sequence[torch.Tensor]) -> Callable[[], list[torch
     return copies
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """The position in its storage behind a tensor's last element."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + (reach + 1 if tensor.numel() else 0)
+def _reach(tensor: torch.Tensor) -> int:
+    """The number of elements from a tensor's first to its last, in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------- one graph

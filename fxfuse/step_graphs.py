@@ -148,7 +148,7 @@ class StepGraphs:
                 return None
             if number == graphs.backwards:
                 try:
-                    graphs.capture_backward()
+                    graphs.capture_backward(values)
                 except Exception as error:
                     self._give_up(error)
                     return None
@@ -236,53 +236,53 @@ class _Graphs:
         self._pool = cuda_capture.Pool(step.device)
         self._moving = [at for at in range(len(given)) if at not in set(fixed)]
         self._changed = sorted(step.joint.changed)
-        joint, self._there = step.joint, list(given)
+        self._there = list(given)
         with torch.no_grad(), cuda_capture.preparing():
-            self._arguments = cuda_capture.Buffers.like([given[at] for at in self._moving])
+            # programs are for such tensors: of this alignment, and with or without gradients
+            self._arguments = cuda_capture.Buffers.like([given[at] for at in self._moving], are_aligned=False)
             for at, buffer in zip(self._moving, self._arguments.tensors, strict=True):
-                self._there[at] = buffer.requires_grad_(given[at].requires_grad)  # programs are for such tensors
-            self._arrived = cuda_capture.Buffers(
-                [
-                    torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=meta.device)
-                    for meta in joint.gradients
-                ]
-            )
-            self._buffers = [*self._arguments.tensors, *self._arrived.tensors]
+                self._there[at] = buffer.requires_grad_(given[at].requires_grad)
             self._forward = cuda_capture.Graph(self._pool)
             with stream_capture.keeping() as self._kept:
                 stream_capture.keep(buffer for _, graph in step.graphs for buffer in graph.buffers())
                 self._results, self.more = self._forward.capture(lambda: step.forwarded(self._there))
         self._copies = [cuda_capture.copying(result) for result in self._results]
+        self._arrived = cuda_capture.Buffers([])
+        """For the gradients of results."""
         self._backwards: list[_Backward] = []
 
-    def capture_backward(self) -> None:
-        """Captures the next segment, in the thread that runs backwards: programs are for its dispatch keys."""
+    def capture_backward(self, values: Values) -> None:
+        """Captures the next segment, in the thread that runs backwards: programs are for its dispatch keys.
+
+        Args:
+            values: what the first segment takes.
+        """
         step, number = self._step, len(self._backwards)
         seen = [
             result.detach().requires_grad_() if at in step.joint.differentiable else result
             for at, result in enumerate(self._results)
         ]
         kept = step.kept_of(number, self._there, seen, self.more)
-        if number == 0:
-            taken = dict(zip(step.joint.tangents, self._arrived.tensors, strict=True))
-        else:
-            taken = self._backwards[-1].values
+        with torch.no_grad():
+            if number == 0:
+                self._arrived = cuda_capture.Buffers.like(list(values.values()), are_aligned=False)
+        taken = self._backwards[-1].values if self._backwards else dict(zip(values, self._arrived.tensors, strict=True))
 
         def run() -> tuple[list[torch.Tensor | None], Values]:
-            found, values = step.run_segment(number, kept, taken, True)
+            found, made = step.run_segment(number, kept, taken, True)
             # a view's base would be one more owner of its memory
-            return [gradient if gradient is None else gradient.detach() for gradient in found], values
+            return [gradient if gradient is None else gradient.detach() for gradient in found], made
 
         graph = cuda_capture.Graph(self._pool)
         with torch.no_grad(), cuda_capture.preparing(), stream_capture.keeping() as kept_alive:
-            gradients, values = graph.capture(run)
+            gradients, made = graph.capture(run)
         self._kept.update(kept_alive)
         others = {
             beginning(each)
-            for each in (*self._there, *self._arrived.tensors, *self._results, *self.more, *values.values())
+            for each in (*self._there, *self._arrived.tensors, *self._results, *self.more, *made.values())
         }
         owners = Counter(beginning(gradient) for gradient in gradients if gradient is not None)
-        own = _Backward(graph, [], [], values)
+        own = _Backward(graph, [], [], made)
         for gradient in gradients:
             if gradient is None:
                 own.hand_out.append(lambda: None)
@@ -295,7 +295,7 @@ class _Graphs:
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Replays the forward. Returns the results."""
-        self._pool.use(self._buffers)
+        self._pool.use(self._arguments.tensors)
         self._arguments.fill([given[at] for at in self._moving])
         self._forward.replay()
         count_up([given[at] for at in self._changed])
@@ -313,7 +313,7 @@ class _Graphs:
     def backward(self, number: int, values: Values) -> tuple[list[torch.Tensor | None], Values]:
         """Replays a segment of the backward."""
         backward = self._backwards[number]
-        self._pool.use(self._buffers)
+        self._pool.use(self._arrived.tensors)
         if number == 0:
             self._arrived.fill(list(values.values()))
         backward.graph.replay()

@@ -128,6 +128,21 @@ def test_programs_are_captured(device, monkeypatch):
     assert replays(fast) == 2
 
 
+def test_programs_for_arguments_at_odd_addresses_are_captured(device):
+    model, fast = twins(mlp(), device)
+    weights = data(31, device=device)[1:].view(6, 5)
+    for seed in range(WARM + 3):
+        x = data(49, device=device, seed=seed)[1:].view(6, 8)
+        for each in (model, fast):
+            each.zero_grad()
+            each(x).backward(weights)  # at such an address, too
+        torch.testing.assert_close(fast[0].weight.grad, model[0].weight.grad)
+    assert replays(fast) == 3
+    (step,) = made(fast)
+    for graph in (step.forward, *step.backwards):
+        assert len(state_of(graph).programs.programs) == 1, "the capture has made another"
+
+
 def test_kernels_are_chosen_for_replays(device, monkeypatch):
     model, fast = twins(mlp(), device)
     asked = []

@@ -90,9 +90,9 @@ def steps_on_a_cpu() -> Iterator[None]:
         with mock.patch.object(GraphStandIn, "changed", [given[at] for at in graphs._step.joint.changed]):
             capture(graphs, given)
 
-    def captured_backward(graphs: _Graphs) -> None:
+    def captured_backward(graphs: _Graphs, values: Any) -> None:
         with mock.patch.object(GraphStandIn, "changed", graphs.more):  # it is lent to the backward
-            capture_backward(graphs)
+            capture_backward(graphs, values)
 
     with (
         mock.patch.object(training_step, "_on_gpu", lambda device: True),
