@@ -2,6 +2,7 @@
 
     python examples/train.py                                 # a small network on spirals, on a CPU
     python examples/train.py --gpt2 --device cuda            # steps of GPT-2 on random tokens; tokens a second, too
+    python examples/train.py --device cuda --cuda-graphs     # where a GPU waits for the CPU
 
 --gpt2 needs transformers. Both begin with the same weights and see the same data; the losses differ by rounding alone.
 """
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--gpt2", action="store_true", help="GPT-2 instead of the small network")
     parser.add_argument("--small", action="store_true", help="a GPT-2 for a CPU")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cuda-graphs", action="store_true", help="fxfuse replays the forward and the backward")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=None, help="points (default: 256), or sequences (4)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
@@ -131,7 +133,8 @@ def main() -> None:
 
     twin = copy.deepcopy(model)
     curves = []
-    for name, trained, call in (("eager", model, model), ("fxfuse", twin, fxfuse.optimize(twin))):
+    fast = fxfuse.optimize(twin, cuda_graphs=given.cuda_graphs)
+    for name, trained, call in (("eager", model, model), ("fxfuse", twin, fast)):
         losses, seconds = train(trained, call, draw, given.steps, given.device)
         curves.append(losses)
         each = seconds / (given.steps - given.steps // 2)

@@ -44,7 +44,11 @@ def test_text_is_the_same_by_all_ways_to_write_it(capsys, monkeypatch):
     assert all(line.rstrip().endswith("100%") for line in table), table
 
 
-@pytest.mark.parametrize("options", [[], ["--gpt2", "--small", "--length", "16", "--batch", "2"]], ids=["", "gpt2"])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--gpt2", "--small", "--length", "16", "--batch", "2"], ["--cuda-graphs"]],
+    ids=["", "gpt2", "graphs"],
+)
 def test_training_follows_eager(options, capsys, monkeypatch, tmp_path):
     path = tmp_path / "losses.png"
     monkeypatch.setattr(sys, "argv", ["train", "--steps", "20", "--output", str(path), *options])
