@@ -18,7 +18,7 @@ import torch
 from fxfuse import build
 from fxfuse.errors import FxfuseError
 from fxfuse.program import copies
-from fxfuse.program.values import ALIGNMENT, alignment
+from fxfuse.program.values import ALIGNMENT, alignment, extent
 
 logger = logging.getLogger("fxfuse")
 
@@ -81,8 +81,8 @@ def _empty_like(tensor: torch.Tensor, aligned: int) -> torch.Tensor:
     shape, strides, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if aligned == ALIGNMENT:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    first = aligned // tensor.element_size()
-    return torch.empty(first + _reach(tensor), dtype=dtype, device=device).as_strided(shape, strides, first)
+    memory = torch.empty((aligned + extent(tensor)) // tensor.element_size(), dtype=dtype, device=device)
+    return memory.as_strided(shape, strides, aligned // tensor.element_size())
 
 
 def copying(result: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -104,7 +104,7 @@ def copying_together(results: Sequence[torch.Tensor]) -> Callable[[], list[torch
         copy = copying(results[0])
         return lambda: [copy()]
     first = min(int(result.storage_offset()) for result in results)
-    end = max(int(result.storage_offset()) + _reach(result) for result in results)
+    end = max(int(result.storage_offset()) + extent(result) // result.element_size() for result in results)
     memory = results[0].as_strided((end - first,), (1,), first)
     shapes = [(result.shape, result.stride(), int(result.storage_offset()) - first) for result in results]
 
@@ -113,13 +113,6 @@ def copying_together(results: Sequence[torch.Tensor]) -> Callable[[], list[torch
         return [copy.as_strided(*shape) for shape in shapes]
 
     return copies
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """The number of elements from a tensor's first to its last, in memory."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------- one graph

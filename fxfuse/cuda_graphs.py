@@ -350,7 +350,7 @@ class _State:
 
     def check(self, leaves: Sequence[torch.Tensor]) -> torch.device:
         """The device of the model and of a call's tensors. Raises Unfit if they cannot be in one graph."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*leaves, *self._parameters)):
+        if torch.is_grad_enabled() and (self.has_gradients() or any(tensor.requires_grad for tensor in leaves)):
             raise Unfit(WITH_GRADIENTS)
         if self._unfit is not None:
             raise Unfit(self._unfit)

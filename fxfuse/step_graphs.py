@@ -1,13 +1,13 @@
 """optimize(..., cuda_graphs=True): a training step's forward and each segment of its backward as a CUDA graph.
 
-- *When.* After some steps of a kind its graphs have programs. Then all are captured, in the next step.
-- *Arguments.* Parameters and buffers are read where they lie. If one has moved, all are captured again. Other
+- *When.* After some steps of a kind its forward and backward have programs. The next step captures what they launch.
+- *Arguments.* Parameters and buffers are read where they lie. If one has moved, all is captured again. Other
   arguments, and the gradients of results, are copied into buffers before a replay.
 - *What the forward keeps for the backward* stays in the graphs' memory. So a forward is replayed only if the backward
   of the replay before is over, or can never come. Meanwhile calls run one launch after another.
 - *Results* are copied: callers often have the last ones at the next call. *Gradients* are not: those of parameters are
-  usually gone by then. If one is still there at the next backward, that runs one launch after another, and all graphs
-  are captured again. From then on gradients are copied, too.
+  usually gone by then. If one is still there at the next backward, that runs one launch after another, and all is
+  captured again. From then on gradients are copied, too.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Graphs:
         self._step, self._copies_gradients = step, copies_gradients
         # torch ends a pool with the last of its graphs, so those that take the place of these have another
         self._pool = cuda_capture.Pool(step.device)
-        self._moving = [at for at in range(len(given)) if at not in set(fixed)]
+        self._moving = sorted(set(range(len(given))) - set(fixed))
         self._changed = sorted(step.joint.changed)
         self._there = list(given)
         with torch.no_grad(), cuda_capture.preparing():

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fuzz.graphs import GraphStandIn, PoolStandIn
+from fuzz.graphs import calls_on_a_cpu
 from helpers import COPIES, Net, Net2, assert_as_eager, linear, randn
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 
 import fxfuse
-from fxfuse import cuda_capture, cuda_graphs, plans
+from fxfuse import cuda_graphs, plans
 from fxfuse.module import state_of
 from fxfuse.program.observed import Operators
 from fxfuse.state import seed as seed_all
@@ -33,10 +33,9 @@ ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8,
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda tensor: tensor.device.type == "cpu")
-    monkeypatch.setattr(cuda_capture, "Pool", PoolStandIn)
-    monkeypatch.setattr(cuda_capture, "Graph", GraphStandIn)
+def stand_in():
+    with calls_on_a_cpu():
+        yield
 
 
 @pytest.fixture

@@ -466,10 +466,12 @@ def draw(
         _add(case, dice, scope, names, k, programs)
     a, b = names[-1], dice.choice(names)
     case.output = dice.choice(OUTPUTS).format(a=a, b=b)
-    for _ in range(dice.randint(12, 20) if repeats else 0):
-        what = "call" if dice.random() < 0.8 else dice.choice(STEPS)
-        case.steps.append((what, dice.choice((3, 3, 3, 3, 5)), dice.choice(("plain", "plain", "plain", "sliced"))))
-    for _ in range(0 if repeats else dice.randint(4, 9)):
+    if repeats:
+        for _ in range(dice.randint(12, 20)):
+            what = "call" if dice.random() < 0.8 else dice.choice(STEPS)
+            case.steps.append((what, dice.choice((3, 3, 3, 3, 5)), dice.choice(("plain", "plain", "plain", "sliced"))))
+        return case
+    for _ in range(dice.randint(4, 9)):
         what = dice.choice(SLOW_STEPS) if dice.random() < slow else dice.choice(STEPS)
         if programs and dice.random() < 0.4:
             what = "repeat"

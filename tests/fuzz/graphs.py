@@ -79,6 +79,17 @@ class GraphStandIn:
 
 
 @contextlib.contextmanager
+def calls_on_a_cpu() -> Iterator[None]:
+    """Inside, calls without gradients on a CPU have graphs, too."""
+    with (
+        mock.patch.object(cuda_graphs, "_on_gpu", lambda tensor: tensor.device.type == "cpu"),
+        mock.patch.object(cuda_capture, "Pool", PoolStandIn),
+        mock.patch.object(cuda_capture, "Graph", GraphStandIn),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def steps_on_a_cpu() -> Iterator[None]:
     """Inside, training steps on a CPU have graphs, too, unless they draw random numbers."""
     why_unfit, capture, capture_backward = StepGraphs._why_unfit, StepGraphs._capture, _Graphs.capture_backward
@@ -111,6 +122,6 @@ def replayed(device: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(steps_on_a_cpu())
-            stack.enter_context(mock.patch.object(cuda_graphs, "_on_gpu", lambda tensor: tensor.device.type == "cpu"))
+            stack.enter_context(calls_on_a_cpu())
         stack.enter_context(mock.patch.object(fxfuse, "optimize", functools.partial(fxfuse.optimize, cuda_graphs=True)))
         yield
