@@ -234,6 +234,8 @@ class _Graphs:
         self._step, self._copies_gradients = step, copies_gradients
         # torch ends a pool with the last of its graphs, so those that take the place of these have another
         self._pool = cuda_capture.Pool(step.device)
+        # the next forward's intermediate tensors are not where gradients are, which may still be in use then
+        self._pool_of_backwards = cuda_capture.Pool(step.device)
         self._moving = sorted(set(range(len(given))) - set(fixed))
         self._changed = sorted(step.joint.changed)
         self._there = list(given)
@@ -273,7 +275,7 @@ class _Graphs:
             # a view's base would be one more owner of its memory
             return [gradient if gradient is None else gradient.detach() for gradient in found], made
 
-        graph = cuda_capture.Graph(self._pool)
+        graph = cuda_capture.Graph(self._pool_of_backwards)
         with torch.no_grad(), cuda_capture.preparing(), stream_capture.keeping() as kept_alive:
             gradients, made = graph.capture(run)
         self._kept.update(kept_alive)

@@ -1,5 +1,6 @@
 """CUDA graphs without a GPU: a stand-in runs the captured call again, on the buffers that it was captured with, and
-overwrites the results that it returned then.
+overwrites the results that it returned then. It also overwrites whatever graphs captured later have in the same pool:
+its intermediate tensors may lie there.
 
 What is lost: launches that a capture misses. What stays: which calls are replayed, what is copied, and what a replay
 overwrites.
@@ -18,6 +19,8 @@ import torch
 
 import fxfuse
 from fxfuse import cuda_capture, cuda_graphs, training_step
+from fxfuse.guard import beginning
+from fxfuse.program.values import extent
 from fxfuse.step_graphs import StepGraphs, _Graphs
 
 
@@ -25,16 +28,30 @@ class PoolStandIn:
     """As torch's pools, it ends with the last of its graphs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.was_used = device, False
-        self.graphs: weakref.WeakSet[GraphStandIn] = weakref.WeakSet()
+        self.device = device
+        self.graphs: list[weakref.ref[GraphStandIn]] = []
+        """In the order of their captures."""
 
     def use(self, buffers: Sequence[torch.Tensor]) -> None:
         pass
 
     def captures(self, graph: GraphStandIn) -> None:
-        assert self.graphs or not self.was_used, "this pool has ended"
-        self.graphs.add(graph)
-        self.was_used = True
+        there = self.there()
+        assert there or not self.graphs, "this pool has ended"
+        self.graphs.append(weakref.ref(graph))
+
+    def there(self) -> list[GraphStandIn]:
+        return [graph for each in self.graphs if (graph := each()) is not None]
+
+    def overwrite_after(self, graph: GraphStandIn) -> None:
+        """What later graphs have made, unless it lies in the results of this one or of an earlier one."""
+        graphs = self.there()
+        first = graphs.index(graph) + 1
+        ours = {beginning(result) for each in graphs[:first] for result in each.results}
+        for later in graphs[first:]:
+            for result in later.results:
+                if beginning(result) not in ours:
+                    _bytes(result).fill_(0xFF)
 
 
 class GraphStandIn:
@@ -63,19 +80,22 @@ class GraphStandIn:
         results = iter(self.results)
 
         def overwrite(new: torch.Tensor) -> torch.Tensor:
-            # the old result's storage is not asked: that makes a Python object, which is one more owner of the memory
-            count = new.untyped_storage().nbytes() // new.element_size()
-            with torch.no_grad():
-                old, now = (
-                    # as bytes: a copy as truth values would change the numbers that lie in the same memory
-                    result.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-                    for result in (next(results), new)
-                )
-                old.copy_(now)
+            count = new.untyped_storage().nbytes()
+            _bytes(next(results), count).copy_(_bytes(new, count))
             return new
 
+        self.pool.overwrite_after(self)
         with cuda_capture.preparing(), torch.random.fork_rng():  # a graph draws nothing on a CPU
             cuda_graphs.map_tensors(self.call(), overwrite)
+
+
+def _bytes(tensor: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """The first bytes of a tensor's memory; by default up to its own end."""
+    # its storage is not asked: that makes a Python object, which is one more owner of the memory
+    size = tensor.element_size()
+    end = int(tensor.storage_offset()) + extent(tensor) // size if count is None else count // size
+    # as bytes: a copy as truth values would change the numbers that lie in the same memory
+    return tensor.detach().as_strided((end,), (1,), 0).view(torch.uint8)
 
 
 @contextlib.contextmanager
