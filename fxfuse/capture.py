@@ -609,6 +609,7 @@ def trace(
         tracer = _Tracer(set(opaque), is_captured, given, constants, lasting)
         attributes, randomness, names = Attributes(plain), RandomState(), set(vars(root))
         refused: dict[nn.Module, str] = {}
+        failed = False
         cause: Exception | None = None
 
         def refuse(modules: Iterable[nn.Module | None], reason: str) -> None:
@@ -630,17 +631,18 @@ def trace(
             if unsure is not None:
                 raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")
         except Exception as error:  # tracing runs the user's code, which may raise anything
-            cause = error
+            # only where it is raised: its traceback has this frame, and would keep the tensors of all callers
+            failed, cause = True, error if strict else None
             modules, reason = _where(error)
             refuse([error.module] if isinstance(error, _StateError) else modules, reason)
         added = set(vars(root)).difference(names).intersection(tracer.tensor_attrs.values())
         lasting_read = {name: vars(root).pop(name) for name in added}
         _put_buffers_back(plain)
         for module, name in attributes.changes().items():
-            if cause is None:
+            if not failed:
                 refuse([module], f"{type(module).__name__}.forward: it sets the attribute '{name}'")
         attributes.restore()
-        if cause is None and not randomness.is_present():
+        if not failed and not randomness.is_present():
             refuse([root], f"{type(root).__name__}.forward: {DRAWS}")
         randomness.restore()
         if not refused and tracer.unknown and lasting is None:

@@ -288,7 +288,10 @@ def _run_instead(
     """
     strict = key[3]
     if plan.kernel is None or strict or not _is_ours(error):
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: all callers would stay until they are collected
     problem = _problem(region, key, x, weight, bias, operands)
     result = problem.reference(x, weight, bias, operands)
     _warn_once(problem, error)
@@ -660,7 +663,10 @@ def _instead(problem: Problem, strict: bool, error: Exception) -> Draft:
             raise UnsupportedError(f"{problem.label}: {error}") from None
         return _reference_draft(problem, str(error))
     if strict or not _is_ours(error):
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # as in `_run_instead`
     _warn_once(problem, error)
     return _reference_draft(problem, _first_line(error))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import linear, randn
+from helpers import ON_GPU, linear, randn
 from torch import fx, nn
 
 import fxfuse
@@ -144,6 +144,35 @@ def test_everything_that_belongs_to_a_model_goes_with_it(name):
     excepted = DYNAMOS if name == "captured by Dynamo" else ()
     # what other tests left in caches of bounded size may go meanwhile
     assert not {key: count - before[key] for key, count in after.items() if count > before[key] and key not in excepted}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_first_calls_leave_no_tensors_to_the_garbage_collector(trains, device, new_cache, forget):
+    """In a cycle of references they would live on for long: a whole step's, on a GPU that is full already."""
+
+    def alive(steps):
+        model = nn.Sequential(linear(), nn.LayerNorm(8), nn.GELU(), linear(), nn.Sigmoid())
+        fast = fxfuse.optimize(model.to(device).train(trains))
+        given = []
+        for seed in range(steps):
+            x = randn(2, 8, seed=seed).to(device).requires_grad_(trains)
+            with torch.set_grad_enabled(trains):
+                result = fast(x)
+            if trains:
+                result.square().sum().backward()
+            given.append(weakref.ref(x))
+            del x, result
+        return [reference() is not None for reference in given]
+
+    alive(4)  # what torch imports keeps the frames of its first import
+    forget()
+    gc.collect()
+    gc.disable()
+    try:
+        assert alive(6) == [False] * 6
+    finally:
+        gc.enable()
 
 
 def test_a_graph_of_dynamos_goes_with_the_compiled_model():

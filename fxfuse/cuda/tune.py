@@ -162,7 +162,10 @@ def draft(problem: Problem, candidates: Sequence[Candidate], apart: Callable[[],
         drafting = None if apart is None else pool.submit(apart)  # beside the candidates
         ready, error = _compile(contestants)
     if error is not None and not ready:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: all callers would stay until they are collected
     if drafting is None:
         rest = _Rest([candidate for candidate in candidates if candidate not in contestants])
         return lambda: _decide(problem, ready, rest)
@@ -271,7 +274,7 @@ def _left_out_if_it_fails(candidate: Candidate) -> Iterator[list[Exception]]:
         expected = isinstance(error, BuildError | LaunchError)
         text = str(error) if expected else f"{type(error).__name__}: {error} (please report it)"
         logger.warning("fxfuse: %s is left out: %s", candidate.name, text, exc_info=not expected)
-        failure.append(error)
+        failure.append(error.with_traceback(None))  # which has the frame that has this list
 
 
 def _compile(candidates: Sequence[Candidate]) -> tuple[list[tuple[Candidate, Run]], Exception | None]:

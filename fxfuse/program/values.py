@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -226,39 +226,35 @@ class Step:
 _T = TypeVar("_T")
 
 
-def _found_in(tree: Any, kind: type[_T]) -> list[_T]:
+def _found_in(tree: Any, kind: type[_T]) -> Iterator[_T]:
     """All instances of `kind` in nested tuples, lists, dictionaries and slices, in their order."""
-    found: list[_T] = []
-
-    def visit(item: Any) -> None:
-        if isinstance(item, kind):
-            found.append(item)
-        elif isinstance(item, tuple | list):
-            for part in item:
-                visit(part)
-        elif isinstance(item, dict):
-            for part in item.values():
-                visit(part)
-        elif isinstance(item, slice):
-            visit((item.start, item.stop, item.step))
-
-    visit(tree)
-    return found
+    if isinstance(tree, kind):
+        yield tree
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, tuple | list):
+        parts = tree
+    elif isinstance(tree, dict):
+        parts = tree.values()
+    elif isinstance(tree, slice):
+        parts = tree.start, tree.stop, tree.step
+    for part in parts:
+        yield from _found_in(part, kind)
 
 
 def values_in(tree: Any) -> list[Value]:
     """The values in the arguments or the result of a call."""
-    return _found_in(tree, Value)
+    return list(_found_in(tree, Value))
 
 
 def numbers_in(tree: Any) -> list[Number]:
     """The numbers in the arguments or the result of a call. Their values are known only at a call."""
-    return _found_in(tree, Number)
+    return list(_found_in(tree, Number))
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in the arguments or the result of a recorded call, in the same order as `values_in`."""
-    return _found_in(tree, torch.Tensor)
+    return list(_found_in(tree, torch.Tensor))
 
 
 DICTS: Final = (dict, fx.immutable_collections.immutable_dict)
