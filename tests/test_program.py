@@ -511,6 +511,19 @@ def test_a_view_that_is_alone_in_its_memory_takes_no_call(name):
             assert_as_eager(model, fast, randn(4, 8))
 
 
+def test_a_view_that_several_calls_read_is_made_once():
+    model = Net(
+        lambda m, x: m.fc(x.exp() + 1) + m.gate(x.exp() + 1).sin(), fc=linear(bias=False), gate=linear(bias=False)
+    )
+    fast = recorded(copy.deepcopy(model), randn(2, 3, 8))
+    [program] = programs(fast)
+    views = [line.split(" = ")[1] for line in program.code.splitlines() if "= reinterpret(" in line]
+    read = [view for view in views if "(6, 8), (8, 1)" in view]
+    assert read and len(set(views)) == len(views), program.code
+    with torch.no_grad():
+        assert_as_eager(model, fast, randn(2, 3, 8))
+
+
 def test_views_of_one_result_stay_views():
     model = Net(lambda m, x: (lambda y: (y.view(-1), y.t()))(m.fc(x).relu() * 2), fc=linear())
     fast, x = recorded(copy.deepcopy(model), randn(4, 8)), randn(4, 8)

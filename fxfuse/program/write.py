@@ -170,6 +170,7 @@ class Writer:
         for slot in kept:
             slot.kind, self.names[slot.name] = "constant", slot.constant
         self._assign_slots(kept, lent, [recorder.output[place] for place in together], frees)
+        self._name_views()
         self._last_use = self._uses(recorder.output)
         self.code, self.marks = self._write(recorder)
         """The program's text; and, by number of each line that makes launches or calls torch, the steps of the line."""
@@ -213,6 +214,22 @@ class Writer:
         """The number of addresses: given tensors, arenas, torch's results, results for the caller, and constants."""
         self.constants = {slot.index: slot.constant for slot in table if slot in kept and slot.constant is not None}
         """The constants that kernels read, by their positions in the table."""
+
+    def _name_views(self) -> None:
+        """Gives views that are alike, of the same memory, one variable. So each is made once."""
+        calls = [step for step in self.steps if isinstance(step, Call)]
+        by_calls = {value for step in calls for value in values_in(step.result)}
+        names: dict[Any, str] = {}
+        for step in calls:
+            for value in values_in((step.args, step.kwargs)):
+                is_made_by_call = value in by_calls and value is not step.kwargs.get("out")
+                memory = self._arena_of.get(value.slot)
+                is_whole = memory is None and value.name in (value.slot.name, *self._given_names)
+                if is_made_by_call or is_whole or value.leaves:
+                    continue
+                place = value.offset if memory is None else value.offset + value.slot.offset
+                key = memory or value.slot, place, value.shape, value.strides, value.dtype
+                value.name = names.setdefault(key, value.name)
 
     def _uses(self, output: Any) -> dict[str, int]:
         """The last step that needs each variable, by name."""
@@ -438,6 +455,8 @@ class Writer:
         if value in self._written or (slot.kind == "constant" and value.name == slot.name):
             return value.name
         self._written.add(value)
+        if value.name in self._variables:  # a view that is alike
+            return value.name
         self._take(slot)
         size = value.dtype.itemsize
         if slot in self._arena_of:
