@@ -631,7 +631,7 @@ def trace(
             if unsure is not None:
                 raise _StateError(None, f"it returns '{unsure}' of what a module returns, which it leaves out if None")
         except Exception as error:  # tracing runs the user's code, which may raise anything
-            # only where it is raised: its traceback has this frame, and would keep the tensors of all callers
+            # kept only where it is raised: its traceback has this frame, and would keep the tensors of all callers
             failed, cause = True, error if strict else None
             modules, reason = _where(error)
             refuse([error.module] if isinstance(error, _StateError) else modules, reason)
