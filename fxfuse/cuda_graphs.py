@@ -172,11 +172,11 @@ class Recording:
         device = pool.device
         self._pool, self._graph = pool, cuda_capture.Graph(pool)
         overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers, perhaps
+        gradients = torch.is_grad_enabled()  # for a forward that asks
         # the caller may be in inference mode, whose tensors may not be overwritten outside of it
         with (
             torch.inference_mode(False),
-            torch.no_grad(),
-            unchanged(module, tensors=overwritten),
+            unchanged(module, gradients=gradients, tensors=overwritten),
             cuda_capture.preparing(),
         ):
             self._buffers = cuda_capture.Buffers.like(leaves)
@@ -206,6 +206,8 @@ class Recording:
                 raise Unfit(f"a result is on {result.device}")
             if result.numel() and result.untyped_storage().data_ptr() in storages:
                 raise Unfit("a result is a view of an argument, a parameter or a buffer")
+            if result.requires_grad:
+                raise Unfit("a result has gradients of its own")
             groups.setdefault((beginning(result), result.dtype), {})[id(result)] = result
             return result
 
@@ -380,7 +382,6 @@ class _Latest:
         self._count = len(args)
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing if on_gpu else bool
         self._switches = _switches()
-        self._with_gradients = torch.is_grad_enabled()
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The tensors among the arguments, if the call is of this kind and the model's state is the same; else None."""
@@ -388,7 +389,7 @@ class _Latest:
             if tuple(kwargs) != self._names:
                 return None
             args = (*args, *kwargs.values())
-        if len(args) != self._count or torch.is_grad_enabled() != self._with_gradients:
+        if len(args) != self._count:
             return None
         for place, before in self._others:
             if args[place] is not before and (type(args[place]) is not type(before) or args[place] != before):
@@ -434,7 +435,8 @@ _LIBRARY_SWITCHES: Final[tuple[Callable[[], Any], ...]] = tuple(
 def _switches() -> Key:
     autocast = torch.is_autocast_enabled()
     return (
-        tf32_allowed("matmul"), tf32_allowed("conv2d"), autocast_dtype("cuda") if autocast else None,
+        torch.is_grad_enabled(), tf32_allowed("matmul"), tf32_allowed("conv2d"),
+        autocast_dtype("cuda") if autocast else None,
         torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
         *[read() for read in _LIBRARY_SWITCHES],
     )  # fmt: skip

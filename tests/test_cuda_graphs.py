@@ -397,6 +397,8 @@ class TestRefusals:
         with torch.enable_grad():
             model.requires_grad_(False)
             fast(X)
+            assert not replays  # the example was called without gradients
+            fast(X)
         assert len(replays) == 1
 
     def test_training(self, replays):
@@ -564,6 +566,20 @@ class TestResults:
             assert fast(X).is_inference()
         torch.testing.assert_close(fast(X), model(X))
         assert len(replays) == 2 and not fast(X).is_inference()
+
+    def test_a_forward_that_asks_whether_gradients_are_on(self, replays):
+        model = Net(lambda m, x: x.sin() * 2 if torch.is_grad_enabled() else x.cos() - 1).eval()
+        fast = fxfuse.optimize(model, cuda_graphs=True)
+        for _ in range(4):
+            for mode in (torch.no_grad, torch.enable_grad):
+                with mode():
+                    assert_as_eager(model, fast, X)
+        assert len(replays) == 6 and len(set(replays)) == 2
+
+    def test_a_result_with_gradients_is_not_replayed(self, replays):
+        fast = fxfuse.optimize(Net(lambda m, x: (x * 2).requires_grad_()).eval(), cuda_graphs=True)
+        with torch.enable_grad():
+            assert all(fast(X).requires_grad for _ in range(3)) and not replays
 
     def test_threads_take_turns(self):
         model = block()

@@ -67,7 +67,7 @@ class GraphStandIn:
 
     def capture(self, call: Callable[[], Any]) -> Any:
         self.pool.captures(self)
-        self.call = call
+        self.call, self.gradients = call, torch.is_grad_enabled()
         before = [tensor.clone() for tensor in self.changed]
         value = call()
         with torch.no_grad():
@@ -85,8 +85,10 @@ class GraphStandIn:
             return new
 
         self.pool.overwrite_after(self)
-        with cuda_capture.preparing(), torch.random.fork_rng():  # a graph draws nothing on a CPU
-            cuda_graphs.map_tensors(self.call(), overwrite)
+        # a graph draws nothing on a CPU
+        with cuda_capture.preparing(), torch.random.fork_rng(), torch.set_grad_enabled(self.gradients):
+            value = self.call()
+        cuda_graphs.map_tensors(value, overwrite)
 
 
 def _bytes(tensor: torch.Tensor, count: int | None = None) -> torch.Tensor:
