@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import gc
 import random
@@ -329,6 +330,12 @@ class TestRefusals:
             "numpys": np.random.default_rng(1),
             "old": np.random.RandomState(1),
         }
+        try:
+            copy.deepcopy(generators["torchs"])
+        except TypeError:
+            if "torchs" in forward.__code__.co_names:
+                pytest.skip(f"torch {torch.__version__} cannot copy a generator: the model would share it")
+            del generators["torchs"]
         model = Net(forward, fc=linear(), cache=Cache(), **generators).eval()
         fast = fxfuse.optimize(model, cuda_graphs=True)
         for index in range(3):
@@ -697,6 +704,11 @@ def compiled_report(others):
     return report(graph)
 
 
+def skip_if_modules_stay():
+    if not getattr(torch._dynamo.config, "inline_inbuilt_nn_modules", False):
+        pytest.skip(f"Dynamo of torch {torch.__version__} keeps modules, which have modes: no graph in training mode")
+
+
 def normalised():
     torch.manual_seed(0)
     return nn.Sequential(linear(), nn.BatchNorm1d(8), nn.ReLU())
@@ -738,6 +750,7 @@ class TestDynamosGraphs:
         assert after == before if stays else after and not after & before
 
     def test_statistics_are_updated_once_a_call(self, replays):
+        skip_if_modules_stay()
         model, other = normalised().train(), normalised().train()
         fast = compiled(model)
         for seed in range(5):
@@ -747,6 +760,7 @@ class TestDynamosGraphs:
         assert replays
 
     def test_random_numbers_are_drawn(self, replays):
+        skip_if_modules_stay()
         model = nn.Sequential(linear(), nn.Dropout(0.5)).train()
         fast = compiled(model)
         assert len({tuple(fast(X).flatten().tolist()) for _ in range(5)}) == 5
