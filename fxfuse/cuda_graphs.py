@@ -172,7 +172,7 @@ class Recording:
         device = pool.device
         self._pool, self._graph = pool, cuda_capture.Graph(pool)
         overwritten = [tensor for tensor in lent if not isinstance(tensor, nn.Parameter)]  # buffers, perhaps
-        gradients = torch.is_grad_enabled()  # for a forward that asks
+        gradients = torch.is_grad_enabled()  # a forward may ask; leaving inference mode turns them on
         # the caller may be in inference mode, whose tensors may not be overwritten outside of it
         with (
             torch.inference_mode(False),
@@ -433,6 +433,7 @@ _LIBRARY_SWITCHES: Final[tuple[Callable[[], Any], ...]] = tuple(
 
 
 def _switches() -> Key:
+    """The global settings that a graph depends on."""
     autocast = torch.is_autocast_enabled()
     return (
         torch.is_grad_enabled(), tf32_allowed("matmul"), tf32_allowed("conv2d"),

@@ -216,7 +216,7 @@ class Writer:
         """The constants that kernels read, by their positions in the table."""
 
     def _name_views(self) -> None:
-        """Gives views that are alike, of the same memory, one variable. So each is made once."""
+        """Gives equal views of the same memory one variable, so that each is made once."""
         calls = [step for step in self.steps if isinstance(step, Call)]
         by_calls = {value for step in calls for value in values_in(step.result)}
         names: dict[Any, str] = {}
@@ -224,8 +224,8 @@ class Writer:
             for value in values_in((step.args, step.kwargs)):
                 is_made_by_call = value in by_calls and value is not step.kwargs.get("out")
                 memory = self._arena_of.get(value.slot)
-                is_whole = memory is None and value.name in (value.slot.name, *self._given_names)
-                if is_made_by_call or is_whole or value.leaves:
+                is_there = memory is None and (value.name == value.slot.name or value.name in self._given_names)
+                if is_made_by_call or is_there or value.leaves:
                     continue
                 place = value.offset if memory is None else value.offset + value.slot.offset
                 key = memory or value.slot, place, value.shape, value.strides, value.dtype
@@ -455,7 +455,7 @@ class Writer:
         if value in self._written or (slot.kind == "constant" and value.name == slot.name):
             return value.name
         self._written.add(value)
-        if value.name in self._variables:  # a view that is alike
+        if value.name in self._variables:  # an equal view was made
             return value.name
         self._take(slot)
         size = value.dtype.itemsize

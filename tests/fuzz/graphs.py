@@ -41,6 +41,7 @@ class PoolStandIn:
         self.graphs.append(weakref.ref(graph))
 
     def there(self) -> list[GraphStandIn]:
+        """The graphs that still exist."""
         return [graph for each in self.graphs if (graph := each()) is not None]
 
     def overwrite_after(self, graph: GraphStandIn) -> None:
