@@ -83,6 +83,36 @@ def checked(model, device, *shape, dtype=torch.float32, **compared):
     return made
 
 
+class OfThree(nn.Linear):
+    def forward(self, x, y, z):
+        return F.softmax((super().forward(x).tanh() * y - z).exp() + z, -1) * y
+
+
+def test_arguments_that_share_memory_in_any_order(any_device):
+    """A kernel counts the elements of memory without a sign, from the lowest of the tensors that it gets there."""
+    model = OfThree(8, 8).to(any_device)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    parts = torch.randn(3, 8, 8).to(any_device)
+    with torch.no_grad():
+        for number, order in enumerate([*itertools.permutations(range(3)), (2, 0, 2), (1, 1, 0)]):
+            x, y, z = (parts[place] for place in order)
+            for _ in range(8):
+                torch.testing.assert_close(fast(x, y, z), model(x, y, z))
+            skip_if_python(fast)
+            assert len(state_of(fast).programs.programs) == number + 1, state_of(fast).programs.reason
+
+
+def test_a_view_that_begins_before_its_tensor(any_device):
+    model = Net(lambda m, x: (m.fc(x) * 2).tanh() + x.as_strided((8, 8), (8, 1), 0) * x, fc=linear()).to(any_device)
+    fast = fxfuse.optimize(copy.deepcopy(model))
+    x = torch.randn(16, 8).to(any_device)[8:]
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x))
+        skip_if_python(fast)
+    assert state_of(fast).programs.reason == "a view begins before the tensor that it is a view of"
+
+
 def test_tensors_at_odd_addresses_have_programs_of_their_own(any_device):
     def at(place, *shape):
         size = math.prod(shape)

@@ -192,18 +192,21 @@ class Recorder:
         self._by_parts = by_parts
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
-        """The owner of each storage. Where arguments share a storage, the first of them is its owner."""
+        """The owner of each storage. Where arguments share a storage, it is the one at the lowest address: kernels of loops
+        count elements from there, without a sign."""
         self._numbers: dict[int, int] = {}
         """The positions of given tensors, by identity."""
         self._autocast_then = self._autocast()
         self._alive: dict[int, int] = {}
         self._count = 0
         self.distances: list[tuple[int, int, int]] = []
-        """For arguments that share a storage: (first, second, bytes from the first's address to the second's)."""
+        """For arguments that share a storage: (its owner, another, bytes from the owner's address to the other's)."""
         attributes = {id(given[node]) for node in graph.nodes if node.op == "get_attr" and node in given}
         self._lasting: set[str] = set()
         """Names of the given slots of parameters and buffers. Dynamo passes these as arguments, with a mark."""
         self.given_names: dict[str, int] = {}
+        memory: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
+        """By storage: the slots of the given tensors in it."""
         for number, tensor in enumerate(tensors):
             if id(tensor) in self._numbers:
                 self.ties.append((self._numbers[id(tensor)], number))
@@ -213,11 +216,13 @@ class Recorder:
             self.given_names[name] = number
             if id(tensor) in attributes or hasattr(tensor, "_dynamo_static_input_type"):
                 self._lasting.add(name)
-            key, slot = tensor.untyped_storage()._cdata, self._slot("given", name, tensor)
+            slot = self._slot("given", name, tensor)
             slot.index = number
-            owner = self._owners.setdefault(key, Owner.of(slot, tensor))
-            if owner.slot is not slot:
-                self.distances.append((owner.slot.index, number, address(tensor) - owner.begin))
+            memory.setdefault(tensor.untyped_storage()._cdata, []).append((slot, tensor))
+        for key, given_there in memory.items():
+            owner = self._owners[key] = Owner.of(*min(given_there, key=lambda pair: address(pair[1])))
+            self.distances += [(owner.slot.index, slot.index, address(tensor) - owner.begin)
+                               for slot, tensor in given_there if slot is not owner.slot]  # fmt: skip
 
     def lent(self, marks: bytes) -> dict[Slot, int]:
         """Lent memory: the slots that results may be placed in after their last use, and their sizes in bytes.
@@ -229,7 +234,7 @@ class Recorder:
         for tensor, mark in zip(self._tensors, marks, strict=False):
             owner = self._owners[tensor.untyped_storage()._cdata]
             begin = address(tensor) - owner.begin
-            if mark and begin >= 0 and not owner.slot.is_apart:
+            if mark and not owner.slot.is_apart:
                 found[owner.slot] = max(found.get(owner.slot, 0), begin + extent(tensor))
         return found
 
@@ -301,10 +306,11 @@ class Recorder:
 
     def _value(self, tensor: torch.Tensor, name: str, viewed_by: Call | None = None) -> Value:
         owner = self._owners[tensor.untyped_storage()._cdata]
-        return Value(
-            owner.slot, address(tensor) - owner.begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, name,
-            viewed_by=viewed_by,
-        )  # fmt: skip
+        offset = address(tensor) - owner.begin
+        if offset < 0:  # as_strided can do that
+            raise Refused("a view begins before the tensor that it is a view of")
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return Value(owner.slot, offset, shape, strides, tensor.dtype, name, viewed_by=viewed_by)
 
     def _place_of(self, address: int) -> tuple[Slot, int] | None:
         """The slot in which an address lies, and the offset in it in bytes."""
