@@ -91,7 +91,7 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
     """The first candidates of a large, a wide, a skinny and an odd problem, with the weight in both layouts.
 
     In 3xTF32 also of one whose sums cuBLAS divides: Hopper's kernel adds up more carefully there. And the first two of
-    several products whose rows end within a read.
+    several products whose rows end within a read, and of several small ones with long sums.
     """
     element = 4 if OUTPUTS[precision] == torch.float32 else 2
     for layout in ("nk", "kn"):
@@ -99,6 +99,9 @@ def gemms(precision: Precision, first: int | None) -> Iterator[Kernel]:
         many = gemm_problem.Problem(512, n, k, precision, layout, 512, 512, n, batches=16, hopper=True)
         many = replace(many, x_step=512 * 512, weight_step=512 * 512, shared_memory=HOPPER_SHARED)
         yield from gemm.candidates(many)[: first or 2]
+        m, n, k = (192, 256, 1 << 14) if layout == "nk" else (192, 128, 1 << 14)
+        small = replace(many, m=m, n=n, k=k, x_stride=k, weight_stride=k if layout == "nk" else n, out_stride=n)
+        yield from gemm.candidates(replace(small, x_step=m * k, weight_step=n * k))[: first or 2]
         for m, n, k, alignment in (
             (1024, 8192, 8192, 16),
             (128, 8192, 8192, 16),
@@ -210,13 +213,16 @@ def attentions(output: torch.dtype, clusters: bool) -> Iterator[Kernel]:
 
 
 def filter_gradients(precision: Precision, first: int | None) -> Iterator[Kernel]:
-    """Of 3x3 convolutions whose pixels are read 16 bytes at a time, or fewer; depthwise: every filter and stride."""
-    for channels, filters, side, images in ((256, 512, 28, 32), (64, 64, 56, 32), (66, 62, 14, 4)):
+    """Of 3x3 convolutions whose pixels are read 16 bytes at a time, or fewer, also in groups; depthwise: every filter
+    and stride."""
+    for channels, filters, side, images, groups in (
+        (256, 512, 28, 32, 1), (64, 64, 56, 32, 1), (66, 62, 14, 4, 1), (256, 256, 28, 32, 8), (66, 66, 14, 4, 11),
+    ):  # fmt: skip
         strides = (channels * side * side, 1, channels * side, channels)
         of_dy = (filters * side * side, 1, filters * side, filters)
         problem = conv2d_weight.Problem(
-            images, filters, channels, (side, side), (side, side), (3, 3), (1, 1), (1, 1), (1, 1), 1, precision, of_dy,
-            strides, hopper=True, shared_memory=HOPPER_SHARED,
+            images, filters, channels, (side, side), (side, side), (3, 3), (1, 1), (1, 1), (1, 1), groups, precision,
+            of_dy, strides, hopper=True, shared_memory=HOPPER_SHARED,
         )  # fmt: skip
         yield from conv2d_weight.candidates(problem)[:first]
     for side, stride in itertools.product((3, 5, 7), (1, 2)):

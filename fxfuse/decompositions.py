@@ -297,8 +297,7 @@ def _convolution_backward(
 ) -> Any:  # fmt: skip
     """Makes the gradients of x, of the filters and of the bias three operators, where there are kernels for them.
 
-    That is so for depthwise convolutions, and for those without groups in channels_last. Elsewhere only the bias's is
-    taken apart.
+    That is so in channels_last, and for depthwise convolutions. Elsewhere only the bias's is taken apart.
 
     - The gradient of x is a convolution with flipped filters, unless there is a stride.
     - That of the filters is an operator of ours (problem.py: "conv2d_weight").
@@ -306,7 +305,7 @@ def _convolution_backward(
     is_of_images = x.dim() == 4 and not is_transposed and x.dtype in RESULT_DTYPES
     is_depthwise = is_of_images and x.shape[1] == groups == weight.shape[0] > 1
     is_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, x))
-    is_apart = is_depthwise or (is_of_images and groups == 1 and is_last)
+    is_apart = is_depthwise or (is_of_images and is_last)
     along = [list(side) * (x.dim() - 2) if len(side) == 1 else list(side) for side in (stride, padding, dilation)]
     taps = weight.shape[2:]
     left = [step * (size - 1) - pad for size, pad, step in zip(taps, *along[1:], strict=True)]
@@ -320,8 +319,9 @@ def _convolution_backward(
         of_x, of_weight, _ = _aten.convolution_backward(gradient, x, weight, bias_sizes, *sides, by_torch)
     if flips:
         filters = weight.flip(2, 3) if math.prod(taps) > 1 else weight
-        if not is_depthwise:
-            filters = filters.transpose(0, 1).contiguous(memory_format=torch.channels_last)
+        if not is_depthwise:  # of each group, filters and channels change places
+            filters = filters.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+            filters = filters.contiguous(memory_format=torch.channels_last)
         of_x = _aten.convolution(gradient, filters, None, [1, 1], left, along[2], False, [0, 0], groups)
     if is_apart and wanted[1]:
         of_weight = torch.ops.fxfuse.conv2d_weight(gradient, x, None, [], "acc", list(taps), *along, groups)

@@ -57,7 +57,7 @@ def test_windows_are_gathered_where_they_are_no_pixels(precision, hopper):
 @pytest.mark.parametrize(
     "other",
     [
-        {"groups": 2}, {"x_strides": (64 * 784, 784, 28, 1)}, {"dy_strides": (128 * 784, 784, 28, 1)},
+        {"x_strides": (64 * 784, 784, 28, 1)}, {"dy_strides": (128 * 784, 784, 28, 1)},
         {"dy_strides": images(8, 128, 30, 31)}, {"images": 0}, {"channels": 3, "precision": "bf16"},
         {"x_alignment": 2, "precision": "fp16"}, {"groups": 64, "filters": 64, "dilation": (2, 2)},
     ],
@@ -67,6 +67,15 @@ def test_problems_without_a_kernel(other):
     assert conv2d_weight.candidates(problem())
     strides = {"x_strides": images(8, 3, 28, 28)} if "channels" in other else {}
     assert not conv2d_weight.candidates(problem(**strides, **other))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3", "bf16"])
+def test_each_group_is_a_product(precision):
+    described = problem(64, 128, precision=precision, groups=4, side=56)
+    assert rows(described) == {"WindowColumns"} and rows(replace(described, kernel=(1, 1), padding=(0, 0)))
+    kernels = conv2d_weight.candidates(described)
+    assert all("Batched<WindowColumns>" in kernel.type for kernel in kernels)
+    assert any("split" in kernel.name for kernel in kernels), "few tiles, and long sums"
 
 
 def test_reads_are_as_wide_as_channels_allow():
@@ -95,7 +104,8 @@ TILES = {"tf32": gemm._TILES[4], "bf16": gemm._TILES[5]}  # 128x64, 64x128
 
 @st.composite
 def convolutions(draw):
-    """Sizes of a convolution, and how its input and its result's gradient lie in memory."""
+    """Sizes of a convolution, channels and filters of each group, and how its input and its result's gradient lie in
+    memory."""
     pair = st.tuples
     kernel, stride = draw(pair(*[st.integers(1, 5)] * 2)), draw(pair(*[st.integers(1, 3)] * 2))
     padding, dilation = draw(pair(*[st.integers(0, 4)] * 2)), draw(pair(*[st.integers(1, 3)] * 2))
@@ -105,9 +115,11 @@ def convolutions(draw):
         for side, taps, move, pad, step in zip(size, kernel, stride, padding, dilation, strict=True)
     ]
     assume(min(out) >= 1)
-    images, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]))
-    filters, gaps = draw(st.integers(1, 150)), draw(pair(*[st.booleans()] * 2))
-    return images, channels, filters, size, tuple(out), kernel, stride, padding, dilation, gaps
+    images, groups = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3, 5]))
+    channels, filters = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(st.integers(1, 150 // groups))
+    assume(groups == 1 or channels * filters > 1)
+    gaps, each = draw(pair(*[st.booleans()] * 2)), (groups, channels, filters)
+    return images, each, size, tuple(out), kernel, stride, padding, dilation, gaps
 
 
 def drawn(images, channels, size, dtype, has_gaps):
@@ -132,21 +144,21 @@ def drawn(images, channels, size, dtype, has_gaps):
 )  # fmt: skip
 @given(case=convolutions())
 def test_generated_convolutions(case, precision, multiprocessors):
-    images, channels, filters, size, out, kernel, stride, padding, dilation, (x_has_gaps, dy_has_gaps) = case
-    dtype = DTYPES[precision]
+    images, (groups, of_each, filters), size, out, kernel, stride, padding, dilation, (x_has_gaps, dy_has_gaps) = case
+    dtype, channels, filters = DTYPES[precision], groups * of_each, groups * filters
     x, dy = drawn(images, channels, size, dtype, x_has_gaps), drawn(images, filters, out, dtype, dy_has_gaps)
     made = conv2d_weight.Problem(
-        images, filters, channels, size, out, kernel, stride, padding, dilation, 1, precision, dy.stride(), x.stride(),
-        math.gcd(16, dy.data_ptr()), math.gcd(16, x.data_ptr()), multiprocessors=multiprocessors,
+        images, filters, channels, size, out, kernel, stride, padding, dilation, groups, precision, dy.stride(),
+        x.stride(), math.gcd(16, dy.data_ptr()), math.gcd(16, x.data_ptr()), multiprocessors=multiprocessors,
     )  # fmt: skip
     with mock.patch.multiple(gemm, _TILES=(TILES[precision],), WGMMA_TILES=()):
         kernels = conv2d_weight.candidates(made)
-    shape = (filters, channels, *kernel)
-    options = (list(stride), list(padding), list(dilation), False, [0, 0], 1, [False, True, False])
+    shape = (filters, of_each, *kernel)
+    options = (list(stride), list(padding), list(dilation), False, [0, 0], groups, [False, True, False])
     empty = torch.empty(shape, dtype=torch.float64)
     want = torch.ops.aten.convolution_backward(dy.double(), x.double(), empty, None, *options)[1].to(dtype)
     for each in kernels:
         have = torch.full(shape, 99, dtype=dtype).to(memory_format=LAST)
         launch(each, "acc", (dy, x, have), tf32=precision == "tf32")
         assert torch.equal(have, want), each.name
-    assert kernels or dy_has_gaps or (precision == "bf16" and channels % 2 == 1)
+    assert kernels or dy_has_gaps or (precision == "bf16" and of_each % 2 == 1)

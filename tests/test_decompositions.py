@@ -143,7 +143,9 @@ CONVOLUTIONS = {  # a convolution, its input, and whether its filters' gradient 
     "one pixel": (lambda: nn.Conv2d(8, 4, 1), (6, 8, 1, 1), True),
     "with a stride": (lambda: nn.Conv2d(8, 4, 1, stride=2), (2, 8, 9, 5), True),
     "padded": (lambda: nn.Conv2d(8, 4, 1, padding=1), (2, 8, 9, 5), True),
-    "in groups": (lambda: nn.Conv2d(8, 4, 1, groups=2), (2, 8, 9, 5), False),
+    "in groups": (lambda: nn.Conv2d(8, 4, 1, groups=2), (2, 8, 9, 5), True),
+    "3x3 in groups": (lambda: nn.Conv2d(6, 12, 3, padding=1, groups=3), (2, 6, 9, 5), True),
+    "in groups, with a stride": (lambda: nn.Conv2d(12, 6, 3, stride=2, groups=3), (2, 12, 9, 5), True),
     "3x3": (lambda: nn.Conv2d(8, 4, 3), (2, 8, 9, 5), True),
     "3x3 of one channel": (lambda: nn.Conv2d(1, 4, 3, padding=1), (2, 1, 9, 5), True),
     "3x3, one filter": (lambda: nn.Conv2d(8, 1, 3, padding=1), (2, 8, 9, 5), True),
@@ -162,6 +164,7 @@ CONVOLUTIONS = {  # a convolution, its input, and whether its filters' gradient 
 def test_gradients_of_convolutions(gpu, name, amp, monkeypatch):
     device = where_steps_are(gpu, monkeypatch)
     make, shape, is_ours = CONVOLUTIONS[name]
+    torch.manual_seed(0)
     model = nn.Sequential(make(), nn.Tanh()).to(device, memory_format=torch.channels_last)
     x = randn(*shape).to(device, memory_format=torch.channels_last).requires_grad_()
     fast, exact = fxfuse.optimize(copy.deepcopy(model)), copy.deepcopy(model).double()

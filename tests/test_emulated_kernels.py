@@ -580,6 +580,34 @@ def test_products_of_batches(precision, layout, x_layout, by_warpgroups):
         assert torch.equal(out, want.to(dtype)), kernel.name
 
 
+@pytest.mark.parametrize(
+    ("precision", "tile"),
+    [("tf32x3", gemm._TILES_TF32X3[3]), ("bf16", gemm._TILES[6]), ("bf16", gemm.WGMMA_TILES[-1]),
+     ("tf32x3", gemm.WGMMA_TF32X3_TILES[-1])],
+    ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}",
+)  # fmt: skip
+def test_products_of_batches_share_tiles(precision, tile, monkeypatch):
+    """Of few tiles with long sums: a product's tiles, two in either direction, are each shared by several blocks."""
+    for name in ("_TILES", "_TILES_TF32X3", "WGMMA_TILES", "WGMMA_TF32X3_TILES"):
+        monkeypatch.setattr(gemm, name, (tile,) if tile in getattr(gemm, name) else ())
+    dtype = PRECISIONS[precision]
+    batches, m, n, k = 9, tile.m + 5, tile.n + 8, 640 if dtype == torch.float32 else 2560
+    x, weight = integers(batches, m, k, dtype=dtype), integers(batches, n, k, dtype=dtype)
+    bias, residual = integers(n, dtype=dtype), integers(batches, m, n, dtype=dtype)
+    problem = gemm_problem.Problem(
+        m, n, k, precision, "nk", k, k, n, multiprocessors=400, hopper=tile.wgmma, shared_memory=228 << 10,
+        rows_per_batch=m, batches=batches, x_step=m * k, weight_step=n * k, eager_error=(1e-6, 1e-6),
+    )  # fmt: skip
+    shared = [kernel for kernel in gemm.candidates(problem) if "split" in kernel.name]
+    want = F.relu(torch.einsum("bmk,bnk->bmn", x.double(), weight.double()) + bias.double()) + residual.double()
+    operands = (Operand(bias, (0, 0, 1)), Operand(residual, (m * n, n, 1)))
+    assert shared
+    for kernel in shared:
+        out = torch.full((batches, m, n), 99, dtype=dtype)
+        launch(kernel, "relu(acc + o0) + o1", (x, weight, out), operands)
+        assert torch.equal(out, want.to(dtype)), kernel.name
+
+
 LAST_WAVES = [
     ("tf32x3", gemm._TILES_TF32X3[3]), ("bf16", gemm._TILES[6]),
     ("bf16", gemm.WGMMA_TILES[-1]), ("tf32x3", gemm.WGMMA_TF32X3_TILES[-1]),
@@ -646,14 +674,14 @@ WEIGHT_TILES = [
 @pytest.mark.parametrize(
     ("precision", "tile"), WEIGHT_TILES, ids=lambda value: value if isinstance(value, str) else f"{value.m}x{value.n}"
 )
-@pytest.mark.parametrize("stride", [1, 2])
-def test_windows_as_the_weight(precision, tile, stride, monkeypatch):
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 3)])
+def test_windows_as_the_weight(precision, tile, stride, groups, monkeypatch):
     """Gradients of filters, of images that NaN surround in memory; more filters and columns than a tile has."""
     monkeypatch.setattr(gemm, "WGMMA_TILES", (tile,) if tile.wgmma else ())
     for name in ("_TILES", "_TILES_TF32X3"):
         monkeypatch.setattr(gemm, name, () if tile.wgmma else (tile,))
     dtype, kernel, padding = PRECISIONS[precision], (3, 2), (1, 0)
-    channels, filters, size = 16, tile.m + 8, (12 + 2 * stride, 11 + stride)
+    channels, filters, size = 16 * groups, (tile.m + 8) * groups, (12 + 2 * stride, 11 + stride)
     out = tuple((s + 2 * pad - r) // stride + 1 for s, pad, r in zip(size, padding, kernel, strict=True))
     dy = integers(3, filters, *out, dtype=dtype).to(memory_format=torch.channels_last)
     around = torch.full((3, channels, size[0] + 2, size[1] + 2), math.nan, dtype=dtype)
@@ -661,10 +689,10 @@ def test_windows_as_the_weight(precision, tile, stride, monkeypatch):
     x.copy_(integers(3, channels, *size, dtype=dtype))
     strides = dy.stride(), x.stride()
     problem = conv2d_weight.Problem(
-        3, filters, channels, size, out, kernel, (stride, stride), padding, (1, 1), 1, precision, *strides,
+        3, filters, channels, size, out, kernel, (stride, stride), padding, (1, 1), groups, precision, *strides,
         multiprocessors=2, shared_memory=228 << 10, hopper=tile.wgmma, eager_error=(1e-6, 1e-6),
     )  # fmt: skip
-    shape, sides = (filters, channels, *kernel), ([stride, stride], list(padding), [1, 1], False, [0, 0], 1)
+    shape, sides = (filters, 16, *kernel), ([stride, stride], list(padding), [1, 1], False, [0, 0], groups)
     weight = torch.empty(shape, dtype=torch.float64)
     given = (dy.double(), x.double(), weight, None, *sides, [False, True, False])
     want = torch.ops.aten.convolution_backward(*given)[1].to(dtype)

@@ -39,6 +39,8 @@ WEIGHT_GRADIENTS = {
     "1x1 with a stride": ((2, 12, 16, 9, 8), (1, 1), {"stride": (2, 2)}),
     "dilated": ((1, 16, 4, 12, 11), (3, 2), {"dilation": (2, 3), "padding": (1, 0)}),
     "depthwise": ((2, 16, 16, 9, 7), (3, 3), {"padding": (1, 1), "groups": 16}),
+    "groups": ((3, 24, 12, 9, 7), (3, 3), {"padding": (1, 1), "groups": 3}),
+    "groups of pixels": ((2, 12, 24, 5, 5), (1, 1), {"groups": 3}),
 }
 
 
@@ -215,13 +217,15 @@ def test_gradients_of_filters(name, dtype, drafted):
     given = (("kernel", kernel), *options.items())
     names = check(drafted, "conv2d_weight", given, "acc", dy, x, None, ())
     gathers = max(*kernel, *options["stride"]) > 1
-    kind = "depthwise" if options["groups"] > 1 else "filters' gradient as gemm" if gathers else "gemm"
+    is_depthwise = options["groups"] == channels > 1
+    kind = "depthwise" if is_depthwise else "filters' gradient as gemm" if gathers else "gemm"
+    kind = f"batched {kind}" if 1 < options["groups"] < channels else kind
     assert names[0].startswith(kind) and names[-1] == plan.LIBRARY_ALONE
 
 
 def test_gradients_of_filters_without_a_kernel(drafted):
-    for shape, groups in (((2, 8, 9, 7), 1), ((2, 8, 9, 7), 2)):
-        x = integers(*shape) if groups == 1 else integers(*shape).to(memory_format=torch.channels_last)
+    x = integers(2, 8, 9, 7)
+    for groups in (1, 2):
         given = (("kernel", (3, 3)), *dict(CONV, groups=groups).items())
         assert check(drafted, "conv2d_weight", given, "acc", x, x, None, ()) == [plan.LIBRARY_ALONE]
 

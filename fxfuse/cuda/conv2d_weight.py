@@ -2,7 +2,7 @@
 
     out[k, c, r, s] = sum over n, p, q of dy[n, k, p, q] * x[n, c, p * stride - padding + r * dilation, ...]
 
-Without groups this is a matrix product whose weight is gathered from windows (gemm.py): row (n, p, q) of the weight is
+This is a matrix product for each group, whose weight is gathered from windows (gemm.py): row (n, p, q) of the weight is
 the window of that output pixel. Of a 1x1 convolution without padding and stride the windows are the pixels themselves.
 Depthwise convolutions have a kernel of their own (depthwise_gradient.py). Nothing here needs a GPU.
 """
@@ -30,6 +30,7 @@ class Problem:
     images: int
     filters: int
     channels: int
+    """filters, channels: of all groups together."""
     size: tuple[int, int]
     """Height and width of x."""
     out_size: tuple[int, int]
@@ -72,12 +73,13 @@ def candidates(problem: Problem) -> Sequence[Kernel]:
 
 
 def _as_gemm(problem: Problem) -> gemm_problem.Problem | None:
-    """The gradient as a product of dy, (filters, pixels), and windows, (pixels, taps and channels)."""
+    """The gradient as a product of dy, (filters, pixels), and windows, (pixels, taps and channels), for each group."""
     has_channels = problem.channels == 1 or problem.x_strides[1] == 1
     has_filters = problem.filters == 1 or problem.dy_strides[1] == 1
     of_dy = _pixel_stride(problem.dy_strides, (problem.images, *problem.out_size))
-    if problem.groups != 1 or not has_channels or not has_filters or of_dy is None:
+    if not has_channels or not has_filters or of_dy is None:
         return None
+    filters, channels = problem.filters // problem.groups, problem.channels // problem.groups
     of_x = _pixel_stride(problem.x_strides, (problem.images, *problem.size))
     is_pointwise = problem.kernel == problem.stride == (1, 1) and problem.size == problem.out_size
     image, _, row, col = problem.x_strides
@@ -85,10 +87,10 @@ def _as_gemm(problem: Problem) -> gemm_problem.Problem | None:
     if not is_pointwise or of_x is None:
         size = element_bytes(problem.precision)
         steps = varying((image, row, col), (problem.images, *problem.size))
-        alignment = access(size, alignment, problem.channels * size, *(step * size for step in steps))
+        alignment = access(size, alignment, channels * size, *(step * size for step in steps))
         windows = Windows(
             size=problem.size,
-            channels=problem.channels,
+            channels=channels,
             out_size=problem.out_size,
             kernel=problem.kernel,
             stride=problem.stride,
@@ -98,9 +100,9 @@ def _as_gemm(problem: Problem) -> gemm_problem.Problem | None:
         )
         if alignment < LEAST_ACCESS:
             return None
-    columns = math.prod(problem.kernel) * problem.channels
+    columns = math.prod(problem.kernel) * channels
     return gemm_problem.Problem(
-        m=problem.filters,
+        m=filters,
         n=columns,
         k=problem.images * math.prod(problem.out_size),
         precision=problem.precision,
@@ -112,6 +114,9 @@ def _as_gemm(problem: Problem) -> gemm_problem.Problem | None:
         x_alignment=problem.dy_alignment,
         weight_alignment=alignment,
         weight_windows=windows,
+        batches=problem.groups,
+        x_step=filters,
+        weight_step=channels,
         multiprocessors=problem.multiprocessors,
         shared_memory=problem.shared_memory,
         shared_memory_per_block=problem.shared_memory_per_block,

@@ -228,7 +228,7 @@ def _split_counts(tile: Tile, problem: Problem) -> list[int]:
 def possible_splits(tile: Tile, problem: Problem) -> list[int]:
     """How many thread blocks (above 1) can share a tile of this problem: `share_counts` whose workspace fits."""
     too_large = tile.wgmma and not tile.splits_weight and tile.m * tile.n > MOST_SHARED_BY_WGMMA
-    if too_large or problem.batches > 1 or not _shared_tiles(tile, problem):
+    if too_large or not _shared_tiles(tile, problem):
         return []
     counts = share_counts(problem.tiles_k)
     return [splits for splits in counts if workspace_bytes(tile, problem, splits) <= MAX_WORKSPACE]
@@ -245,10 +245,11 @@ def share_counts(tiles_k: int) -> list[int]:
 def _shared_tiles(tile: Tile, problem: Problem) -> int:
     """How many tiles are shared with split-K: those of an incomplete last wave.
 
-    All tiles are shared if whole sums are not accurate enough.
+    All tiles are shared if whole sums are not accurate enough, and those of several products, each of which shares the
+    same of its tiles.
     """
     blocks, wave = _blocks(tile, problem), _resident(tile, problem) * problem.multiprocessors
-    return blocks % wave if blocks < wave or is_accurate(tile, problem, 1) else blocks
+    return blocks % wave if problem.batches == 1 and (blocks < wave or is_accurate(tile, problem, 1)) else blocks
 
 
 def _fewest_shares(tile: Tile, problem: Problem, splits: int) -> int:
@@ -387,6 +388,9 @@ def _fits(tile: Tile, problem: Problem) -> bool:
     sixfold = problem.precision == "tf32x3" and multiplier(problem) == "Bf16x6"
     if sixfold and tile.warps_n == 4 and (tile.m in (16, 64) or problem.weight_windows is not None):
         return False  # spills a register or two on sm_80, with 64 rows where they are not aligned
+    threefold = problem.precision == "tf32x3" and not sixfold
+    if threefold and problem.weight_windows is not None and problem.batches > 1 and (tile.m, tile.warps_n) == (64, 2):
+        return False  # spills 18 registers on sm_80 where tiles are shared
     # Offsets within a tile, or within the image of a window, have 32 bits.
     weight_rows = tile.n if problem.weight_layout == "nk" else TILE_BYTES_OF_K // problem.element_bytes
     x_rows = min(tile.m, problem.m)
@@ -455,6 +459,7 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
         )
     name = f"{family} {problem.precision} {tile.m}x{tile.n}x{problem.tile_k}, {tile.stages} stages"
     alone = _blocks(tile, problem) - _shared_tiles(tile, problem) if splits > 1 else 0
+    assert alone == 0 or problem.batches == 1, "the kernel counts the tiles of each product"
     return Kernel(
         name=f"{name}, split {splits}" if splits > 1 else name,
         header=header,
@@ -467,14 +472,14 @@ def _kernel(tile: Tile, problem: Problem, splits: int = 1) -> Kernel:
 
 def _params(problem: Problem, block_tiles: int, splits: int = 1, alone: int = 0) -> bytes:
     """The struct Gemm::Problem of gemm.cuh, packed. Its last fields are those of MatrixRows, MatrixColumns or, in
-    windows.cuh, WindowRows::Host or WindowColumns::Host."""
+    windows.cuh, WindowRows::Host or WindowColumns::Host; and, of several products, those of Batched::Host."""
     rows: tuple[int, ...] = (problem.x_stride,)
-    if problem.batches > 1:
-        rows = problem.x_stride, problem.batches, problem.x_step, problem.weight_step
     if problem.windows is not None:
         rows = _packed(problem.windows)
     if problem.weight_windows is not None:
         rows = problem.x_stride, *_packed(problem.weight_windows)
+    if problem.batches > 1:
+        rows = *rows, problem.batches, problem.x_step, problem.weight_step
     return struct.pack(
         f"<{10 + len(rows)}q",
         problem.m,

@@ -77,7 +77,8 @@ class Problem:
     multiple of it, and `x_stride` means nothing."""
     weight_windows: Windows | None = None
     """Set if the kernel gathers the weight, whose rows are K windows: a gradient of filters. x is "km", and the same
-    holds for `weight_alignment`, which is at least 4, and `weight_stride`."""
+    holds for `weight_alignment`, which is at least 4, and `weight_stride`. Of several products each has windows of its
+    own channels."""
     multiprocessors: int = 108
     """Multiprocessors of the device. This default and the next one are the A100's."""
     shared_memory: int = 164 * 1024
@@ -125,7 +126,7 @@ class Problem:
     def weight_elements(self) -> int:
         """Number of elements of the weight that are read from memory."""
         of = self.weight_windows
-        return self.batches * self.n * self.k if of is None else of.elements(self.k)
+        return self.batches * (self.n * self.k if of is None else of.elements(self.k))
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ class Recorder:
         self._by_parts = by_parts
         self._device = device_of(tensors)
         self._owners: dict[int, Owner] = {}
-        """The owner of each storage. Where arguments share a storage, it is the one at the lowest address: kernels of loops
-        count elements from there, without a sign."""
+        """The owner of each storage. Where arguments share a storage, it is the one at the lowest address: from there
+        kernels of loops count elements, without a sign."""
         self._numbers: dict[int, int] = {}
         """The positions of given tensors, by identity."""
         self._autocast_then = self._autocast()

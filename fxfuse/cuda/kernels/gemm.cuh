@@ -75,18 +75,18 @@ struct MatrixColumns : MatrixRows {
 template <class Rows>
 struct Batched : Rows {
     static constexpr bool kBatched = true;
-    using Host = Batched;
-    static Batched make(const Host& rows, int) { return rows; }
 
-    int64_t count, x_step, weight_step;  // steps: from one product to the next, in elements
+    struct Host : Rows::Host {
+        int64_t count, x_step, weight_step;  // steps: from one product to the next, in elements
+    };
+    static Batched make(const Host& host, int tile_k) { return {Rows::make(host, tile_k)}; }
 };
 
 // Rows, of x or of the weight, that may end within a piece which TileCopy reads at once.
 template <class Rows>
 struct Ragged : Rows {
     static constexpr bool kRagged = true;
-    using Host = Ragged;
-    static Ragged make(const Host& rows, int) { return rows; }
+    static Ragged make(const typename Rows::Host& host, int tile_k) { return {Rows::make(host, tile_k)}; }
 
     template <class Tile, int kThreads, int kAccess, int kFirstThread = 0>
     using Copy = TileCopy<Tile, kThreads, kAccess, true>;
@@ -137,7 +137,7 @@ struct Gemm {
         int64_t weight_stride, out_stride;  // of rows, in elements
         int64_t rows_per_batch;             // row m of out is row m % rows_per_batch of a batch
         int64_t block_tiles;                // tiles of K that make up a block of sums, for Sums with blocks
-        int64_t alone;                      // the first tiles of out: one thread block computes each
+        int64_t alone;                      // the first tiles of each product: one thread block computes each
         int64_t splits, split_tiles;        // of the other tiles: thread blocks per tile, tiles of K per block
         typename Rows::Host rows;           // the rows of x
     };
@@ -194,15 +194,13 @@ struct Gemm {
     // tiles high, and share rows of x and of the weight through L2. Blocks that share a tile of out (kSplits) also
     // start together, after all others.
     static dim3 grid(const Problem& problem) {
-        const int64_t high = tiles_m(problem), bands = bands_of(problem);
-        static_assert(!(kSplits && Rows::kBatched));
-        if constexpr (Rows::kBatched) {
-            return {static_cast<unsigned>((high + bands - 1) / bands), static_cast<unsigned>(tiles_n(problem)),
-                    static_cast<unsigned>(bands * problem.rows.count)};
+        const int64_t high = tiles_m(problem), bands = bands_of(problem), products = products_of(problem);
+        if constexpr (kSplits) {
+            return {static_cast<unsigned>(problem.alone + shared_tiles(problem) * problem.splits), 1,
+                    static_cast<unsigned>(products)};
         }
-        if constexpr (kSplits) return {static_cast<unsigned>(problem.alone + shared_tiles(problem) * problem.splits)};
         return {static_cast<unsigned>((high + bands - 1) / bands), static_cast<unsigned>(tiles_n(problem)),
-                static_cast<unsigned>(bands)};
+                static_cast<unsigned>(bands * products)};
     }
 
     static cudaError_t launch(const Problem& problem, const uint64_t* pointers, const Epilogue& epilogue,
@@ -219,7 +217,7 @@ protected:
         if (const cudaError_t error = allow_shared_memory<kKernel>(shared_bytes); error != cudaSuccess) return error;
         SplitWorkspace workspace{};
         if constexpr (kSplits) {
-            workspace = SplitWorkspace::make(pointers[3], shared_tiles(problem));
+            workspace = SplitWorkspace::make(pointers[3], shared_tiles(problem) * products_of(problem));
         }
         return queue(kKernel, grid(problem), threads, shared_bytes, stream, problem,
                      Rows::make(problem.rows, Config::kTileK), reinterpret_cast<const Element*>(pointers[0]),
@@ -250,6 +248,11 @@ protected:
     }
     static __host__ __device__ __forceinline__ int64_t bands_of(const Problem& problem) {
         return (tiles_m(problem) + kBand - 1) / kBand;
+    }
+
+    static __host__ __device__ __forceinline__ int64_t products_of(const Problem& problem) {
+        if constexpr (Rows::kBatched) return problem.rows.count;
+        return 1;
     }
 
     // Where a product's x, weight and rows of out begin.
@@ -288,7 +291,7 @@ protected:
     // Where the block's tile begins. Without kSplits the last band may reach beyond M.
     static __device__ __forceinline__ Origin tile_origin(const Problem& problem) {
         const uint3 block = ptx::read_block_index();
-        if constexpr (Rows::kBatched) {
+        if constexpr (Rows::kBatched && !kSplits) {
             const unsigned bands = static_cast<unsigned>(bands_of(problem)), batch = block.z / bands;
             return {(static_cast<int64_t>(block.z - batch * bands) * gridDim.x + block.x) * kTileM,
                     static_cast<int64_t>(block.y) * kTileN, -1, static_cast<int>(batch)};
@@ -303,7 +306,7 @@ protected:
         const Place at(static_cast<unsigned>(alone + tile), static_cast<unsigned>(tiles_m(problem)),
                        static_cast<unsigned>(tiles_n(problem)));
         return {static_cast<int64_t>(at.row) * kTileM, static_cast<int64_t>(at.col) * kTileN,
-                beyond < 0 ? -1 : beyond - tile * splits};
+                beyond < 0 ? -1 : beyond - tile * splits, Rows::kBatched ? static_cast<int>(block.z) : 0};
     }
 
     static __device__ __forceinline__ int rows_of(const Problem& problem, const Origin& origin) {
@@ -325,7 +328,8 @@ protected:
         const Origin origin = tile_origin(problem);
         if (origin.split < 0) return true;
         const unsigned splits = static_cast<unsigned>(problem.splits);
-        const unsigned tile = (ptx::read_block_index().x - static_cast<unsigned>(problem.alone)) / splits;
+        int64_t tile = (ptx::read_block_index().x - static_cast<unsigned>(problem.alone)) / splits;
+        if constexpr (Rows::kBatched) tile += origin.batch * shared_tiles(problem);
         return Part::collect(sum, workspace, tile, origin.split, static_cast<int>(splits), rows_of(problem, origin));
     }
 

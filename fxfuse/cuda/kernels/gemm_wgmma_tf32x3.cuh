@@ -221,9 +221,10 @@ struct SplitWgmmaTf32x3Gemm : SplitGemm<Config_, Output_, Epilogue_> {
         const auto produce = [&](typename Roles::Producer producer) {
             const auto origin = tile_origin(problem);
             const auto [first, k] = share_of(problem, origin);
-            CopyX copy_x =
-                rows.template copy<CopyX>(x, origin.row, rows_of(problem, origin), first, k, producer.thread);
-            CopyW copy_w = Roles::copy_w(problem, weight, origin.col, first, k, producer.thread);
+            CopyX copy_x = rows.template copy<CopyX>(Base::x_of(problem, x, origin.batch), origin.row,
+                                                     rows_of(problem, origin), first, k, producer.thread);
+            CopyW copy_w = Roles::copy_w(problem, Base::weight_of(problem, weight, origin.batch), origin.col, first, k,
+                                         producer.thread);
             producer.run(Roles::tiles_of(k), [&](uint32_t to_x, uint32_t to_w) {
                 copy_x.start(to_x);
                 copy_w.start(to_w);
