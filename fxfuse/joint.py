@@ -444,13 +444,15 @@ def _views(node: Any, known: Set[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
 def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
     """Removes nodes that served the trace alone, and replaces others by simpler ones. Changes the graph in place.
 
-    Removed are copies of buffers (nothing is changed in place in this graph), views that change no shape or undo
-    another view, and aliases. A view that drops the dimensions of size 1 of a sum becomes part of the sum. In
-    `where`, tensors of one number become numbers. Conversions whose results leave the graph name only the dtype.
-    Conjugates and negatives are computed at once: a program reads a tensor's memory as its values.
+    Nothing is changed in place in this graph. So copies of buffers are removed, and others that no result shows: a
+    dropout that drops nothing makes one. Removed are also views that change no shape or undo another view, and aliases.
+    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number become
+    numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed at
+    once: a program reads a tensor's memory as its values.
     """
     for node in list(graph.nodes):
-        copies = node.target is _aten.clone.default and node.args[0] in buffers and not node.kwargs
+        copies = node.target is _aten.clone.default and not node.kwargs
+        copies = copies and (node.args[0] in buffers or _is_needless(node))
         views = node.target is _aten._unsafe_view.default and _size(node) == _size(node.args[0])
         if copies or views or node.target is _aten.alias.default:
             node.replace_all_uses_with(node.args[0])
@@ -472,6 +474,19 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
                 node.target, node.args = _aten.where.ScalarSelf, (node.args[0], first.args[0], second)
             elif _is_number(second, first):
                 node.target, node.args = _aten.where.ScalarOther, (node.args[0], first, second.args[0])
+
+
+def _is_needless(copy: fx.Node) -> bool:
+    """Whether a copy may be what it is a copy of: it has the same strides, and only its values are read."""
+    before: Any = copy.args[0]
+    is_alike = copy.meta["val"].stride() == before.meta["val"].stride()
+    return is_alike and not _is_shown(copy)
+
+
+def _is_shown(node: fx.Node) -> bool:
+    """Whether a result of the graph may be in a node's memory, or a view of it depends on where that begins."""
+    memory = {"output", _aten.as_strided.default}
+    return any({user.op, user.target} & memory or (is_view(user) and _is_shown(user)) for user in node.users)
 
 
 _NOT_LAZY: Final = {_aten._conj.default: _aten._conj_physical.default, _aten._neg_view.default: _aten.neg.default}

@@ -1582,6 +1582,38 @@ def test_attention_under_a_checkpoint_is_computed_again():
     assert step.joint.kept_bytes < 4 * 2 * 8 * 16 * 4
 
 
+def test_copies_that_nobody_sees_are_not_made():
+    """Such as that of a dropout that drops nothing: what a product's gradients need is kept once."""
+    kept = []
+    for drop in (nn.Identity(), nn.Dropout(0.0)):
+        torch.manual_seed(0)
+        fast, model, exact = triple(Net(lambda m, x: m.drop(x.softmax(-1)) @ m.fc.weight, fc=linear(), drop=drop))
+        for call in range(4):
+            x = randn(32, 8, seed=call).requires_grad_()
+            assert_errors_as_eagers(step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,))))
+        (step,) = made(fast)
+        kept.append(step.joint.kept_bytes)
+    assert kept[0] == kept[1] == 32 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda x: x.clone(), lambda x: x.clone().view(-1), lambda x: x.clone().split(4, 1)[1],
+     lambda x: x[1:].clone().as_strided((4, 8), (8, 1), 0)],
+    ids=["itself", "a view", "a part", "a view by places"],
+)  # fmt: skip
+def test_copies_that_a_result_shows_are_made(copied):
+    fast, model, exact = triple(Net(lambda m, x: ((h := m.fc(x).tanh()), copied(h)), fc=linear()))
+    for call in range(4):
+        x = randn(6, 8, seed=call).requires_grad_()
+        assert_errors_as_eagers(step_of(fast, x), step_of(model, x), step_of(exact, *as_exact((x,))))
+        first, second = fast(x)
+        expected = second.detach().clone()
+        first.data.zero_()
+        torch.testing.assert_close(second.detach(), expected, rtol=0, atol=0)
+    made(fast)
+
+
 def test_checkpoints_are_parts_of_a_step():
     """What eager would compute again is, and no more is kept than what goes into each."""
     torch.manual_seed(0)
