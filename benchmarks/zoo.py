@@ -95,6 +95,8 @@ CHANNELS = 768
 """The most that transformers' networks have, if no other number is given."""
 MOST_PARAMETERS = 150_000_000
 ALIASES = {"visiontransformer": "vit", "swintransformer": "swin", "swintransformerv2": "swinv2", "byobnet": "repvgg"}
+AGAIN = 2.0
+"""Seconds after which a compiler that goes on beyond its time is interrupted once more."""
 REDRAWN = 3
 """Other inputs that steps get which look wrong."""
 NOTHING_VERIFIED = "eager's error is 0: nothing was verified"
@@ -434,13 +436,13 @@ def _say(**content: Any) -> None:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside after so many seconds."""
+    """Raises TimeoutError inside after so many seconds, and again: a compiler may catch what it does not expect."""
 
     def end(*_: Any) -> None:
         raise TimeoutError("no time left to compile it")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01), AGAIN)
     try:
         yield
     finally:
