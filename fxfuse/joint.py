@@ -446,9 +446,9 @@ def simplify(graph: fx.Graph, buffers: Sequence[fx.Node]) -> None:
 
     Nothing is changed in place in this graph. So copies of buffers are removed, and others that no result shows: a
     dropout that drops nothing makes one. Removed are also views that change no shape or undo another view, and aliases.
-    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number become
-    numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed at
-    once: a program reads a tensor's memory as its values.
+    A view that drops the dimensions of size 1 of a sum becomes part of the sum. In `where`, tensors of one number
+    become numbers. Conversions whose results leave the graph name only the dtype. Conjugates and negatives are computed
+    at once: a program reads a tensor's memory as its values.
     """
     for node in list(graph.nodes):
         copies = node.target is _aten.clone.default and not node.kwargs

@@ -25,6 +25,7 @@ from fxfuse import channels_last, dump, ops, plans, recapture, stream_capture
 from fxfuse.capture import GIVEN, VARIABLE_KEYWORDS, Captured, Constants, Untraced, fixed_in, has_own_call, trace
 from fxfuse.cuda_graphs import Replays
 from fxfuse.errors import FxfuseError
+from fxfuse.garbage import uncollected
 from fxfuse.hooks import has_hooks
 from fxfuse.listing import Listing, write_graphs, write_map, write_program
 from fxfuse.locks import free_in_children
@@ -131,6 +132,7 @@ class FusedModule(fx.GraphModule):
         _living.add(self)
         state.own_attributes = frozenset(self.__dict__)
 
+    @uncollected()
     def _derive(self, captured: Captured) -> None:
         """Makes the graph, and what the report says about it, from the captured model in its present mode."""
         state = state_of(self)

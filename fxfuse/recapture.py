@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxfuse import checkpoints, ops, progress, stream_capture
+from fxfuse.garbage import uncollected
 from fxfuse.hooks import hooks_of, keep_otherwise
 from fxfuse.locks import free_in_children
 from fxfuse.segments import buckets_now
@@ -240,6 +241,7 @@ class Recapture:
         self._failures = 0
         return result
 
+    @uncollected()
     def _first(self, python: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of python(*args, **kwargs), compared with that of a graph that is captured first.
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxfuse import build, checkpoints, functional, progress, recapture, stream_capture
 from fxfuse.errors import FxfuseWarning
+from fxfuse.garbage import uncollected
 from fxfuse.hooks import is_in_parts, keep_otherwise
 from fxfuse.joint import joint_of
 from fxfuse.locks import free_in_children
@@ -120,6 +121,7 @@ class Training:
             "capture.\nThe graph computes what torch computes.", FxfuseWarning, stacklevel=2,
         )  # fmt: skip
 
+    @uncollected()
     def _made(self, bound: Bound, returned: Returned) -> TrainingStep | None:
         """A new step for calls of this kind. If there can be none, None, and `reason` says why."""
         tensors, binding = bound.tensors, self._binding

@@ -34,6 +34,7 @@ from fxfuse import ahead, build, functional, guard, recapture, stream_capture
 from fxfuse.cuda import gpu
 from fxfuse.cuda.precision import tf32_allowed
 from fxfuse.errors import FxfuseError, LaunchError
+from fxfuse.garbage import uncollected
 from fxfuse.guard import Guard
 from fxfuse.locks import free_in_children
 from fxfuse.program import attention
@@ -398,6 +399,7 @@ class Programs:
             if device is not None and device.type == "cuda":  # a CPU has enough to do with this call
                 build.begin(sources(device))  # which the next call needs
 
+    @uncollected()
     def _recorded(self, bound: Bound, by_parts: bool) -> Any:
         """Runs and records a call, and returns its result.
 

@@ -285,16 +285,11 @@ def place(blocks: Sequence[Block]) -> int:
 def _placed(order: Sequence[Block]) -> tuple[int, dict[Block, int]]:
     """The size in bytes and the offsets of blocks that are placed in that order."""
     offsets: dict[Block, int] = {}
-    living: dict[int, list[Block]] = {}
-    """By step: the placed blocks that are alive."""
     size = 0
     for block in order:
-        steps = range(block.first, block.last + 1)
-        others = dict.fromkeys(other for step in steps for other in living.get(step, ()))
-        offsets[block] = offset = _free(block, [(offsets[other], other) for other in others])
+        offset = _free(block, [(at, other) for other, at in offsets.items() if _meet(block, other)])
+        offsets[block] = offset
         size = max(size, offset + block.nbytes)
-        for step in steps:
-            living.setdefault(step, []).append(block)
     return size, offsets
 
 

@@ -586,7 +586,7 @@ class Recorder:
         """
         if any(torch.Tag.inplace_view in operation.overload.tags for operation in seen.operations):
             raise _Unknown
-        owners = dict(self._owners)
+        before = len(self._owners)
         known: dict[int, Any] = dict(zip(map(id, tensors), values, strict=True))
         steps: list[Launch | Call] = []
         are_constant = all(value.slot.constant is not None for value in values)
@@ -610,17 +610,25 @@ class Recorder:
                     known[id(tensor)] = self._value(tensor, self._name())
             value = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known(tensor, known), result)
         except _Unknown:
-            self._owners = owners
+            for key in self._latest(before):
+                del self._owners[key]
             raise
-        written = {owner.slot for key, owner in self._owners.items() if key not in owners}
+        new = self._latest(before)
+        written = {self._owners[key].slot for key in new}
         written.update(made.slot for made in values_in(value))  # a plan may overwrite its input in place
         for step in steps:
             if isinstance(step, Launch):  # plans write nowhere else
                 step.writes = written.intersection(slot for slot, _ in step.references)
         kept = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
-        self._owners = {key: owner for key, owner in self._owners.items() if key in owners or key in kept}
+        for key in new:
+            if key not in kept:
+                del self._owners[key]
         self.steps += steps
         return value
+
+    def _latest(self, before: int) -> list[int]:
+        """The storages that have had an owner since there were `before` of them. None has lost its owner since."""
+        return list(itertools.islice(reversed(self._owners), len(self._owners) - before))
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
         """Whether torch itself made this tensor of a Python number, without an operator for it (x[index] = 0)."""
