@@ -113,6 +113,24 @@ def test_a_view_that_begins_before_its_tensor(any_device):
     assert state_of(fast).programs.reason == "a view begins before the tensor that it is a view of"
 
 
+class Refilled(nn.Module):
+    def forward(self, x):
+        total = torch.ones(1, device=x.device)
+        total[0] = x.sum()
+        return torch.ops.aten.relu.default(x), x.cumsum(0).nextafter_(total)
+
+
+def test_memory_that_is_filled_again_as_a_whole(any_device):
+    """Nothing needs what it held before. But where torch fills it, in place, it has to be there."""
+    fast = fxfuse.optimize(Refilled())
+    with torch.no_grad():
+        for x in (torch.randn(3, 5, 2), torch.randn(1, 5, 3).permute(2, 1, 0)):
+            for _ in range(6):
+                torch.testing.assert_close(fast(x.to(any_device)), Refilled()(x.to(any_device)))
+    skip_if_python(fast)
+    assert len(state_of(fast).programs.programs) == 2, state_of(fast).programs.reason
+
+
 def test_tensors_at_odd_addresses_have_programs_of_their_own(any_device):
     def at(place, *shape):
         size = math.prod(shape)

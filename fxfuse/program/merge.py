@@ -84,26 +84,31 @@ class NoKernel(FxfuseError):
 def merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -> list[Launch | Call]:
     """The steps of a program after merging: kernels in place of the steps that loops compute.
 
-    If a package lacks one of these kernels, torch computes its steps, and the others are merged anew.
+    If torch has to compute steps that kernels should (`_Torchs`), the others are merged anew.
 
     Raises ToolchainError, BuildError, NoKernel. In that case, only the loops of steps have changed.
     """
     while True:
         try:
             return _merged(steps, output, device)
-        except _Missing as missing:
-            logger.warning("fxfuse: torch computes a part of what stands between regions: %s", missing)
-            for number in missing.numbers:
+        except _Torchs as torchs:
+            if torchs.args:
+                logger.warning("fxfuse: torch computes a part of what stands between regions: %s", torchs)
+            for number in torchs.numbers:
                 if _is_loops_only(steps[number]):
-                    raise NoKernel(f"'{steps[number].label}' has no kernel: {missing}") from missing
+                    raise NoKernel(f"'{steps[number].label}' has no kernel: {torchs}") from torchs
                 steps[number].loops = None
 
 
-class _Missing(Exception):
-    """A package lacks a kernel; `numbers` are the steps that it would compute."""
+class _Torchs(Exception):
+    """Steps that torch has to compute, by number, though others were merged as if kernels computed them.
 
-    def __init__(self, error: MissingKernelError, numbers: set[int]) -> None:
-        super().__init__(str(error))
+    Either a package lacks a kernel, which is an error to tell of. Or steps overwrite memory in place, and what filled
+    it before was left out, since a kernel would compute all of it.
+    """
+
+    def __init__(self, numbers: set[int], *error: MissingKernelError) -> None:
+        super().__init__(*map(str, error))
         self.numbers = numbers
 
 
@@ -117,6 +122,9 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     for number, step in enumerate(steps):
         if _is_loops_only(step) and number not in found and number not in plan.absent:
             raise NoKernel(f"'{step.label}' has no kernel")
+    in_place = {number for number in plan.computed.keys() - found.keys() if plan.needs_kernel(number)}
+    if in_place:
+        raise _Torchs(in_place)
     if not found and not plan.absent:
         return list(steps)
     together = _together(found, plan, steps) if on_gpu else {number: [number] for number in found}
@@ -127,7 +135,7 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     for text, launch in zip(sources, build.load_each(list(sources.values())), strict=True):
         if isinstance(launch, MissingKernelError):
             groups = [plan.all_of(numbers) for first, numbers in together.items() if texts[first] == text]
-            raise _Missing(launch, set().union(*groups))
+            raise _Torchs(set().union(*groups), launch)
         loaded[text] = launch
     for number in found:
         for store in plan.computed[number].stores:
@@ -633,6 +641,11 @@ class _Plan:
     def begins(self, number: int, slot: Slot) -> bool:
         """Whether a slot is memory that torch allocated, and a step is the first to write into it."""
         return slot.kind == "made" and number == next(one for one in self._writers[slot] if one not in self.absent)
+
+    def needs_kernel(self, number: int) -> bool:
+        """Whether torch would overwrite memory in place that nothing makes."""
+        step, slot = self._steps[number], self.computed[number].output.slot
+        return isinstance(step, Call) and not step.is_pure and self.begins(number, slot)
 
     def _loops_of(self, number: int) -> Loops | None:
         """The loops of a step, with everything that was inlined; None if it has none."""
