@@ -122,9 +122,9 @@ def _merged(steps: Sequence[Launch | Call], output: Any, device: torch.device) -
     for number, step in enumerate(steps):
         if _is_loops_only(step) and number not in found and number not in plan.absent:
             raise NoKernel(f"'{step.label}' has no kernel")
-    in_place = {number for number in plan.computed.keys() - found.keys() if plan.needs_kernel(number)}
-    if in_place:
-        raise _Torchs(in_place)
+    left = {number for number in plan.computed.keys() - found.keys() if plan.needs_kernel(number)}
+    if left:
+        raise _Torchs(left)
     if not found and not plan.absent:
         return list(steps)
     together = _together(found, plan, steps) if on_gpu else {number: [number] for number in found}
