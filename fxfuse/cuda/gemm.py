@@ -245,8 +245,8 @@ def share_counts(tiles_k: int) -> list[int]:
 def _shared_tiles(tile: Tile, problem: Problem) -> int:
     """How many tiles are shared with split-K: those of an incomplete last wave.
 
-    All tiles are shared if whole sums are not accurate enough, and those of several products, each of which shares the
-    same of its tiles.
+    All tiles are shared if whole sums are not accurate enough, or if there are several products: a kernel shares the
+    same tiles of each of them.
     """
     blocks, wave = _blocks(tile, problem), _resident(tile, problem) * problem.multiprocessors
     return blocks % wave if problem.batches == 1 and (blocks < wave or is_accurate(tile, problem, 1)) else blocks
