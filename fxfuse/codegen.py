@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,11 +34,14 @@ MASK: Final = "Mask"
 """The type of a condition that is given as bits, to choose between floats (cpu/kernels/math.h)."""
 
 
-def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> list[str]:
+def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None, normal: Collection[Expr] = ()) -> list[str]:
     """C++ statements that compute `expression` from variables acc, o0, o1, …; the last one returns it.
 
     Every value is computed once, in single-assignment form. Its type is float, or bool for comparisons, unless `kinds`
     gives another one for a call or operand. A call with a float among its arguments computes with floats.
+
+    Args:
+        normal: operands that are the same for many elements, and are normal floats, as are their inverses.
     """
     lines: list[str] = []
     text: dict[Expr, str] = {}
@@ -63,7 +66,7 @@ def statements(expression: Expr, kinds: Mapping[Expr, str] | None = None) -> lis
                 temporaries, code = ops.expand_code(ops.row(op), values, name)
                 if kind_of(args[0]) == MASK:
                     code = f"chosen({', '.join(values)})"
-                if op == "div" and _has_inverse(args[1]):
+                if op == "div" and (_has_inverse(args[1]) or args[1] in normal):
                     code = f"divide_by_constant({values[0]}, {values[1]})"
                 if code in text.values():  # the same code as an earlier value: it needs no variable
                     text[node] = code
@@ -98,12 +101,12 @@ def _has_inverse(node: Expr) -> bool:
 
 def function(
     expression: Expr, operand_count: int, qualifiers: str, kinds: Mapping[Expr, str] | None = None,
-    name: str = "expression",
+    name: str = "expression", normal: Collection[Expr] = (),
 ) -> str:  # fmt: skip
     """The struct's member `<qualifiers> float <name>(float acc, float o0, …)`, with types as in `statements`."""
     types = {} if kinds is None else {node.index: kind for node, kind in kinds.items() if isinstance(node, Operand)}
     parameters = ", ".join(["float acc", *(f"{types.get(index, 'float')} o{index}" for index in range(operand_count))])
-    body = "\n".join(f"        {line}" for line in statements(expression, kinds))
+    body = "\n".join(f"        {line}" for line in statements(expression, kinds, normal))
     result = "float" if kinds is None else kinds[expression]
     return f"    {qualifiers} {result} {name}({parameters}) {{\n{body}\n    }}"
 

@@ -1,7 +1,7 @@
 """How AOTAutograd takes operators apart when it traces a training step (joint.py).
 
 Most rules are torch's own decompositions. Ours replace those that would draw random numbers that eager does not draw,
-or leave a GPU with too few rows.
+or leave a GPU with too few rows (long_rows.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fxfuse.long_rows import by_channel, exact, mean_of, sum_of, variance_of
 from fxfuse.problem import RESULT_DTYPES
 
 _aten: Final = torch.ops.aten
@@ -71,9 +72,9 @@ def decompositions(device: str) -> dict[Any, Callable[..., Any]]:
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
     }
     if device != "cpu":
-        sums = dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _sum)
-        means = dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)
-        known |= {_aten.var.correction: _var, _aten.convolution_backward.default: _convolution_backward}
+        sums = dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), sum_of)
+        means = dict.fromkeys((_aten.mean.default, _aten.mean.dim), mean_of)
+        known |= {_aten.var.correction: variance_of, _aten.convolution_backward.default: _convolution_backward}
         return {**known, **sums, **means}
     norms = (_aten._native_batch_norm_legit_functional.default, _aten.native_batch_norm_backward.default)
     return {**known, **{norm: _if_pixels(known[norm]) for norm in norms}}
@@ -133,7 +134,7 @@ def _batch_norm(
     if not training:
         return NotImplemented
     parts, along = _in_parts(x)
-    parts = _exact(parts)
+    parts = exact(parts)
     means = parts.mean(along, keepdim=True) if along else parts
     spread = (parts - means).square().mean(along, keepdim=True) if along else None
     means = means.reshape(-1, x.shape[1])
@@ -141,9 +142,9 @@ def _batch_norm(
     variance = (means - mean).square().mean(0)
     variance = variance if spread is None else variance + spread.reshape(-1, x.shape[1]).mean(0)
     scale = torch.rsqrt(variance + eps)
-    made = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    made = made if weight is None else made * _by_channel(weight, x)
-    made = made if bias is None else made + _by_channel(bias, x)
+    made = (exact(x) - by_channel(mean, x)) * by_channel(scale, x)
+    made = made if weight is None else made * by_channel(weight, x)
+    made = made if bias is None else made + by_channel(bias, x)
     count = x.numel() // x.shape[1]
     unbiased = variance * (count / max(count - 1, 1))
     counted = [
@@ -161,13 +162,13 @@ def _batch_norm_backward(
         return _torchs_batch_norm_backward()(
             gradient, x, weight, running_mean, running_variance, mean, scale, training, eps, wanted
         )
-    of_result, count = _exact(gradient), x.numel() // x.shape[1]
-    deviation = (_exact(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+    of_result, count = exact(gradient), x.numel() // x.shape[1]
+    deviation = (exact(x) - by_channel(mean, x)) * by_channel(scale, x)
     of_bias, of_weight = _sums_by_channel(of_result), _sums_by_channel(of_result * deviation)
     factor = scale if weight is None else scale * weight
-    left = of_result - _by_channel(of_bias / count, x) - deviation * _by_channel(of_weight / count, x)
+    left = of_result - by_channel(of_bias / count, x) - deviation * by_channel(of_weight / count, x)
     dtype = x.dtype if weight is None else weight.dtype
-    return (left * _by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
+    return (left * by_channel(factor, x)).to(x.dtype), of_weight.to(dtype), of_bias.to(dtype)
 
 
 _PART: Final = 512
@@ -191,103 +192,6 @@ def _in_parts(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 def _sums_by_channel(x: torch.Tensor) -> torch.Tensor:
     """The sums over images and pixels."""
     return x.sum([0, *range(2, x.dim())])
-
-
-_MANY: Final = 8192
-"""Rows that keep a GPU busy, however long they are: 32 threads each make 2048 for each of 128 multiprocessors."""
-_LONG: Final = 2048
-"""Elements of a row. If a row has more, dividing it saves more time than a second launch costs."""
-_SHORT: Final = 128
-"""Elements of a part that need not be divided further."""
-_TOO_FAR: Final = 4
-"""Rows stay whole if parts would be this many times longer or shorter than wanted, as with a prime length."""
-
-
-def _sum(
-    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """Sums parts of rows, then the parts' sums. This is for rows that are too few and too long for a GPU, or that are
-    not in one piece (those of channels, in NCHW).
-
-    Kernels compute both sums together with the values that are added up. torch's own sum reads these from memory.
-    """
-    added = {one % max(x.dim(), 1) for one in dim} if dim else set(range(x.dim()))
-    order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
-    outer = [one for one in order if one in added and x.shape[one] > 1]
-    divided = _divided(x, outer)
-    if x.dtype not in RESULT_DTYPES or dtype not in (None, x.dtype, torch.float32) or divided is None:
-        return NotImplemented
-    count, height = divided
-    outer = outer[: len(outer) - count]
-    first, kept = order.index(outer[0]), [one for one in order if one not in added]
-    before = [one for one in kept if order.index(one) < first]
-    left = [*before, *outer, *kept[len(before) :]]  # the partial sums of what is added next lie side by side
-    inner = [one for one in order if one not in left]
-    cut = left.index(outer[-1])
-    parts = _exact(x).permute([*left, *inner]).unflatten(cut, (-1, height))
-    parts = parts.sum([cut + 1, *(len(left) + 1 + place for place in range(len(inner)))])
-    total = parts.permute([left.index(one) for one in (*outer, *sorted(kept))]).sum(list(range(len(outer))))
-    total = total.to(x.dtype if dtype is None else dtype)
-    return total.view([1 if one in added else size for one, size in enumerate(x.shape)]) if keepdim else total
-
-
-def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
-    """How rows along `dims` of x, the innermost last, are divided into parts.
-
-    Returns the number of innermost dimensions that a part holds as a whole, and how much of the next dimension it holds
-    (a divisor of its size). None if rows stay whole.
-    """
-    piece: list[int] = []
-    for dim in reversed(dims):  # the innermost dimensions that lie in one piece
-        if piece and x.stride(dim) != x.stride(piece[0]) * x.shape[piece[0]]:
-            break
-        piece.insert(0, dim)
-    length = math.prod(x.shape[dim] for dim in piece)
-    whole = None if len(piece) == len(dims) else (len(piece), 1)
-    if length <= _LONG or x.numel() // length >= _MANY:
-        return whole
-    wanted, count = max(_SHORT, math.isqrt(length)), 1  # so that a part's length is about the number of parts
-    lengths: dict[tuple[int, int], int] = {}
-    for inner, dim in enumerate(reversed(piece)):
-        most = min(x.shape[dim] - 1, _TOO_FAR * wanted // count)
-        lengths |= {(inner, height): count * height for height in range(1, most + 1) if x.shape[dim] % height == 0}
-        count *= x.shape[dim]
-    best = min(lengths, key=lambda one: abs(math.log(lengths[one] / wanted)), default=None)
-    return best if best is not None and lengths[best] * _TOO_FAR >= wanted else whole
-
-
-def _mean(
-    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    if dtype not in (None, x.dtype, torch.float32):
-        return NotImplemented
-    total = _sum(x, dim, keepdim, dtype=torch.float32)
-    if total is NotImplemented:
-        return NotImplemented
-    return (total / (x.numel() // total.numel())).to(x.dtype if dtype is None else dtype)
-
-
-def _var(
-    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
-    """The variance, by the squared deviations from the mean."""
-    mean = _mean(x, dim, True, dtype=torch.float32)
-    free = 0 if mean is NotImplemented else x.numel() // mean.numel() - (1 if correction is None else correction)
-    if free <= 0:
-        return NotImplemented
-    squares = (_exact(x) - mean).square()
-    total = _sum(squares, dim, keepdim)
-    total = squares.sum(list(range(x.dim())) if dim is None else dim, keepdim) if total is NotImplemented else total
-    return (total / free).to(x.dtype)
-
-
-def _exact(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype in which it is added up: float32 for float16 and bfloat16."""
-    return x.float() if x.dtype.itemsize == 2 else x
-
-
-def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return values.view([1, -1, *([1] * (x.dim() - 2))])
 
 
 def _convolution_backward(
@@ -325,7 +229,7 @@ def _convolution_backward(
         of_x = _aten.convolution(gradient, filters, None, [1, 1], left, along[2], False, [0, 0], groups)
     if is_apart and wanted[1]:
         of_weight = torch.ops.fxfuse.conv2d_weight(gradient, x, None, [], "acc", list(taps), *along, groups)
-    of_bias = _sums_by_channel(_exact(gradient)) if wanted[2] else None
+    of_bias = _sums_by_channel(exact(gradient)) if wanted[2] else None
     return of_x, of_weight, None if of_bias is None else of_bias.to(gradient.dtype)
 
 

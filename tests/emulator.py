@@ -27,7 +27,11 @@ from fxfuse.expression import parse
 DEVICE = Path(__file__).parent / "emulated_gpu"
 KERNELS = PACKAGE / "cuda" / "kernels"
 _MORE_FLAGS = os.environ.get("FXFUSE_EMULATOR_FLAGS", "").split()  # such as AddressSanitizer's, see CONTRIBUTING.md
-_COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", *_MORE_FLAGS)
+_COMPILER = (
+    "g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-fPIC",
+    "-fno-gnu-unique",  # else libraries would share the first one's shared memory, if the kernels' names are the same
+    *_MORE_FLAGS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

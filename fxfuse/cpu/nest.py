@@ -9,7 +9,6 @@ instructions.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from fxfuse.program.loops import (
     Read,
     Reduced,
     Rows,
-    Store,
+    divided,
     indices_of,
     kinds_of,
     reductions_of,
@@ -36,7 +35,6 @@ from fxfuse.program.loops import (
     with_operands,
 )
 from fxfuse.program.text import LANE, ROW, by_runs, digits_of, flattened
-from fxfuse.program.values import Value
 
 TURN: Final = "turn"
 """The variable that counts a row's elements where lanes are rows; otherwise it counts pieces of a row."""
@@ -121,7 +119,7 @@ def nest_of(loops: Loops) -> Nest | None:
         return None  # a nest has one place for all results
     if not loops.reductions:
         return _pointwise(loops)
-    loops = _divided(loops)
+    loops = divided(loops)
     rows = rows_of(loops)
     if rows is None or _adds_up_again(loops, rows):
         return None
@@ -137,33 +135,6 @@ def nest_of(loops: Loops) -> Nest | None:
         return row_by_row or beside
     are_adjacent = all(stride_of(leaf.index) in (0, 1) for leaf in beside.leaves if isinstance(leaf, Read))
     return beside if longest <= SHORT_ROW or (rows.inner and are_adjacent) else row_by_row
-
-
-def _divided(loops: Loops) -> Loops:
-    """The same loops with a dimension divided in two wherever reductions depend on its quotient alone (groups)."""
-    output = loops.output
-    for dim, size in enumerate(output.shape):
-        whole = variable(f"c{dim}", size)
-        atoms = [atom for row in loops.reductions for index in indices_of(row.leaves) for atom in index.atoms()]
-        parts = {atom.by for atom in atoms if isinstance(atom, Quotient) and atom.of == whole}
-        part = min(parts, default=1)
-        if part == 1 or size % part:
-            continue
-        values = {
-            f"c{later}": variable(f"c{later + 1}", output.shape[later]) for later in range(dim + 1, len(output.shape))
-        }
-        values[f"c{dim}"] = variable(f"c{dim}", size // part) * part + variable(f"c{dim + 1}", part)
-
-        def divided(value: Value, dim: int = dim, part: int = part) -> Value:
-            shape, strides = list(value.shape), list(value.strides)
-            shape[dim : dim + 1] = [shape[dim] // part, part]
-            strides[dim : dim + 1] = [strides[dim] * part, strides[dim]]
-            return dataclasses.replace(value, shape=tuple(shape), strides=tuple(strides))
-
-        leaves = tuple(substituted(leaf, values) for leaf in loops.leaves)
-        also = tuple(Store(divided(store.output), store.expression) for store in loops.also)
-        return _divided(Loops(divided(output), loops.expression, leaves, also))
-    return loops
 
 
 def _adds_up_again(loops: Loops, rows: Rows) -> bool:

@@ -18,13 +18,14 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
 
 from fxfuse.codegen import function
 from fxfuse.cuda.codegen import CPP_TYPES, functions
-from fxfuse.expression import Expr
+from fxfuse.expression import Call, Const, Expr, Operand, postorder
 from fxfuse.problem import RESULT_DTYPES
 from fxfuse.program.indices import Index, Variable, variable
 from fxfuse.program.loops import (
@@ -35,6 +36,7 @@ from fxfuse.program.loops import (
     Loops,
     Read,
     Reduced,
+    divided,
     height_of,
     kind_of_element,
     kinds_of,
@@ -59,12 +61,18 @@ _TYPES: Final = {**CPP_TYPES, torch.float64: "double"}
 HELD_WORDS: Final = 32
 """Most registers in which a thread holds elements of a row between loops."""
 WARP: Final = 32
-LONGEST_OF_A_WARP: Final = 512
-"""Most runs of a row that one warp computes; a longer row has a thread block."""
-TURNS_OF_A_WARP: Final = 4
-"""Most runs of a row per thread of a warp; with more, a thread block is faster if the GPU has threads to spare."""
+LINE: Final = 128
+"""Bytes that a multiprocessor reads or writes in a cycle, if they are adjacent."""
 BUSY: Final = 2**18
 """Threads that keep a GPU busy, 2048 on each of 128 multiprocessors: more of them read no faster."""
+ISSUED: Final = 2**14
+"""Instructions of threads that such a GPU begins in a cycle, 128 on each of 128 multiprocessors."""
+MOVED: Final = 2**11
+"""Bytes that it reads or writes in a cycle, a little more than an A100 and a little less than an H200."""
+REGISTERS: Final = 2**16
+"""Of a multiprocessor."""
+MOST_THREADS: Final = 1024
+"""Most threads of a block."""
 
 _BODY: Final = """\
 using namespace {functions};
@@ -94,7 +102,7 @@ extern "C" const char* fxfuse_error(int code) {{ return cudaGetErrorString(stati
 #endif
 """
 _RUNS: Final = """\
-    static constexpr int kVector = {vector}, kAccess = {access}, kOfBlock = kLoopsThreads;
+    static constexpr int kVector = {vector}, kAccess = {access}, kThreads = {threads}, kOfBlock = kThreads;
     static constexpr bool kPlaced = {placed};
 
 {function}
@@ -112,17 +120,23 @@ _RUNS: Final = """\
         run_loops(p, block);
     }}"""
 _ROWS: Final = """\
-    static constexpr int kColumns = {columns}, kLanes = {lanes}, kOfBlock = kLoopsThreads / kLanes;
+    static constexpr int kColumns = {columns}, kLanes = {lanes}, kThreads = {threads}, kOfBlock = kThreads / kLanes;
 
 {functions}
 
     static __device__ __forceinline__ void compute(const LoopsArguments<Body>& p, unsigned row, unsigned thread,
-                                                   bool exists, Output* out) {{
+                                                   bool exists, unsigned first, Output* out) {{
 {loops}
     }}
     static __device__ __forceinline__ void run(const LoopsArguments<Body>& p, unsigned block) {{
         run_rows(p, block);
     }}"""
+
+
+def stages(loops: Loops) -> bool:
+    """Whether a kernel of these loops stages its rows in shared memory."""
+    found = kernel(loops) if loops.reductions else None
+    return found is not None and found.threads < THREADS
 
 
 def ordered(kernels: Mapping[Key, LoopsKernel]) -> list[Key]:
@@ -135,7 +149,8 @@ def fit_together(kernels: Sequence[LoopsKernel]) -> bool:
     """Whether one launch can run all `kernels`."""
     addresses = sum(len(kernel.addresses) for kernel in kernels)
     argument_bytes = sum(kernel.argument_bytes for kernel in kernels)
-    return addresses <= MAX_ADDRESSES and argument_bytes <= ARGUMENT_BYTES and len(forms_of(kernels)) <= MOST_FORMS
+    fits = addresses <= MAX_ADDRESSES and argument_bytes <= ARGUMENT_BYTES and len(forms_of(kernels)) <= MOST_FORMS
+    return fits and len({kernel.threads for kernel in kernels}) == 1
 
 
 def forms_of(kernels: Sequence[LoopsKernel]) -> Counter[str]:
@@ -154,7 +169,7 @@ def source_of(kernels: Sequence[LoopsKernel]) -> str:
 def kernel(loops: Loops) -> LoopsKernel | None:
     """The kernel of `loops`; None if it would read more than MAX_TENSORS tensors."""
     text = Text(_TYPES)
-    body, count = _rows(loops, text) if loops.reductions else _runs(loops, text)
+    body, count, threads = _rows(loops, text) if loops.reductions else (*_runs(loops, text), THREADS)
     if len(text.tensors) > MAX_TENSORS:
         return None
     output = loops.output.dtype
@@ -172,7 +187,7 @@ def kernel(loops: Loops) -> LoopsKernel | None:
     values = [count, *text.numbers, *text.divisors]
     params = struct.pack(f"<{len(values)}I", *(value % 2**32 for value in values))
     results = tuple((store.output.slot, store.output.offset) for store in loops.stores)
-    return LoopsKernel(form, params, results, tuple(text.tensors))
+    return LoopsKernel(form, params, results, tuple(text.tensors), threads)
 
 
 def _functions(computed: Sequence[tuple[Expr, torch.dtype]]) -> str:
@@ -231,6 +246,7 @@ def _runs(loops: Loops, text: Text) -> tuple[str, int]:
     body = _RUNS.format(
         vector=vector,
         access=access or ACCESS,
+        threads=THREADS,
         placed=str(into is not None or across is not None).lower(),
         function="\n\n".join([_function(loops, 0), *_others(loops, vector, arguments, text)]),
         before=_indented(text.before, 8),
@@ -297,7 +313,8 @@ def _put(into: Index, access: int, width: int, out: str, inside: str, text: Text
 def _function(loops: Loops, number: int) -> str:
     """The C++ function that computes store `number` of `loops`."""
     name = f"other{number - 1}_of" if number else "expression"
-    return function(loops.stores[number].expression, len(loops.leaves), _QUALIFIERS, loops.kinds, name)
+    expression, leaves = loops.stores[number].expression, loops.leaves
+    return function(expression, len(leaves), _QUALIFIERS, loops.kinds, name, _normal(leaves))
 
 
 def _others(loops: Loops, width: int, arguments: str, text: Text) -> list[str]:
@@ -322,11 +339,13 @@ def _access(output: Value, width: int) -> int:
     return math.gcd(ACCESS, width * output.dtype.itemsize, output.slot.alignment, output.offset)
 
 
-def _rows(loops: Loops, text: Text) -> tuple[str, int]:
-    """The body of a kernel with reductions, and the number of its rows, or of its groups of adjacent rows.
+def _rows(loops: Loops, text: Text) -> tuple[str, int, int]:
+    """The body of a kernel with reductions, the number of its rows, or of its groups of adjacent rows, and the number
+    of threads of a block.
 
     Some threads share a row or a few adjacent rows.
     """
+    loops = divided(loops)
     rows, output = rows_of(loops), loops.output
     assert rows is not None, "merge.py and operators.py make no others"
     outer, length, inner = rows.sizes(output.shape)
@@ -339,14 +358,18 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
     }
     leaves = [substituted(leaf, values) for leaf in loops.leaves]
     reductions = reductions_of(leaves)
-    held = None if rows.inner else _held(reductions, leaves, output, outer, length)
+    staged = None if rows.inner else _staged(loops, reductions, leaves, outer, length)
+    held = None if rows.inner else _held(loops, reductions, leaves, outer, length, staged)
     functions_, loops_, longest = [], [], 1
+    if staged is not None:
+        text.staged = staged.names
+        loops_ += staged.before(text)
     if held is not None:
         loops_ += [f"{kind} {name}[{held.turns}][{held.vector}];" for name, kind in held.variables.items()]
     turns = itertools.count()
     for together in _together(reductions):
         over = together[0].over
-        vector = 1 if rows.inner else _vector_of_rows(together) if held is None else held.vector
+        vector = 1 if rows.inner or staged else _vector_of_rows(together) if held is None else held.vector
         text.begin(max(vector, beside), held, over.size // vector)
         at, which = _cut(over.name, over.size, vector), "lane" if rows.inner else "0"
         inside = "" if held is None else "if (inside) "
@@ -355,15 +378,19 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
             terms = ["0.0f", *text.leaves([substituted(leaf, at) for leaf in row.leaves])]
             kind, total = {"sum": "Sum", "max": "Greatest"}[row.op], f"total{turn}"
             kinds = kinds_of(row.leaves, row.expression)
-            functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}"))
-            text.within.append(f"{inside}{total}.add({which}, part{turn}({', '.join(terms)}));")
+            normal = _normal(row.leaves)
+            functions_.append(function(row.expression, len(row.leaves), _QUALIFIERS, kinds, f"part{turn}", normal))
+            text.within.append(f"const float of{turn} = part{turn}({', '.join(terms)});")
+            text.within.append(f"{inside}{total}.add({which}, of{turn});")
             before.append(f"Totals<{kind}, {beside}> {total};")
-            after.append(f"{total}.template across_threads<kColumns, kLanes, kLoopsThreads, {turn}>();")
+            after.append(f"{total}.template across_threads<kColumns, kLanes, kThreads, {turn}>();")
             text.rows[row] = f"{total}.value[{which}]"
-        runs = text.number(over.size // vector)
+        if held is not None:
+            text.leaves(held.early)
+        runs = "kSize" if staged else text.number(over.size // vector)
         loops_ += [*before, *_loop(runs, over.size // vector, max(vector, beside), text), *after]
         longest = max(longest, over.size // vector)
-    vector = 1 if rows.inner else _vector(output, length) if held is None else held.vector
+    vector = 1 if rows.inner or staged else _vector(output, length) if held is None else held.vector
     width, at = max(vector, beside), _cut(_ALONG, length, vector)
     text.begin(width, held, length // vector)
     arguments = ", ".join(["0.0f", *text.leaves([substituted(leaf, at) for leaf in leaves])])
@@ -376,21 +403,172 @@ def _rows(loops: Loops, text: Text) -> tuple[str, int]:
     index = (number // inner) * (length * inner) + at[_ALONG] * inner + number % inner - variable(LANE, width)
     inside = "" if held is None else "if (inside) "
     stores = _stores(loops)
-    if into is None or loops.also:
+    if staged is not None and staged.results:
+        results = ["result", *(f"other{number}" for number in range(len(loops.also)))]
+        stores = [f"staged{place}[own + run] = as_number({name}.element[0]);" for place, name in enumerate(results)]
+    elif into is None or loops.also:
         text.before.append(f"const unsigned place = {text.place(index)};")
-    stores += ["result.store(out + place);"] if into is None else _put(into, access, width, "out", inside, text)
+        stores += ["result.store(out + place);"] if into is None else []
+    if into is not None:
+        stores += _put(into, access, width, "out", inside, text)
     stores = [f"{inside}{store}" for store in stores]
-    loops_ += ["if (!exists) return;", *_loop(text.number(length // vector), length // vector, width, text, stores)]
+    if staged is not None and staged.results:
+        loops_ += [*_loop("kSize", length, width, text, stores), *staged.after(loops)]
+    else:
+        runs = text.number(length // vector)
+        loops_ += ["if (!exists) return;", *_loop(runs, length // vector, width, text, stores)]
     longest = max(longest, length // vector)
     count = outer * inner // beside
     if rows.inner:
         columns, lanes = _layout(count, longest, beside * widest)
+    elif staged is not None:
+        columns, lanes = 1, staged.lanes
     elif held is not None:
         columns, lanes = 1, held.lanes
     else:
-        columns, lanes = 1, THREADS if longest > LONGEST_OF_A_WARP else _lanes_of_rows(count, longest)
-    body = _ROWS.format(columns=columns, lanes=lanes, functions="\n\n".join(functions_), loops=_indented(loops_, 8))
-    return body, count
+        columns, lanes = 1, _lanes_of_rows(count, longest, width, width * widest, len(reductions), _instructions(loops))
+    threads = max(THREADS if staged is None else staged.threads, lanes)
+    functions_text = "\n\n".join(functions_)
+    loops_text = _indented(loops_, 8)
+    body = _ROWS.format(columns=columns, lanes=lanes, threads=threads, functions=functions_text, loops=loops_text)
+    return body, count, threads
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Rows that a thread block stages in shared memory: short ones, which do not begin at sectors of memory.
+
+    The block's rows lie in one piece. It reads them by whole vectors, and writes results in the same way. In between, a
+    thread reads single elements. Adjacent threads read different banks.
+    """
+
+    size: int
+    """Elements of a row."""
+    lanes: int
+    """The threads that share a row."""
+    reads: Mapping[Read, int]
+    """The buffer of each read, by how a loop over the row reads it."""
+    results: int
+    """How many results are staged. They take the place of what was read."""
+
+    @property
+    def buffers(self) -> int:
+        return max(len(self.reads), self.results)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: so few that a multiprocessor has room for several."""
+        return next(threads for threads in (128, 64, 32) if threads == 32 or self._nbytes(threads) <= STAGED_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of a block."""
+        return self._nbytes(self.threads)
+
+    def _nbytes(self, threads: int) -> int:
+        return self.buffers * threads // self.lanes * self.size * 4
+
+    @property
+    def names(self) -> dict[Read, str]:
+        """The text of an element, by read."""
+        return {read: f"staged{buffer}[own + {RUN}]" for read, buffer in self.reads.items()}
+
+    def before(self, text: Text) -> list[str]:
+        """The statements that fill the buffers."""
+        lines = [f"constexpr unsigned kSize = {self.size};"]
+        lines += [f"alignas(16) __shared__ float staged{buffer}[kOfBlock * kSize];" for buffer in range(self.buffers)]
+        lines.append("const unsigned staged = (p.count - first < kOfBlock ? p.count - first : kOfBlock) * kSize;")
+        for read, buffer in self.reads.items():
+            source = f"{text.memory(read.slot, read.dtype)} + (first * kSize + {text.number(read.index.constant)})"
+            lines.append(f"stage<kThreads>(staged{buffer}, {source}, staged);")
+        return [*lines, "__syncthreads();", "const unsigned own = threadIdx.x / kLanes * kSize;"]
+
+    def after(self, loops: Loops) -> list[str]:
+        """The statements that write the results."""
+        others = [
+            f"static_cast<{_TYPES[store.output.dtype]}*>(p.other[{number}])" for number, store in enumerate(loops.also)
+        ]
+        places = enumerate(["out", *others])
+        return [
+            "__syncthreads();",
+            *(f"unstage<kThreads>({out} + first * kSize, staged{buffer}, staged);" for buffer, out in places),
+        ]
+
+
+STAGED_ELEMENTS: Final = 64
+"""Most elements of a staged row that a thread has: it holds them in registers."""
+STAGED_RUN: Final = 8
+"""Bytes of a run that threads may just as well read from memory."""
+STAGED_BYTES: Final = 32 << 10
+"""Most shared memory of a block."""
+
+
+def _staged(
+    loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int
+) -> _Staged | None:
+    """How rows are staged; None if they need not be, or cannot be."""
+    size, widest = reductions[0].over.size, max((read.dtype.itemsize for read in loops.reads), default=1)
+    lanes = size & -size  # so that adjacent threads read different banks
+    are_alike = all(row.over.size == size for row in reductions) and length in (1, size) and loops.into is None
+    if not are_alike or lanes > WARP or size // lanes > STAGED_ELEMENTS or rows * lanes < STAGED_LEAST:
+        return None
+    runs = [size // _vector_of_rows(together) for together in _together(reductions)]
+    if all(one <= WARP and one & (one - 1) == 0 for one in runs):
+        return None  # the threads of a warp read in one piece anyway
+    if all(size // one * widest >= STAGED_RUN for one in runs):
+        return None
+    element, found = variable(ROW, rows) * size + variable(RUN, size), dict[Read, int]()
+    over = [(row.over.name, row.leaves) for row in reductions]
+    for name, leaf in ((name, leaf) for name, each in (*over, (_ALONG, leaves)) for leaf in each):
+        read = substituted(leaf, {name: variable(RUN, size)})
+        if not isinstance(read, Read) or read.dtype not in RESULT_DTYPES or read.where:
+            continue
+        begin, nbytes = read.index - element, read.dtype.itemsize
+        if not begin.terms and size * nbytes % SECTOR and not any(
+            number % ACCESS for number in (begin.constant * nbytes, read.slot.alignment)
+        ):  # fmt: skip
+            found.setdefault(read, len(found))
+    results = [store.output for store in loops.stores] if length > 1 else []
+    staged = _Staged(size, lanes, found, len(results))
+    are_staged = all(
+        each.dtype in RESULT_DTYPES and not (each.slot.alignment % ACCESS or each.offset % ACCESS) for each in results
+    )
+    return staged if found and are_staged and staged.nbytes <= STAGED_BYTES else None
+
+
+STAGED_LEAST: Final = BUSY // 8
+"""Fewest threads for which staging pays: with fewer, the time of one row matters."""
+
+
+def _normal(leaves: Sequence[Leaf]) -> list[Expr]:
+    """The operands that are sums of exponentials of differences from their greatest exponent.
+
+    One of these is 1, so the sum is a normal number, and so is its inverse.
+    """
+    return [Operand(place) for place, leaf in enumerate(leaves) if isinstance(leaf, Reduced) and _is_from_one(leaf)]
+
+
+def _is_from_one(row: Reduced) -> bool:
+    match row:
+        case Reduced("sum", over, Call("exp", (Call("sub", (x, Operand(place))),)), leaves):
+            greatest = leaves[place]
+        case _:
+            return False
+    if not isinstance(greatest, Reduced) or greatest.op != "max" or greatest.over.size != over.size:
+        return False
+    of_row = {over.name: variable(greatest.over.name, over.size)}
+    return _is_alike(x, [substituted(leaf, of_row) for leaf in leaves], greatest.expression, greatest.leaves)
+
+
+def _is_alike(one: Expr, leaves: Sequence[Leaf], other: Expr, leaves_of_other: Sequence[Leaf]) -> bool:
+    """Whether two expressions compute the same of their leaves."""
+    if isinstance(one, Call) and isinstance(other, Call):
+        pairs = zip(one.args, other.args, strict=False)
+        is_same_call = one.op == other.op and len(one.args) == len(other.args)
+        return is_same_call and all(_is_alike(a, leaves, b, leaves_of_other) for a, b in pairs)
+    if isinstance(one, Operand) and isinstance(other, Operand):
+        return leaves[one.index] == leaves_of_other[other.index]
+    return isinstance(one, Const) and one == other
 
 
 def _together(reductions: Sequence[Reduced]) -> list[list[Reduced]]:
@@ -410,16 +588,18 @@ def _vector_of_rows(together: Sequence[Reduced]) -> int:
     return math.gcd(ACCESS // max((dtype.itemsize for dtype in dtypes), default=1), together[0].over.size)
 
 
-def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, rows: int, length: int) -> Held | None:
+def _held(
+    loops: Loops, reductions: Sequence[Reduced], leaves: Sequence[Leaf], rows: int, length: int, staged: _Staged | None
+) -> Held | None:
     """The reads that several loops over a row share, if a thread's registers can hold them between loops; else None."""
-    size = reductions[0].over.size
+    size, output = reductions[0].over.size, loops.output
     if not 0 < size <= length or any(row.over.size != size for row in reductions):
         return None
-    loops = _together(reductions)
-    vector = math.gcd(_vector(output, length), *map(_vector_of_rows, loops))
+    in_order = _together(reductions)
+    vector = 1 if staged else math.gcd(_vector(output, length), *map(_vector_of_rows, in_order))
     within = Inside(variable(_ALONG, length), size)
     readers, also = Counter[Read](), dict[Read, Read]()
-    for together in loops:
+    for together in in_order:
         at = _cut(together[0].over.name, size, vector)
         # in the order of the leaves, not of a set: a text that differs between processes would be compiled again
         leaves_ = (leaf for row in together for leaf in row.leaves)
@@ -437,26 +617,82 @@ def _held(reductions: Sequence[Reduced], leaves: Sequence[Leaf], output: Value, 
             also[as_read] = of_row
     readers.update(list(dict.fromkeys(also.values())))
     shared = [read for read, count in readers.items() if count > 1]
-    words = vector * sum(2 if kind_of_element(read.dtype) in (INTEGER, "double") else 1 for read in shared)
-    lanes = _lanes_of_rows(rows, size // vector)
-    while lanes < THREADS and -(-size // (vector * lanes)) * words > HELD_WORDS:
-        lanes *= 2
-    turns = -(-size // (vector * lanes))
-    if not shared or turns * words > HELD_WORDS:
+    widest = max((read.dtype.itemsize for read in shared), default=1)
+    sizes = vector, vector * widest, len(reductions), _instructions(loops)
+
+    def lanes_for(reads: Sequence[Read]) -> int:
+        words = vector * sum(2 if kind_of_element(read.dtype) in (INTEGER, "double") else 1 for read in reads)
+        return _lanes_of_rows(rows, size // vector, *sizes, words) if staged is None else staged.lanes
+
+    lanes, early = lanes_for(shared), list[Read]()
+    if not shared or not lanes:
         return None
+    if rows * lanes <= BUSY // 4 and staged is None:  # the time of one row matters, so no read waits for a reduction
+        early = [read for read in also.values() if read not in shared and read.index.depends_on(RUN)]
+        with_early = lanes_for([*shared, *early])
+        early = early if with_early else []
+        shared, lanes = [*shared, *early], with_early or lanes
+    turns = -(-size // (vector * lanes))
     names = {read: f"held{number}" for number, read in enumerate(shared)}
     variables = {names[read]: kind_of_element(read.dtype) for read in shared}
     names |= {read: names[of_row] for read, of_row in also.items() if of_row in names}
     inside = substituted(within, _cut(_ALONG, length, vector))
     assert isinstance(inside, Inside)
-    return Held(lanes, turns, vector, names, variables, inside)
+    return Held(lanes, turns, vector, names, variables, inside, early)
 
 
-def _lanes_of_rows(rows: int, longest: int) -> int:
-    """How many threads share a row of contiguous elements: up to a warp, or a thread block if a row is long and there
-    are so few rows that the GPU has threads to spare."""
-    is_spare = rows * THREADS <= BUSY and longest > TURNS_OF_A_WARP * WARP
-    return THREADS if is_spare else min(WARP, 1 << (longest - 1).bit_length())
+def _lanes_of_rows(
+    rows: int, runs: int, vector: int, nbytes: int, reductions: int, instructions: int, words: int = 0
+) -> int:
+    """How many threads share a row of contiguous elements, a power of two; 0 if no number of them can hold a row.
+
+    Many threads shorten the time of one row, and read memory in longer pieces. Few threads leave less to combine. All
+    are estimated in cycles of the GPU.
+
+    Args:
+        runs: of a row.
+        vector: elements of a run.
+        nbytes: of a run.
+        reductions: of a row.
+        instructions: for an element.
+        words: registers in which a thread holds a run; 0 if none are held.
+    """
+
+    def cost(lanes: int) -> float:
+        turns, levels, warps = -(-runs // lanes), min(lanes, WARP).bit_length() - 1, lanes // WARP
+        of_warps = 60 + 8 * warps if warps > 1 else 0  # threads wait for each other
+        latency = turns * vector * 2 * instructions + reductions * (levels * 28 + of_warps)
+        lines = max(nbytes * WARP / LINE, WARP / lanes)  # that a warp reads at once, and writes
+        each = 60 + turns * (instructions * vector + 8 * lines) + reductions * (2 * levels + of_warps / 2)
+        piece = lanes * nbytes  # if it does not begin at a sector, one sector more is read
+        moved = 2 * rows * runs * nbytes * (1 + (SECTOR / piece if runs * nbytes % SECTOR else 0))
+        issued, read = each * rows * lanes / ISSUED, moved / MOVED
+        blocks = max(1, REGISTERS // (max(lanes, THREADS) * (28 + turns * words)))  # of a multiprocessor at a time
+        return latency + max(issued, read) + min(issued, read) / blocks  # one block computes while others read
+
+    most = min(MOST_THREADS, 1 << (runs - 1).bit_length())
+    numbers = (1 << exponent for exponent in range(most.bit_length()))
+    return min((lanes for lanes in numbers if -(-runs // lanes) * words <= HELD_WORDS), key=cost, default=0)
+
+
+def _instructions(loops: Loops) -> int:
+    """About how many instructions an element of a row takes, without those that its row needs once."""
+    expressions = [(row.expression, row.leaves) for row in loops.reductions]
+    expressions += [(store.expression, loops.leaves) for store in loops.stores]
+    count = 4
+    for expression, leaves in expressions:
+        varying = set[Expr]()
+        for node in postorder(expression):
+            if isinstance(node, Operand) and isinstance(leaves[node.index], Read):
+                varying.add(node)
+            elif isinstance(node, Call) and not varying.isdisjoint(node.args):
+                varying.add(node)
+                count += 2 if node.op in QUICK else 10
+    return count
+
+
+QUICK: Final = frozenset({"add", "sub", "mul", "neg", "abs", "square", "maximum", "minimum", "where", "float32"})
+"""Operations of one or two instructions."""
 
 
 def _layout(rows: int, longest: int, nbytes: int) -> tuple[int, int]:
@@ -492,10 +728,11 @@ def _loop(runs: str, count: int, vector: int, text: Text, after: Sequence[str] =
     """
     head = [f"for (unsigned run = thread; run < {runs}; run += kLanes) {{"]
     if text.held is not None:
+        has_all = count % text.held.lanes == 0  # no thread has a turn beyond the row
         head = [
             "#pragma unroll",
             f"for (unsigned turn = 0; turn < {text.held.turns_over(count)}; ++turn) {{",
-            f"    const bool inside = thread + turn * kLanes < {runs};",
+            f"    const bool inside = {'true' if has_all else f'thread + turn * kLanes < {runs}'};",
             f"    const unsigned run = inside ? thread + turn * kLanes : {runs} - 1;",
         ]
     return [

@@ -12,6 +12,7 @@ As in fused regions, kernels compute in float32. They round where eager casts, o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -781,6 +782,39 @@ def rows_of(loops: Loops) -> Rows | None:
     return beside
 
 
+def divided(loops: Loops) -> Loops:
+    """The same loops with a dimension divided in two wherever reductions depend on its quotient alone (groups).
+
+    So all elements of a group are in one row. A dimension stays whole if that would make more work.
+    """
+    output = loops.output
+    for dim, size in enumerate(output.shape):
+        whole = variable(f"c{dim}", size)
+        atoms = [atom for row in loops.reductions for index in indices_of(row.leaves) for atom in index.atoms()]
+        parts = {atom.by for atom in atoms if isinstance(atom, Quotient) and atom.of == whole}
+        part = min(parts, default=1)
+        if part == 1 or size % part:
+            continue
+        values = {
+            f"c{later}": variable(f"c{later + 1}", output.shape[later]) for later in range(dim + 1, len(output.shape))
+        }
+        values[f"c{dim}"] = variable(f"c{dim}", size // part) * part + variable(f"c{dim + 1}", part)
+
+        def in_two(value: Value, dim: int = dim, part: int = part) -> Value:
+            shape, strides = list(value.shape), list(value.strides)
+            shape[dim : dim + 1] = [shape[dim] // part, part]
+            strides[dim : dim + 1] = [strides[dim] * part, strides[dim]]
+            return dataclasses.replace(value, shape=tuple(shape), strides=tuple(strides))
+
+        leaves = tuple(substituted(leaf, values) for leaf in loops.leaves)
+        also = tuple(Store(in_two(store.output), store.expression) for store in loops.also)
+        into = None if loops.into is None else Into(loops.into.target, loops.into.place.substituted(values))
+        found = Loops(in_two(output), loops.expression, leaves, also, into)
+        if _work_by_rows(found) <= _work_by_rows(loops):
+            return divided(found)
+    return loops
+
+
 def _reads_beside(loops: Loops, rows: Rows) -> bool:
     """Whether each reduction reads adjacent elements of memory, along the row or from row to row."""
     for row in loops.reductions:
@@ -791,14 +825,19 @@ def _reads_beside(loops: Loops, rows: Rows) -> bool:
             if not isinstance(leaf, Read) or not leaf.index.depends_on(row.over.name):
                 continue
             is_beside = not (leaf.index - variable(name, size)).depends_on(name)
-            is_small = leaf.index.range[1] < work_of(loops, rows) // SMALL
+            is_small = leaf.index.range[1] < _work_by_rows(loops, rows) // SMALL
             if not (is_small or (is_beside and size * leaf.dtype.itemsize >= (SECTOR if rows.inner else 1))):
                 return False
     return True
 
 
-def work_of(loops: Loops, rows: Rows | None = None) -> int:
+def work_of(loops: Loops) -> int:
     """How many elements are computed, those of reductions included. LARGEST**2 if this cannot be done row by row."""
+    return _work_by_rows(divided(loops))
+
+
+def _work_by_rows(loops: Loops, rows: Rows | None = None) -> int:
+    """The same by the rows of these dimensions, or by `rows`."""
     elements = math.prod(loops.output.shape)
     if not loops.reductions:
         return elements
@@ -820,22 +859,21 @@ def rows_pay(loops: Loops) -> bool:
 
     True for loops without reductions.
     """
+    loops = divided(loops)
     rows = rows_of(loops)
     if not loops.reductions or rows is None:
         return not loops.reductions
     outer, length, inner = rows.sizes(loops.output.shape)
     longest = max(row.over.size for row in loops.reductions)
-    if length > 2 * longest or (outer * inner < FEW_ROWS * (BESIDE if rows.inner else 1) and longest > LONG_ROW):
+    if length > 2 * longest or (rows.inner and outer * inner < FEW_ROWS and longest > LONG_ROW):
         return False  # too few threads for so many elements
     return _reads_beside(loops, rows)
 
 
 SECTOR: Final = 32
 """Bytes of a sector, the unit in which a GPU reads memory."""
-BESIDE: Final = 8
-"""The least number of rows, adjacent in memory, that a thread block has."""
-FEW_ROWS: Final = 32
-"""The least number of rows (times `BESIDE` where rows are adjacent) with enough threads for long rows."""
+FEW_ROWS: Final = 256
+"""The least number of rows that are adjacent in memory with enough threads for long rows."""
 LONG_ROW: Final = 4096
 """Elements. A row with more than this is long."""
 SMALL: Final = 16

@@ -514,7 +514,10 @@ class _Plan:
                 self.absent.add(number)
         for number, loops in list(self.computed.items()):
             step = self._steps[number]
-            if isinstance(step, Launch) and loops is step.loops:  # nothing was inlined: its own kernel was chosen
+            is_alone = (
+                isinstance(step, Launch) and loops is step.loops
+            )  # nothing was inlined: its own kernel was chosen
+            if is_alone and not (self._suits is None and kernels.stages(loops)):
                 del self.computed[number]
 
     def _alone(self, number: int) -> tuple[Loops, dict[Slot, int], set[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -83,12 +83,17 @@ def _by_name(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 class Operators(DispatchMode):
     """A dispatch mode that lists torch's operators as they run. It also notes whether a shape depends on values."""
 
-    def __init__(self, seen: events.Events | None = None) -> None:
+    def __init__(
+        self, seen: events.Events | None = None, apart: Mapping[Any, Callable[..., Any]] | None = None
+    ) -> None:
         """
         Args:
             seen: where the launches of our kernels are noted at the same time.
+            apart: functions that compute an operator by others, which are listed instead. They may return
+                NotImplemented.
         """
         super().__init__()
+        self._apart, self._depth = apart or {}, 0
         self.operations: list[Operation] = []
         self.launches: list[events.Launch] = [] if seen is None else seen.launches
         self.depends_on_values = False
@@ -119,6 +124,9 @@ class Operators(DispatchMode):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             indexed = func is _aten.index.Tensor and not _has_masks(args[1])
             self.depends_on_values |= not indexed
+        taken_apart = self._taken_apart(func, args, kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
         changes_view = torch.Tag.inplace_view in func.tags
         before = (places(args[0]), args[0].stride()) if changes_view else None
         result = func(*args, **kwargs)
@@ -130,6 +138,20 @@ class Operators(DispatchMode):
         else:  # only strides of dimensions of size 1 have changed: torch's pooling to 1 x 1
             self.strides_before.setdefault(id(args[0]), before[1])
         return result
+
+    def _taken_apart(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operator by others; NotImplemented if it shall run itself."""
+        rule = self._apart.get(func)
+        if rule is None and self._depth:  # torch has taken other operators apart before a dispatch mode sees them
+            rule = func.decompose
+        if rule is None:
+            return NotImplemented
+        self._depth += 1
+        try:
+            with self:
+                return rule(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from fxfuse import events, functional, plans
 from fxfuse.cuda import gpu
 from fxfuse.hooks import has_hooks, why_no_kernel
 from fxfuse.layout import FORMATS
+from fxfuse.long_rows import LONG_ROWS
 from fxfuse.problem import ANCHORS, CONVOLUTIONS, Plan, Problem, TensorMeta
 from fxfuse.program import attention, merge
 from fxfuse.program.leaves import Leaves
@@ -456,9 +457,9 @@ class Recorder:
 
         return {node: made[node] for node in nodes}, note
 
-    @staticmethod
-    def _observed(call: Callable[[], Any], launched: events.Events | None = None) -> tuple[Any, Operators]:
-        with Operators(launched) as seen:
+    def _observed(self, call: Callable[[], Any], launched: events.Events | None = None) -> tuple[Any, Operators]:
+        on_gpu = self._device is not None and merge.runs_on_gpu(self._device)
+        with Operators(launched, LONG_ROWS if on_gpu else None) as seen:
             return call(), seen
 
     def _called(

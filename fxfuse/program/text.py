@@ -53,6 +53,8 @@ class LoopsKernel:
     """Where its results begin, in the order of addresses: each a slot, and the offset in it in bytes."""
     tensors: tuple[Slot, ...]
     """The memory that it reads, in the order of addresses, which follow those of results."""
+    threads: int = 0
+    """On a GPU: of a block."""
 
     @property
     def addresses(self) -> list[tuple[Slot, int]]:
@@ -81,6 +83,8 @@ class Held:
     """The types of these variables."""
     within: Inside
     """The condition that an element of the result is an element of the row."""
+    early: Sequence[Read] = ()
+    """Reads that only the result needs, and that the first loop makes all the same."""
     filled: set[str] = field(default_factory=set)
     """The variables that a loop has filled already."""
 
@@ -177,6 +181,8 @@ class Text:
         self.tensors: list[Slot] = []
         self.rows: dict[Reduced, str] = {}
         """The variables that hold reductions."""
+        self.staged: Mapping[Read, str] = {}
+        """By read: an element that has been read already, into shared memory."""
         self._count = 0
         self.begin(1)
 
@@ -279,6 +285,8 @@ class Text:
             return self._position(leaf)
         if isinstance(leaf, Reduced):
             return self.rows[leaf]
+        if leaf in self.staged:
+            return self.staged[leaf]
         place = leaf.slot, leaf.dtype, leaf.index
         ways = self._ways.get(place, [])
         if leaf.where not in ways:
@@ -290,7 +298,7 @@ class Text:
     def _element(self, leaf: Read, ways: Sequence[tuple[Inside, ...]]) -> str:
         """The text of an element, which is read if all conditions of one of the `ways` hold."""
         condition, kind, name = self._if(ways), self._types[leaf.dtype], self._name("r")
-        source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
+        source = self.memory(leaf.slot, leaf.dtype)
         lines: list[str] = []
         begin = leaf.index - variable(LANE, self._vector)
         varies = leaf.index.depends_on(LANE) or any(map(self._varies, leaf.where))
@@ -359,7 +367,7 @@ class Text:
         condition = self._if([[one for one in where if not self._varies(one)] for where in ways])
         kind, name, lines = self._types[leaf.dtype], self._name("r"), list[str]()
         access = min(ACCESS, window.length * leaf.dtype.itemsize)
-        source = f"static_cast<const {kind}*>({self._tensor(leaf.slot)})"
+        source = self.memory(leaf.slot, leaf.dtype)
         place = self._index(window.begin, lines)
         self.before.append(f"Adjacent<{kind}, {window.length}, {access}> {name} = {{}};")
         self.before.append(f"{condition}{{ {' '.join([*lines, f'{name}.load({source} + ({place}));'])} }}")
@@ -472,6 +480,10 @@ class Text:
     def _divisor(self, value: int) -> str:
         self.divisors.append(value)
         return f"p.divisor[{len(self.divisors) - 1}]"
+
+    def memory(self, slot: Slot, dtype: torch.dtype) -> str:
+        """The text of a pointer to a piece of memory that is read."""
+        return f"static_cast<const {self._types[dtype]}*>({self._tensor(slot)})"
 
     def _tensor(self, slot: Slot) -> str:
         if slot not in self.tensors:

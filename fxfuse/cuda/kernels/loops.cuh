@@ -16,8 +16,7 @@
 
 namespace fxfuse {
 
-constexpr int kLoopsThreads = 256;  // of a block
-using Place = unsigned;             // in memory, in elements
+using Place = unsigned;  // in memory, in elements
 
 template <class Body>
 struct LoopsArguments {
@@ -171,15 +170,16 @@ __device__ __forceinline__ unsigned integer_at(const void* memory, unsigned at, 
 // Computes one block's runs of a result.
 template <class Body>
 __device__ __forceinline__ void run_loops(const LoopsArguments<Body>& arguments, unsigned block) {
-    const unsigned run = block * kLoopsThreads + threadIdx.x;
+    const unsigned run = block * Body::kThreads + threadIdx.x;
     if (run >= arguments.count) return;
     Adjacent<typename Body::Output, Body::kVector, Body::kAccess> result;
     Body::compute(arguments, run, result);
     if constexpr (!Body::kPlaced) result.store(arguments.out + static_cast<int64_t>(run) * Body::kVector);
 }
 
-template <class... Forms>
-__global__ void __launch_bounds__(kLoopsThreads)
+// Two blocks of 512 threads fit into the registers of a multiprocessor: one computes while the other reads.
+template <int kThreads, class... Forms>
+__global__ void __launch_bounds__(kThreads, kThreads == 512 ? 2 : 0)
     loops_kernel(const __grid_constant__ LoopsTogether<Forms...> together) {
     FXFUSE_DEVICE_PASS(together.run(blockIdx.x));
 }
@@ -187,12 +187,14 @@ __global__ void __launch_bounds__(kLoopsThreads)
 #ifndef __CUDACC_RTC__
 // params: for each result its number of runs or rows, then numbers and divisors; pointers: for each result its own,
 // those of further results, then those of the tensors that are read.
-template <class... Forms>
+template <class First, class... Others>
 cudaError_t launch_loops(const void* params, const uint64_t* pointers, cudaStream_t stream) {
+    constexpr int kThreads = First::Body::kThreads;
+    static_assert(((Others::Body::kThreads == kThreads) && ...));
     const auto* values = static_cast<const uint32_t*>(params);
-    LoopsTogether<Forms...> together;
+    LoopsTogether<First, Others...> together;
     const unsigned blocks = together.take(values, pointers);
-    return queue(loops_kernel<Forms...>, blocks, kLoopsThreads, 0, stream, together);
+    return queue(loops_kernel<kThreads, First, Others...>, blocks, kThreads, 0, stream, together);
 }
 #endif  // __CUDACC_RTC__
 

@@ -10,6 +10,8 @@
 //   thread    0 1 2 3 4 5 6 7   8 9 ... 15   ...   24 ... 31     kColumns = 8, kLanes = 4
 //   rows      0 1 2 3 4 5 6 7   0 1 ...  7          0 ...  7     kRows each
 //   lane      0 0 0 0 0 0 0 0   1 1 ...  1          3 ...  3
+//
+// Short rows that do not begin at sectors of memory are staged: see _Staged in cuda/loops.py.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +29,7 @@ struct Sum {
 
 struct Greatest {
     static __device__ __forceinline__ float nothing() { return -infinity(); }
-    static __device__ __forceinline__ float of(float a, float b) { return a > b || isnan(a) ? a : b; }
+    static __device__ __forceinline__ float of(float a, float b) { return maximum(a, b); }
 };
 
 // A thread's partial totals of its rows.
@@ -71,17 +73,50 @@ struct Totals {
     }
 };
 
+// Copies `count` elements from and to memory, by all threads of a block. Both places are multiples of 16 bytes.
+template <int kThreads, class T>
+__device__ __forceinline__ void stage(float* staged, const T* source, unsigned count) {
+    constexpr unsigned kVector = 16 / sizeof(T);
+    for (unsigned at = threadIdx.x * kVector; at < count / kVector * kVector; at += kThreads * kVector) {
+        Adjacent<T, kVector, 16> run;
+        Adjacent<float, kVector, 16> numbers;
+        run.load(source + at);
+#pragma unroll
+        for (unsigned i = 0; i < kVector; ++i) numbers.element[i] = as_number(run.element[i]);
+        numbers.store(staged + at);
+    }
+    for (unsigned at = count / kVector * kVector + threadIdx.x; at < count; at += kThreads) {
+        staged[at] = as_number(source[at]);
+    }
+}
+template <int kThreads, class T>
+__device__ __forceinline__ void unstage(T* destination, const float* staged, unsigned count) {
+    constexpr unsigned kVector = 16 / sizeof(T);
+    for (unsigned at = threadIdx.x * kVector; at < count / kVector * kVector; at += kThreads * kVector) {
+        Adjacent<float, kVector, 16> numbers;
+        Adjacent<T, kVector, 16> run;
+        numbers.load(staged + at);
+#pragma unroll
+        for (unsigned i = 0; i < kVector; ++i) set(run.element[i], numbers.element[i]);
+        run.store(destination + at);
+    }
+    for (unsigned at = count / kVector * kVector + threadIdx.x; at < count; at += kThreads) {
+        set(destination[at], staged[at]);
+    }
+}
+
 // Like run_loops, for a Body of rows.
 template <class Body>
 __device__ __forceinline__ void run_rows(const LoopsArguments<Body>& arguments, unsigned block) {
     if (block * Body::kOfBlock >= arguments.count) return;  // another result of the launch has more rows
     // Threads beyond the last row compute the last row, too: shuffles need all lanes.
     constexpr int kGroup = Body::kColumns * Body::kLanes;
-    const unsigned group = block * (kLoopsThreads / kGroup) + threadIdx.x / kGroup;
+    const unsigned group = block * (Body::kThreads / kGroup) + threadIdx.x / kGroup;
     const unsigned row = group * Body::kColumns + threadIdx.x % Body::kColumns;
     const unsigned lane = threadIdx.x % kGroup / Body::kColumns;
     const bool exists = row < arguments.count;
-    Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists, arguments.out);
+    Body::compute(arguments, exists ? row : arguments.count - 1, lane, exists,
+                  block * Body::kOfBlock, arguments.out);
 }
 
 }  // namespace fxfuse

@@ -1,0 +1,229 @@
+"""Reductions of rows that are too few and too long for a GPU: of parts of the rows, then of the parts' results.
+
+A training step takes such reductions apart when it is traced (decompositions.py). A program does so when a call is
+recorded, where rows are longer than the kernels of program/reductions.py take (LONG_ROWS; program/record.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from fxfuse.problem import RESULT_DTYPES
+from fxfuse.program.reductions import LONGEST
+
+_aten: Final = torch.ops.aten
+
+_MANY: Final = 8192
+"""Rows that keep a GPU busy, however long they are: 32 threads each make 2048 for each of 128 multiprocessors."""
+_LONG: Final = 2048
+"""Elements of a row. If a row has more, dividing it saves more time than a second launch costs."""
+_SHORT: Final = 128
+"""Elements of a part that need not be divided further."""
+_TOO_FAR: Final = 4
+"""Rows stay whole if parts would be this many times longer or shorter than wanted, as with a prime length."""
+
+
+def sum_of(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Sums parts of rows, then the parts' sums. This is for rows that are too few and too long for a GPU, or that are
+    not in one piece (those of channels, in NCHW).
+
+    Kernels compute both sums together with the values that are added up. torch's own sum reads these from memory.
+    """
+    if dtype not in (None, x.dtype, torch.float32):
+        return NotImplemented
+    total = _by_parts(torch.sum, x, dim, keepdim)
+    return total if total is NotImplemented else total.to(x.dtype if dtype is None else dtype)
+
+
+def greatest_of(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    greatest = _by_parts(torch.amax, x, dim, keepdim)
+    return greatest if greatest is NotImplemented else greatest.to(x.dtype)
+
+
+def _by_parts(reduce: Callable[..., torch.Tensor], x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool) -> Any:
+    """Reduces parts of rows, then the parts' results, in float32 or float64."""
+    added = {one % max(x.dim(), 1) for one in dim} if dim else set(range(x.dim()))
+    order = sorted(range(x.dim()), key=lambda one: x.stride()[one], reverse=True)  # of memory
+    outer = [one for one in order if one in added and x.shape[one] > 1]
+    divided = _divided(x, outer)
+    if x.dtype not in RESULT_DTYPES or divided is None:
+        return NotImplemented
+    count, height = divided
+    outer = outer[: len(outer) - count]
+    first, kept = order.index(outer[0]), [one for one in order if one not in added]
+    before = [one for one in kept if order.index(one) < first]
+    left = [*before, *outer, *kept[len(before) :]]  # the partial sums of what is added next lie side by side
+    inner = [one for one in order if one not in left]
+    cut = left.index(outer[-1])
+    parts = exact(x).permute([*left, *inner]).unflatten(cut, (-1, height))
+    parts = reduce(parts, [cut + 1, *(len(left) + 1 + place for place in range(len(inner)))])
+    total = reduce(parts.permute([left.index(one) for one in (*outer, *sorted(kept))]), list(range(len(outer))))
+    return total.view([1 if one in added else size for one, size in enumerate(x.shape)]) if keepdim else total
+
+
+def _divided(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, int] | None:
+    """How rows along `dims` of x, the innermost last, are divided into parts.
+
+    Returns the number of innermost dimensions that a part holds as a whole, and how much of the next dimension it holds
+    (a divisor of its size). None if rows stay whole.
+    """
+    piece: list[int] = []
+    for dim in reversed(dims):  # the innermost dimensions that lie in one piece
+        if piece and x.stride(dim) != x.stride(piece[0]) * x.shape[piece[0]]:
+            break
+        piece.insert(0, dim)
+    length = math.prod(x.shape[dim] for dim in piece)
+    whole = None if len(piece) == len(dims) else (len(piece), 1)
+    if length <= _LONG or x.numel() // length >= _MANY:
+        return whole
+    wanted, count = max(_SHORT, math.isqrt(length)), 1  # so that a part's length is about the number of parts
+    lengths: dict[tuple[int, int], int] = {}
+    for inner, dim in enumerate(reversed(piece)):
+        most = min(x.shape[dim] - 1, _TOO_FAR * wanted // count)
+        lengths |= {(inner, height): count * height for height in range(1, most + 1) if x.shape[dim] % height == 0}
+        count *= x.shape[dim]
+    best = min(lengths, key=lambda one: abs(math.log(lengths[one] / wanted)), default=None)
+    return best if best is not None and lengths[best] * _TOO_FAR >= wanted else whole
+
+
+def mean_of(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    if dtype not in (None, x.dtype, torch.float32):
+        return NotImplemented
+    total = sum_of(x, dim, keepdim, dtype=torch.float32)
+    if total is NotImplemented:
+        return NotImplemented
+    return (total / (x.numel() // total.numel())).to(x.dtype if dtype is None else dtype)
+
+
+def variance_of(
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """The variance, by the squared deviations from the mean."""
+    mean = mean_of(x, dim, True, dtype=torch.float32)
+    free = 0 if mean is NotImplemented else x.numel() // mean.numel() - (1 if correction is None else correction)
+    if free <= 0:
+        return NotImplemented
+    squares = (exact(x) - mean).square()
+    total = sum_of(squares, dim, keepdim)
+    total = squares.sum(list(range(x.dim())) if dim is None else dim, keepdim) if total is NotImplemented else total
+    return (total / free).to(x.dtype)
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype in which it is added up: float32 for float16 and bfloat16."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
+def by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.view([1, -1, *([1] * (x.dim() - 2))])
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    exponents = _exponents(x, dim)
+    if exponents is NotImplemented:
+        return NotImplemented
+    made, total = exponents[0].exp(), exponents[1]
+    return (made / total).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    exponents = _exponents(x, dim)
+    if exponents is NotImplemented:
+        return NotImplemented
+    return (exponents[0] - exponents[1].log()).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _exponents(x: torch.Tensor, dim: int) -> Any:
+    """x less its rows' maxima, and the sums of the exponentials of that."""
+    greatest = greatest_of(exact(x), [dim], True)
+    if greatest is NotImplemented:
+        return NotImplemented
+    exponents = exact(x) - greatest
+    return exponents, sum_of(exponents.exp(), [dim], True)
+
+
+def _layer_norm(
+    x: torch.Tensor, sides: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> Any:
+    found = _normalised(x, [dim - len(sides) for dim in range(len(sides))], eps)
+    if found is NotImplemented:
+        return NotImplemented
+    made, mean, scale = found
+    made = made if weight is None else made * weight
+    made = made if bias is None else made + bias
+    return made.to(x.dtype), mean, scale
+
+
+def _group_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, images: int, channels: int, pixels: int,
+    groups: int, eps: float,
+) -> Any:  # fmt: skip
+    found = _normalised(x.view(images, groups, -1), [2], eps)
+    if found is NotImplemented:
+        return NotImplemented
+    made, mean, scale = found
+    made = made.view(x.shape)
+    made = made if weight is None else made * by_channel(weight, x)
+    made = made if bias is None else made + by_channel(bias, x)
+    return made.to(x.dtype), mean.squeeze(-1).to(x.dtype), scale.squeeze(-1).to(x.dtype)
+
+
+def _normalised(x: torch.Tensor, dims: Sequence[int], eps: float) -> Any:
+    """x with mean 0 and variance 1 along `dims`, its last ones, the means, and what deviations were multiplied with.
+
+    The variance is the variance of the parts' means plus the mean of the parts' variances: a part is read once.
+    """
+    rows = exact(x).flatten(-len(dims))
+    parts = _divided(rows, [rows.dim() - 1])
+    if parts is None:
+        return NotImplemented
+    of_parts = rows.unflatten(-1, (-1, parts[1]))
+    means = of_parts.mean(-1, True)
+    spread = (of_parts - means).square().mean(-1)
+    means = means.squeeze(-1)
+    mean = means.mean(-1, True)
+    variance = (means - mean).square().mean(-1, True) + spread.mean(-1, True)
+    mean, scale = (each.unflatten(-1, [1] * len(dims)) for each in (mean, torch.rsqrt(variance + eps)))
+    return (exact(x) - mean) * scale, mean, scale
+
+
+def _if_long(rule: Callable[..., Any], row: Callable[..., int]) -> Callable[..., Any]:
+    """Limits a rule to rows of more than LONGEST elements. `row`: the length of one, by the same arguments."""
+
+    @functools.wraps(rule)
+    def taken_apart(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_known = x.dtype in RESULT_DTYPES and x.is_contiguous() and x.numel() > LONGEST
+        return rule(x, *args, **kwargs) if is_known and row(x, *args, **kwargs) > LONGEST else NotImplemented
+
+    return taken_apart
+
+
+def _row_along(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> int:
+    dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
+    return math.prod(x.shape[one] for one in dims)
+
+
+LONG_ROWS: Final[Mapping[Any, Callable[..., Any]]] = {
+    _aten.sum.default: _if_long(sum_of, _row_along),
+    _aten.sum.dim_IntList: _if_long(sum_of, _row_along),
+    _aten.mean.default: _if_long(mean_of, _row_along),
+    _aten.mean.dim: _if_long(mean_of, _row_along),
+    _aten.amax.default: _if_long(greatest_of, _row_along),
+    _aten.var.correction: _if_long(variance_of, _row_along),
+    _aten._softmax.default: _if_long(_softmax, _row_along),
+    _aten._log_softmax.default: _if_long(_log_softmax, _row_along),
+    _aten.native_layer_norm.default: _if_long(_layer_norm, lambda x, sides, *_: math.prod(sides)),
+    _aten.native_group_norm.default: _if_long(
+        _group_norm, lambda x, weight, bias, images, channels, pixels, groups, eps: channels // groups * pixels
+    ),
+}
+"""The rules for rows that are longer than a thread block can hold. Each may return NotImplemented."""

@@ -1,0 +1,184 @@
+"""How the threads of a GPU share rows: few or many of them, rows that are staged, and rows that are cut into parts."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Net
+from test_loops import checked, device  # noqa: F401
+
+from fxfuse import long_rows
+from fxfuse.cuda import loops as kernels
+from fxfuse.program.observed import Operators
+from fxfuse.program.reductions import LONGEST
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "a root mean square": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+    "a norm and a sum": lambda x: F.layer_norm(x + 1, x.shape[-1:]) + x,
+    "two results": lambda x: (x * 2 + 1, F.layer_norm(x * 2 + 1, x.shape[-1:])),
+    "mean": lambda x: x.mean(-1),
+    "greatest": lambda x: x.amax(-1, keepdim=True) * 2,
+    "divided by a sum": lambda x: x.abs() / x.abs().sum(-1, keepdim=True),
+}
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """The sources of the kernels that are made."""
+    found, source_of = [], kernels.source_of
+    monkeypatch.setattr(kernels, "source_of", lambda made: found.append(source_of(made)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [3, 6, 7, 12, 49])
+@pytest.mark.parametrize("name", ROWS)
+def test_short_rows_are_staged(name, length, dtype, device, texts, monkeypatch):  # noqa: F811
+    """A block's last rows may be missing, and the last piece of memory need not be a whole vector."""
+    monkeypatch.setattr(kernels, "STAGED_LEAST", 1)
+    monkeypatch.setattr(kernels, "STAGED_RUN", 32)
+    checked(Net(lambda m, x: ROWS[name](x)), device, 131, length, dtype=dtype)
+    is_whole = dtype == torch.float32 and length == 12  # three vectors
+    assert any("stage<" in text for text in texts) or is_whole, texts
+
+
+@pytest.mark.parametrize("begin", [1, 4, 8])
+def test_rows_that_begin_anywhere(begin, device, monkeypatch):  # noqa: F811
+    """Only rows that begin at a vector can be staged."""
+    monkeypatch.setattr(kernels, "STAGED_LEAST", 1)
+    monkeypatch.setattr(kernels, "STAGED_RUN", 32)
+    checked(Net(lambda m, x: F.softmax(x[begin : begin + 7 * 131].view(131, 7), -1)), device, 7 * 131 + 16)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("length", [196, 768, 1000, 5000, 16384])
+@pytest.mark.parametrize("name", ["softmax", "a norm and a sum", "two results", "mean"])
+def test_rows_that_threads_share(name, length, rows, device):  # noqa: F811
+    if rows * length > 2**20:
+        pytest.skip("more of the same")
+    checked(Net(lambda m, x: ROWS[name](x)), device, rows, length)
+
+
+@pytest.mark.parametrize("words", [0, 4, 8])
+@pytest.mark.parametrize("runs", [1, 3, 49, 192, 250, 1024, 8000])
+def test_few_rows_have_more_threads(runs, words):
+    shared = [kernels._lanes_of_rows(rows, runs, 4, 16, 2, 20, words) for rows in (1, 100, 10_000, 1_000_000)]
+    assert shared == sorted(shared, reverse=True)
+    for lanes in shared:
+        assert lanes & (lanes - 1) == 0 and lanes <= kernels.MOST_THREADS
+        assert bool(lanes) == (math.ceil(runs / kernels.MOST_THREADS) * words <= kernels.HELD_WORDS)
+        assert lanes == 0 or math.ceil(runs / lanes) * words <= kernels.HELD_WORDS
+        assert lanes < 2 * runs or lanes == 1
+
+
+def test_what_waits_for_no_reduction_is_read_before_it(device, texts):  # noqa: F811
+    """Of few rows, a weight is read together with the row."""
+    weight = torch.nn.Parameter(torch.randn(768))
+    net = Net(lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * m.weight)
+    net.weight = weight
+    checked(net, device, 2, 768)
+    (text,) = texts
+    first, after = text.split("across_threads", 1)
+    assert "p.memory[1]" in first and "p.memory[1]" not in after
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 8, 16])
+def test_groups_are_rows(groups, layout, device, texts):  # noqa: F811
+    """All channels of a group are in one row: its sums are taken once."""
+    weight, bias = torch.randn(16), torch.randn(16)
+
+    def forward(m, x):
+        scale = [each.to(x.device, x.dtype) for each in (weight, bias)]
+        return F.silu(F.group_norm(x.contiguous(memory_format=layout), groups, *scale)) + 1
+
+    checked(Net(forward), device, 3, 16, 5, 6)
+    if layout == torch.contiguous_format:
+        assert any("held0" in text for text in texts)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+def test_only_a_sum_of_exponentials_is_known_to_have_an_inverse(scale, device, texts):  # noqa: F811
+    """Other sums may be 0, infinite or so small that their inverse is infinite."""
+    checked(Net(lambda m, x: (x * scale) / (x * scale).sum(-1, keepdim=True) + F.softmax(x, 0)), device, 5, 64)
+    checked(Net(lambda m, x: x.exp() / x.exp().sum(-1, keepdim=True)), device, 5, 64)
+    assert "divide_by_constant" not in texts[-1]
+    checked(Net(lambda m, x: F.softmax(x * 3, -1)), device, 5, 64)
+    assert "divide_by_constant" in texts[-1]
+
+
+HALF = (LONGEST + 4096) // 2
+WEIGHT = torch.linspace(0.5, 2, 2 * HALF).view(2, HALF)
+LONG = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1) * 2,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "layer_norm of several sides": lambda x: F.layer_norm(
+        x.view(2, 2, -1), (2, HALF), WEIGHT.to(x.device, x.dtype), 1 - WEIGHT.to(x.device, x.dtype)
+    ),
+    "group_norm": lambda x: F.group_norm(
+        x.view(1, 4, -1, 2),
+        2,
+        WEIGHT[:, :2].flatten().to(x.device, x.dtype),
+        WEIGHT[:, :2].flatten().to(x.device, x.dtype),
+    ),
+    "mean": lambda x: x.mean(-1) + 1,
+    "mean of all": lambda x: x.mean() + 1,
+    "sum": lambda x: x.sum(-1, keepdim=True) * 2,
+    "sum of all": lambda x: x.sum() * 2,
+    "greatest": lambda x: x.amax(-1) + 1,
+    "variance": lambda x: x.var(-1) + 1,
+    "variance of all": lambda x: x.var(correction=0) + 1,
+    "of float32": lambda x: x.abs().sum(-1, dtype=torch.float32) + x.mean(-1, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_are_cut_into_parts(name, dtype, device):  # noqa: F811
+    net = Net(lambda m, x: LONG[name](x))
+    made = checked(net, device, 2, LONGEST + 4096, dtype=dtype, exact=name != "of float32")
+    assert made.launches > 1 and not made.calls, made.code
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "mean"])
+def test_rows_that_cannot_be_cut_are_torchs(name, device):  # noqa: F811
+    length = 32771  # a prime number
+    assert all(length % divisor for divisor in range(2, math.isqrt(length) + 1))
+    made = checked(Net(lambda m, x: LONG[name]((x * 2).cumsum(0))), device, 2, length)
+    assert made.calls.total() == 2, made.code
+
+
+def test_what_a_rule_takes_apart_is_what_is_seen():
+    """Operators that torch would take apart by itself are seen as what they consist of."""
+
+    def in_parts(x, *_):
+        return x.to(torch.float64).unflatten(-1, (2, -1)).sum(-1).sum(-1).to(x.dtype)
+
+    x = torch.randn(3, 8)
+    with Operators(apart={torch.ops.aten.sum.dim_IntList: lambda x, *_: NotImplemented}) as seen:
+        x.sum(-1)
+    assert [operation.overload for operation in seen.operations] == [torch.ops.aten.sum.dim_IntList]
+    with Operators(apart={torch.ops.aten.amax.default: in_parts}) as seen:
+        made = x.amax(-1)
+    torch.testing.assert_close(made, x.sum(-1))
+    names = [str(operation.overload.overloadpacket) for operation in seen.operations]
+    assert names.count("aten._to_copy") == names.count("aten.sum") == 2 and "aten.to" not in names
+
+
+@pytest.mark.parametrize("shape", [(2, 40960), (1, 3, 36864)])
+@pytest.mark.parametrize("dims", [-1, 1])
+def test_parts_are_as_exact_as_torchs_rows(shape, dims):
+    x = torch.randn(shape) + 100
+    if x.shape[dims] <= LONGEST // 2:
+        assert long_rows.LONG_ROWS[torch.ops.aten.var.correction](x, [dims]) is NotImplemented
+        return
+    for name in ("variance_of", "mean_of", "sum_of"):
+        right = getattr(x.double(), {"variance_of": "var", "mean_of": "mean", "sum_of": "sum"}[name])(dims)
+        of_torch = getattr(x, {"variance_of": "var", "mean_of": "mean", "sum_of": "sum"}[name])(dims)
+        error = (getattr(long_rows, name)(x, [dims]).double() - right).abs().max()
+        assert error <= 2 * (of_torch.double() - right).abs().max() + 1e-6 * right.abs().max()
